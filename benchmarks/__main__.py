@@ -1,4 +1,5 @@
-"""Measures what this package promises: times, host costs, memory, machine code. Run it from the root of a checkout.
+"""Measures what this package promises: times, host costs, memory, machine code. Run it
+from the root of a checkout.
 
     python -m benchmarks gpu                 everything that only a GPU can tell, in one call of under nine minutes
     python -m benchmarks host                time that the host spends on a call; needs no GPU
@@ -6,14 +7,19 @@
     python -m benchmarks cpu                 time that a patch costs where no kernel runs
     python -m benchmarks COMMAND --help
 
-Nothing needs to be installed but the package's dependencies, and pytest for the tests that `gpu` runs.
+Nothing needs to be installed but the package's dependencies, and pytest for the tests
+that `gpu` runs.
 """
 
 import argparse
 import sys
 
-if not __package__:  # started by its path, which puts this folder on the search path: kernels.py would hide `kernels`
-    sys.exit("run this as a module, from the root of the checkout: python -m benchmarks")
+if not __package__:
+    # started by its path, which puts this folder on the search path: kernels.py would
+    # hide `kernels`
+    sys.exit(
+        "run this as a module, from the root of the checkout: python -m benchmarks"
+    )
 
 from benchmarks import aot_command, command, cpu, gpu_check, gpu_report, layer
 from hf_rmsnorm.cli.main import Parser, add_command, execute
@@ -29,9 +35,13 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns 0, 1 where `gpu` found a failure, 2 after an error, which is one line on stderr."""
+    """Run the command line; returns 0, 1 where `gpu` found a failure, 2 after an error,
+    which is one line on stderr.
+    """
     parser = Parser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():

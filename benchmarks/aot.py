@@ -1,7 +1,9 @@
-"""The kernels compiled ahead of time, without a GPU: registers, spills and access widths of what comes of them.
+"""The kernels compiled ahead of time, without a GPU: registers, spills and access
+widths of what comes of them.
 
-They are compiled by the package's own launch code: Triton is handed a driver that names a target and launches nothing.
-So the signatures, the constants and the launch shapes are those of a real call. This process must not interpret.
+They are compiled by the package's own launch code: Triton is handed a driver that names
+a target and launches nothing. So the signatures, the constants and the launch shapes
+are those of a real call. This process must not interpret.
 """
 
 from __future__ import annotations
@@ -31,12 +33,15 @@ SIZES = (64, 96, 128, 896, 2048, 2560, 4096, 5120, 8192, 12288, 14336, 16384)
 
 @dataclass(frozen=True)
 class Chip:
-    """What the compiler and the launch code are told, and what bounds the blocks that share a multiprocessor."""
+    """What the compiler and the launch code are told, and what bounds the blocks that
+    share a multiprocessor.
+    """
 
     target: GPUTarget
     sms: int
     shared_limit: int  # bytes one program may use
-    shared_total: int = 0  # bytes of a multiprocessor; 0 where occupancy is not modelled
+    # bytes of a multiprocessor; 0 where occupancy is not modelled
+    shared_total: int = 0
     max_warps: int = 64
     shared_reserve: int = 1_024  # bytes that the driver takes of each block
 
@@ -58,11 +63,13 @@ _ADAPTIVE = NormSpec(centered=True, eps=1e-6, has_weight=False, functional=True)
 
 @dataclass(frozen=True)
 class Variant:
-    """A formula with the dtypes of its operands; `frozen`: the weight needs no gradient; `added`: after a residual.
+    """A formula with the dtypes of its operands; `frozen`: the weight needs no
+    gradient; `added`: after a residual.
 
-    `output`: the backward reads the norm's output; `strided`: rows do not lie one behind the other. `modulated`: with
-    the scale and shift of an adaptive LayerNorm, and where `added` with the gate of the sum. `heads`: of q and k,
-    with a rotary embedding.
+    `output`: the backward reads the norm's output; `strided`: rows do not lie one
+    behind the other. `modulated`: with the scale and shift of an adaptive LayerNorm,
+    and where `added` with the gate of the sum. `heads`: of q and k, with a rotary
+    embedding.
     """
 
     spec: NormSpec
@@ -80,65 +87,114 @@ class Variant:
 VARIANTS = {
     "llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16),
     "llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True),
-    "llama-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False),
+    "llama-bf16-unaligned": Variant(
+        _LLAMA, torch.bfloat16, torch.bfloat16, aligned=False
+    ),
     "llama-bf16-strided": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, strided=True),
     "llama-fp16": Variant(_LLAMA, torch.float16, torch.float16),
     "llama-fp32": Variant(_LLAMA, torch.float32, torch.float32),
-    "llama-fp32-unaligned": Variant(_LLAMA, torch.float32, torch.float32, aligned=False),
+    "llama-fp32-unaligned": Variant(
+        _LLAMA, torch.float32, torch.float32, aligned=False
+    ),
     "llama-mixed": Variant(_LLAMA, torch.bfloat16, torch.float32),
-    "gemma-bf16": Variant(NormSpec(centered=False, eps=1e-6, weight_offset=1.0), torch.bfloat16, torch.bfloat16),
-    "t5-mixed": Variant(NormSpec(centered=False, eps=1e-6, rounding="weight_dtype"), torch.float32, torch.bfloat16),
-    "plain-bf16": Variant(NormSpec(centered=False, eps=1e-6, has_weight=False), torch.bfloat16, None),
+    "gemma-bf16": Variant(
+        NormSpec(centered=False, eps=1e-6, weight_offset=1.0),
+        torch.bfloat16,
+        torch.bfloat16,
+    ),
+    "t5-mixed": Variant(
+        NormSpec(centered=False, eps=1e-6, rounding="weight_dtype"),
+        torch.float32,
+        torch.bfloat16,
+    ),
+    "plain-bf16": Variant(
+        NormSpec(centered=False, eps=1e-6, has_weight=False), torch.bfloat16, None
+    ),
     "mamba-bf16": Variant(
-        NormSpec(centered=False, eps=1e-5, rounding="before_weight", gate="silu_before"), torch.bfloat16, torch.bfloat16
+        NormSpec(
+            centered=False, eps=1e-5, rounding="before_weight", gate="silu_before"
+        ),
+        torch.bfloat16,
+        torch.bfloat16,
     ),
     "qwen3_next-bf16": Variant(
-        NormSpec(centered=False, eps=1e-6, rounding="before_weight", gate="silu_after"), torch.bfloat16, torch.bfloat16
+        NormSpec(centered=False, eps=1e-6, rounding="before_weight", gate="silu_after"),
+        torch.bfloat16,
+        torch.bfloat16,
     ),
     "textbook-fp32": Variant(
-        NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True), torch.float32, torch.float32
+        NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True),
+        torch.float32,
+        torch.float32,
     ),
     "qk-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads=True),
-    "qk-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads=True),
+    "qk-bf16-unaligned": Variant(
+        _LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads=True
+    ),
     "qk-fp32": Variant(_LLAMA, torch.float32, torch.float32, heads=True),
     "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
-    "layernorm-bf16-strided": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, strided=True),
+    "layernorm-bf16-strided": Variant(
+        _LAYER_NORM, torch.bfloat16, torch.bfloat16, strided=True
+    ),
     "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
     "cohere-bf16": Variant(_COHERE, torch.bfloat16, torch.bfloat16),
-    "gated_layernorm-bf16": Variant(replace(_LAYER_NORM, gate="silu_after"), torch.bfloat16, torch.bfloat16),
+    "gated_layernorm-bf16": Variant(
+        replace(_LAYER_NORM, gate="silu_after"), torch.bfloat16, torch.bfloat16
+    ),
     "llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, output=True),
     "llama-halves-output": Variant(_LLAMA, torch.bfloat16, torch.float16, output=True),
-    "layernorm-bf16-output": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, output=True),
-    "add_llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True, output=True),
+    "layernorm-bf16-output": Variant(
+        _LAYER_NORM, torch.bfloat16, torch.bfloat16, output=True
+    ),
+    "add_llama-bf16-output": Variant(
+        _LLAMA, torch.bfloat16, torch.bfloat16, added=True, output=True
+    ),
     "add_llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True),
-    "add_llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True, added=True),
-    "add_llama-bf16-unaligned": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, added=True),
+    "add_llama-bf16-frozen": Variant(
+        _LLAMA, torch.bfloat16, torch.bfloat16, frozen=True, added=True
+    ),
+    "add_llama-bf16-unaligned": Variant(
+        _LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, added=True
+    ),
     "add_llama-fp32": Variant(_LLAMA, torch.float32, torch.float32, added=True),
     "add_llama-mixed": Variant(_LLAMA, torch.float32, torch.bfloat16, added=True),
-    "add_llama-fp32-unaligned": Variant(_LLAMA, torch.float32, torch.float32, aligned=False, added=True),
+    "add_llama-fp32-unaligned": Variant(
+        _LLAMA, torch.float32, torch.float32, aligned=False, added=True
+    ),
     "modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, modulated=True),
-    "add_modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, added=True, modulated=True),
-    "add_layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16, added=True),
+    "add_modulated-bf16": Variant(
+        _ADAPTIVE, torch.bfloat16, None, added=True, modulated=True
+    ),
+    "add_layernorm-bf16": Variant(
+        _LAYER_NORM, torch.bfloat16, torch.bfloat16, added=True
+    ),
 }
 
 
 def is_served(variant: Variant, hidden_size: int) -> bool:
-    """Whether the kernels compute rows of this size: of heads short ones alone, and with a bias from outputs."""
+    """Whether the kernels compute rows of this size: of heads short ones alone, and
+    with a bias from outputs.
+    """
     if variant.heads:
         return hidden_size <= MAX_HEAD_DIM
-    return not (variant.output and variant.spec.has_bias) or hidden_size <= MOST_COLUMNS_WITH_BIAS
+    return (
+        not (variant.output and variant.spec.has_bias)
+        or hidden_size <= MOST_COLUMNS_WITH_BIAS
+    )
 
 
 class CompileOnly(StubDriver):
     """The driver of one target of `CHIPS`.
 
-    It keeps what it was asked to launch, in `launches`, and what was compiled for it, in `compiled`: (kernel, what
-    Triton made of it), each once.
+    It keeps what it was asked to launch, in `launches`, and what was compiled for it,
+    in `compiled`: (kernel, what Triton made of it), each once.
     """
 
     def __init__(self, name: str):
         self.chip = CHIPS[name]
-        super().__init__(self.chip.target, self.chip.shared_limit, index=list(CHIPS).index(name))
+        super().__init__(
+            self.chip.target, self.chip.shared_limit, index=list(CHIPS).index(name)
+        )
         self.launches: list[tuple] = []
         self.compiled: list[tuple] = []
 
@@ -147,7 +203,9 @@ class CompileOnly(StubDriver):
 
 
 def compile_for(name: str) -> CompileOnly:
-    """Make the launch code of this process compile for a target of `CHIPS`; returns the driver that records it."""
+    """Make the launch code of this process compile for a target of `CHIPS`; returns the
+    driver that records it.
+    """
     recorder = CompileOnly(name)
     driver.set_active(recorder)
     compiled.device_limits = lambda *_: (recorder.chip.sms, recorder.chip.shared_limit)
@@ -169,7 +227,8 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     """Call forward and backward once, on uninitialised CPU tensors that nothing reads."""
 
     def tensor(shape, dtype):
-        shape, shift = torch.Size(shape), 0 if variant.aligned else 1  # one element on is no multiple of 16 bytes
+        # one element on is no multiple of 16 bytes
+        shape, shift = torch.Size(shape), 0 if variant.aligned else 1
         return torch.empty(shift + shape.numel(), dtype=dtype)[shift:].view(shape)
 
     if variant.heads:
@@ -181,30 +240,47 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     dy = tensor((rows, hidden_size), spec.output_dtype(variant.x, variant.weight))
     gated = spec.gate is not None or variant.modulated
     gate = tensor((rows, hidden_size), variant.x) if gated else None
-    residual, dh = (tensor((rows, hidden_size), variant.x) if variant.added else None for _ in range(2))
+    residual, dh = (
+        tensor((rows, hidden_size), variant.x) if variant.added else None
+        for _ in range(2)
+    )
     shift = factor = None
     if variant.modulated:  # one for all rows, as of one sequence
-        gate, shift, factor = (tensor((1, hidden_size), variant.x).expand(rows, -1) for _ in range(3))
+        gate, shift, factor = (
+            tensor((1, hidden_size), variant.x).expand(rows, -1) for _ in range(3)
+        )
         factor, dh = factor if variant.added else None, None
     operands = launch.Operands(x, weight, bias, gate, shift, factor, residual)
-    _, rstd, mean, h = launch.NormForward(spec, operands, variant.aligned).launch(*operands)
+    _, rstd, mean, h = launch.NormForward(spec, operands, variant.aligned).launch(
+        *operands
+    )
     trained = not variant.frozen
     need = (True, spec.has_weight and trained, spec.has_bias and trained, gated)
     x = x if h is None else h
     operands = dy, x, weight, bias, gate, dh, rstd, mean
-    NormBackward(spec, operands, variant.aligned, need, variant.output).launch(*operands)
+    NormBackward(spec, operands, variant.aligned, need, variant.output).launch(
+        *operands
+    )
 
 
 def run_heads(variant: Variant, head_dim: int, tensor) -> None:
-    """As `run`, on heads of q and of k in the strides of a projection, with gradients of an attention's."""
-    q, k = (tensor((2, 5, heads, head_dim), variant.x).transpose(1, 2) for heads in (4, 2))
+    """As `run`, on heads of q and of k in the strides of a projection, with gradients
+    of an attention's.
+    """
+    q, k = (
+        tensor((2, 5, heads, head_dim), variant.x).transpose(1, 2) for heads in (4, 2)
+    )
     dq, dk = (tensor(t.shape, variant.x) for t in (q, k))
     weights = [tensor((head_dim,), variant.weight) for _ in range(2)]
     tables = [tensor((2, 5, head_dim), variant.x) for _ in range(2)]
     operands = q, k, *weights, *tables
-    *_, rstd = launch_qk.QKForward(variant.spec, operands, variant.aligned).launch(*operands)
+    *_, rstd = launch_qk.QKForward(variant.spec, operands, variant.aligned).launch(
+        *operands
+    )
     operands = dq, dk, *operands, rstd
-    launch_qk.QKBackward(variant.spec, operands, variant.aligned, (True,) * 4).launch(*operands)
+    launch_qk.QKBackward(variant.spec, operands, variant.aligned, (True,) * 4).launch(
+        *operands
+    )
 
 
 @dataclass(frozen=True)
@@ -216,8 +292,10 @@ class Compiled:
         spilled: bytes of local memory per thread.
         shared: bytes of shared memory per program.
         blocks: programs that fit on a multiprocessor at once; waves per SIMD on AMD.
-        widths: by operand, the distinct bytes per load or store of one thread, widest first.
-        sums: shape and layout over the threads of every tensor that is summed, which fix the order of the additions.
+        widths: by operand, the distinct bytes per load or store of one thread, widest
+            first.
+        sums: shape and layout over the threads of every tensor that is summed, which
+            fix the order of the additions.
     """
 
     target: str
@@ -233,36 +311,53 @@ class Compiled:
     sums: list[str]
 
 
-def examine(name: str, variant: str, hidden_size: int, disassemble: bool = False) -> list[Compiled]:
-    """Compile forward and backward of one variant for one target, and read what became of every kernel.
+def examine(
+    name: str, variant: str, hidden_size: int, disassemble: bool = False
+) -> list[Compiled]:
+    """Compile forward and backward of one variant for one target, and read what became
+    of every kernel.
 
-    Access widths are read from PTX, which names the argument; `disassemble` (slow) checks them against the SASS.
+    Access widths are read from PTX, which names the argument; `disassemble` (slow)
+    checks them against the SASS.
     """
     recorder = compile_for(name)
     run(VARIANTS[variant], hidden_size)
     found = []
     for kernel in KERNELS:
-        for number, made in enumerate(made for of, made in recorder.compiled if of is kernel):
-            compiled_name = kernel.name + "_sums" * number  # which a wide LayerNorm has a second backward for
-            arguments = [arg for arg, kind in made.src.signature.items() if kind != "constexpr"]
+        for number, made in enumerate(
+            made for of, made in recorder.compiled if of is kernel
+        ):
+            # which a wide LayerNorm has a second backward for
+            compiled_name = kernel.name + "_sums" * number
+            arguments = [
+                arg for arg, kind in made.src.signature.items() if kind != "constexpr"
+            ]
             try:
                 if recorder.chip.target.backend == "hip":
                     read = read_amd(made, arguments)
                 else:
                     read = read_nvidia(made, arguments, recorder.chip, disassemble)
             except ValueError as error:
-                raise ValueError(f"{name} {variant} {kernel.name} N={hidden_size}: {error}") from error
+                raise ValueError(
+                    f"{name} {variant} {kernel.name} N={hidden_size}: {error}"
+                ) from error
             found.append(Compiled(
-                target=name, variant=variant, kernel=compiled_name, hidden_size=hidden_size,
-                shared=made.metadata.shared, warps=made.metadata.num_warps, **read,
-                sums=sums(made.asm["ttgir"]),
+                target=name, variant=variant, kernel=compiled_name,
+                hidden_size=hidden_size, shared=made.metadata.shared,
+                warps=made.metadata.num_warps, **read, sums=sums(made.asm["ttgir"]),
             ))  # fmt: skip
     return found
 
 
-def examine_all(cases: list[tuple[str, str, int]], disassemble: bool = False) -> list[Compiled]:
-    """`examine` for each (target, variant, hidden size), in forked processes: torch is imported once."""
+def examine_all(
+    cases: list[tuple[str, str, int]], disassemble: bool = False
+) -> list[Compiled]:
+    """`examine` for each (target, variant, hidden size), in forked processes: torch is
+    imported once.
+    """
     torch.set_num_threads(1)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        results = pool.map(partial(examine, disassemble=disassemble), *zip(*cases, strict=True))
+        results = pool.map(
+            partial(examine, disassemble=disassemble), *zip(*cases, strict=True)
+        )
         return [kernel for found in results for kernel in found]

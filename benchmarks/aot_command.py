@@ -1,4 +1,5 @@
-"""Compile the kernels ahead of time, without a GPU; print their registers, spills and access widths.
+"""Compile the kernels ahead of time, without a GPU; print their registers, spills and
+access widths.
 
 python -m benchmarks aot                                       the table of sm_90, RMSNorm in bf16
 python -m benchmarks aot sm_80,gfx942:gemma-bf16:128,4096      TARGETS:VARIANTS:SIZES, and more of them if wanted
@@ -14,40 +15,68 @@ from itertools import product
 from hf_rmsnorm.cli.common import CliError, Result
 from hf_rmsnorm.paths import did_you_mean
 
-HEADS = ("target", "variant", "kernel", "N", "warps", "registers", "spilled", "blocks", "shared", "widths")
+HEADS = (
+    "target",
+    "variant",
+    "kernel",
+    "N",
+    "warps",
+    "registers",
+    "spilled",
+    "blocks",
+    "shared",
+    "widths",
+)
 ROW = "{:7} {:20} {:22} {:>6} {:>6} {:>10} {:>8} {:>7} {:>7}  {}"
 
 
 def add_arguments(parser) -> None:
     parser.add_argument(
-        "cases", nargs="*", metavar="TARGETS:VARIANTS:SIZES", default=["sm_90:llama-bf16"],
+        "cases", nargs="*", metavar="TARGETS:VARIANTS:SIZES",
+        default=["sm_90:llama-bf16"],
         help="each a comma-separated list, an empty one meaning all (default sm_90:llama-bf16)",
     )  # fmt: skip
-    parser.add_argument("--disassemble", action="store_true", help="check access widths against the machine code")
+    parser.add_argument(
+        "--disassemble",
+        action="store_true",
+        help="check access widths against the machine code",
+    )
 
 
 def run(args) -> Result:
-    os.environ.pop("TRITON_INTERPRET", None)  # read when triton is imported: this process compiles
+    # read when triton is imported: this process compiles
+    os.environ.pop("TRITON_INTERPRET", None)
     import triton
 
     from benchmarks import aot
 
     if aot.compiled.INTERPRETED:
-        raise CliError("triton was imported for its interpreter, which compiles nothing: run this in a process anew")
-    found = aot.examine_all([case for text in args.cases for case in parse_cases(text)], args.disassemble)
+        raise CliError(
+            "triton was imported for its interpreter, which compiles nothing: run this in a process anew"
+        )
+    found = aot.examine_all(
+        [case for text in args.cases for case in parse_cases(text)], args.disassemble
+    )
     lines = [ROW.format(*HEADS)]
     for c in found:
-        widths = " ".join(f"{name}:{'/'.join(map(str, w))}" for name, w in c.widths.items())
+        widths = " ".join(
+            f"{name}:{'/'.join(map(str, w))}" for name, w in c.widths.items()
+        )
         figures = (c.hidden_size, c.warps, c.registers, c.spilled, c.blocks, c.shared)
         lines.append(ROW.format(c.target, c.variant, c.kernel, *figures, widths))
-    return Result({"triton": triton.__version__, "kernels": [asdict(c) for c in found]}, "\n".join(lines))
+    return Result(
+        {"triton": triton.__version__, "kernels": [asdict(c) for c in found]},
+        "\n".join(lines),
+    )
 
 
 def parse_cases(text: str) -> list[tuple[str, str, int]]:
-    """(target, variant, hidden size) of each case that ``TARGETS:VARIANTS:SIZES`` means.
+    """(target, variant, hidden size) of each case that ``TARGETS:VARIANTS:SIZES``
+    means.
 
     Raises:
-        CliError: it names a target or variant that is none, or a size that is no number.
+        CliError: it names a target or variant that is none, or a size that is no
+            number.
     """
     from benchmarks.aot import CHIPS, SIZES, VARIANTS, is_served
 
@@ -55,13 +84,17 @@ def parse_cases(text: str) -> list[tuple[str, str, int]]:
         chosen = part.split(",") if part else list(known)
         if unknown := [c for c in chosen if c not in known]:
             like = did_you_mean(unknown[0], known)
-            raise CliError(f"{text}: {', '.join(unknown)} is not one of {', '.join(known)}{like}")
+            raise CliError(
+                f"{text}: {', '.join(unknown)} is not one of {', '.join(known)}{like}"
+            )
         return chosen
 
     targets, variants, sizes, *_ = [*text.split(":"), "", ""]
     try:
         sizes = list(map(int, sizes.split(","))) if sizes else SIZES
     except ValueError:
-        raise CliError(f"{text}: {sizes} is no list of hidden sizes, as in 128,4096") from None
+        raise CliError(
+            f"{text}: {sizes} is no list of hidden sizes, as in 128,4096"
+        ) from None
     cases = product(choose(targets, CHIPS), choose(variants, VARIANTS), sizes)
     return [case for case in cases if is_served(VARIANTS[case[1]], case[2])]

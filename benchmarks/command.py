@@ -1,6 +1,7 @@
 """The commands that measure norms, models and host costs in one run.
 
-A command that needs a GPU says so at once; --device cpu leaves out the part that does, and names it.
+A command that needs a GPU says so at once; --device cpu leaves out the part that does,
+and names it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Measurement:
 
     Args:
         doc: its help.
-        measure: of (arguments, shapes by name, device type, dtype) the part of the result that is its own.
+        measure: of (arguments, shapes by name, device type, dtype) the part of the
+            result that is its own.
         tokens: what ``--tokens`` means, or None where it has no such option.
         draws: on which devices there is something to draw.
         on_cpu: what ``--device cpu`` does, of what needs a GPU otherwise.
@@ -48,17 +50,41 @@ class Measurement:
         draws: tuple[str, ...] = (),
         on_cpu: str = "",
     ):
-        self.__doc__, self.measure, self.tokens, self.draws, self.on_cpu = doc, measure, tokens, draws, on_cpu
+        self.__doc__, self.measure, self.tokens, self.draws, self.on_cpu = (
+            doc,
+            measure,
+            tokens,
+            draws,
+            on_cpu,
+        )
 
     def add_arguments(self, parser) -> None:
-        parser.add_argument("--models", metavar="NAMES", help="shapes of these, comma-separated (default: all real)")
+        parser.add_argument(
+            "--models",
+            metavar="NAMES",
+            help="shapes of these, comma-separated (default: all real)",
+        )
         if self.tokens:
-            parser.add_argument("--tokens", type=_numbers, metavar="NS", help=self.tokens)
-        parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="dtype of it all (default bf16)")
+            parser.add_argument(
+                "--tokens", type=_numbers, metavar="NS", help=self.tokens
+            )
+        parser.add_argument(
+            "--dtype",
+            choices=list(DTYPES),
+            default="bf16",
+            help="dtype of it all (default bf16)",
+        )
         add_device(parser)
-        parser.add_argument("--out", metavar="FILE", type=Path, help="also write the JSON there")
+        parser.add_argument(
+            "--out", metavar="FILE", type=Path, help="also write the JSON there"
+        )
         if self.draws:
-            parser.add_argument("--plot", metavar="PNG", type=Path, help="also draw it (needs matplotlib)")
+            parser.add_argument(
+                "--plot",
+                metavar="PNG",
+                type=Path,
+                help="also draw it (needs matplotlib)",
+            )
 
     def run(self, args) -> Result:
         """Measure on the device that is asked for, which becomes the current one."""
@@ -66,10 +92,13 @@ class Measurement:
         device = self._device(args)
         picture = getattr(args, "plot", None)
         if picture and device.type not in self.draws:
-            raise CliError(f"{args.command} has nothing to draw on this device: host --plot draws host costs")
+            raise CliError(
+                f"{args.command} has nothing to draw on this device: host --plot draws host costs"
+            )
         plt = load_matplotlib(picture) if picture else None
         if args.command == "kernels":
-            interpret_on_cpu(device)  # the others count launches and run no kernel there
+            # the others count launches and run no kernel there
+            interpret_on_cpu(device)
         data = self._result(args, shapes, device)
         if plt is not None:
             _draw(plt, data, picture)
@@ -82,9 +111,13 @@ class Measurement:
     def _device(self, args):
         device = pick_device(args.device)
         if self.on_cpu and args.device is None and device.type == "cpu":
-            raise CliError(f"{args.command} needs a GPU, and torch sees none here: --device cpu {self.on_cpu}")
+            raise CliError(
+                f"{args.command} needs a GPU, and torch sees none here: --device cpu {self.on_cpu}"
+            )
         if device.type not in ("cpu", "cuda"):
-            raise CliError(f"this measures on cuda devices and on the cpu, not on {device.type}: pass --device cpu")
+            raise CliError(
+                f"this measures on cuda devices and on the cpu, not on {device.type}: pass --device cpu"
+            )
         return device
 
     def _result(self, args, shapes: dict, device) -> dict:
@@ -110,7 +143,8 @@ class Measurement:
 
 
 def chosen_shapes(names: str | None, default: dict | None = None) -> dict:
-    """The shapes of a comma-separated list of names; without one `default`, or all of real models.
+    """The shapes of a comma-separated list of names; without one `default`, or all of
+    real models.
 
     Raises:
         CliError: a name is none of a shape.
@@ -123,7 +157,9 @@ def chosen_shapes(names: str | None, default: dict | None = None) -> dict:
     for name in names.split(","):
         if name not in known:
             like = did_you_mean(name, known)
-            raise CliError(f"no such shape: {name}; choose among {', '.join(known)}{like}")
+            raise CliError(
+                f"no such shape: {name}; choose among {', '.join(known)}{like}"
+            )
     return {name: known[name] for name in names.split(",")}
 
 
@@ -136,7 +172,9 @@ def write_result(file: Path, data: dict) -> None:
     try:
         file.write_text(compact_json(data) + "\n", encoding="utf-8")
     except OSError as error:
-        raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --out") from error
+        raise CliError(
+            f"cannot write {file}: {error.strerror}; pass another file with --out"
+        ) from error
 
 
 def _draw(plt, data: dict, picture: Path) -> None:
@@ -174,7 +212,8 @@ def _layers(shapes) -> dict:
 
     return {
         name: {
-            variant: decoded_layer(shape, patch) | {"saved_bytes_per_token": saved_by_layer(shape, patch)}
+            variant: decoded_layer(shape, patch)
+            | {"saved_bytes_per_token": saved_by_layer(shape, patch)}
             for variant, patch in (("unpatched", False), ("patched", True))
         }
         for name, shape in shapes.items()
@@ -187,12 +226,22 @@ def _models(args, shapes, device, dtype) -> dict:
     phase = "decode" if args.command == "generate" else "train"
     data = {"phase": phase, "layers": _layers(shapes), "models": {}, "not_measured": []}
     if device == "cpu":
-        what = "tokens per second" if phase == "decode" else "the time and peak memory of a step"
-        data["not_measured"] = [f"{what} before and after: a CPU runs the original forwards in both cases"]
+        what = (
+            "tokens per second"
+            if phase == "decode"
+            else "the time and peak memory of a step"
+        )
+        data["not_measured"] = [
+            f"{what} before and after: a CPU runs the original forwards in both cases"
+        ]
         return data
     sizes = dict(models.SIZES)
     if args.tokens:
-        sizes |= {"new_tokens": args.tokens[0]} if phase == "decode" else {"batch": 1, "length": args.tokens[0]}
+        sizes |= (
+            {"new_tokens": args.tokens[0]}
+            if phase == "decode"
+            else {"batch": 1, "length": args.tokens[0]}
+        )
     data["models"] = models.run(shapes, phase, sizes, models.LAYERS, device, dtype)
     return data
 

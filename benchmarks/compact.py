@@ -1,4 +1,6 @@
-"""JSON of results that are committed: an entry a line, and no digit that a measurement does not repeat."""
+"""JSON of results that are committed: an entry a line, and no digit that a measurement
+does not repeat.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,18 @@ WIDTH = 800  # characters of a line
 
 
 def compact_json(value, indent: int = 0) -> str:
-    """The JSON of a value. A value too long for one line has each of its parts on a line."""
+    """The JSON of a value. A value too long for one line has each of its parts on a
+    line.
+    """
     value = _rounded(value)
     line = json.dumps(value, separators=(",", ":"))
     if len(line) <= WIDTH or not isinstance(value, (dict, list)):
         return line
     if isinstance(value, dict):
-        parts = [f"{json.dumps(key)}:{compact_json(part, indent + 1)}" for key, part in value.items()]
+        parts = [
+            f"{json.dumps(key)}:{compact_json(part, indent + 1)}"
+            for key, part in value.items()
+        ]
         first, last = "{", "}"
     else:
         parts = [compact_json(part, indent + 1) for part in value]

@@ -1,4 +1,6 @@
-"""Exact counts on any machine: dispatched operators, kernel launches, bytes saved for backward."""
+"""Exact counts on any machine: dispatched operators, kernel launches, bytes saved for
+backward.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from hf_rmsnorm.ops import backend, use_backend
 from hf_rmsnorm.ops.launches import forget_launches
 
 VIEWS = (
-    "view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias", "select", "as_strided",
-    "_unsafe_view",
+    "view", "transpose", "permute", "unsqueeze", "expand", "slice", "detach", "alias",
+    "select", "as_strided", "_unsafe_view",
 )  # fmt: skip
 
 
@@ -38,11 +40,17 @@ class Operators(TorchDispatchMode):
     @property
     def computing(self) -> int:
         """How many that compute: allocations left out too."""
-        return sum(n for name, n in self.counts.items() if not name.startswith(("empty", "new_empty")))
+        return sum(
+            n
+            for name, n in self.counts.items()
+            if not name.startswith(("empty", "new_empty"))
+        )
 
 
 def saved_bytes(function: Callable, parameters: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes of the distinct storages that `function` saves for backward, parameters not counted; on any device."""
+    """Bytes of the distinct storages that `function` saves for backward, parameters not
+    counted; on any device.
+    """
     kept = {}
 
     def pack(t):
@@ -53,14 +61,18 @@ def saved_bytes(function: Callable, parameters: Iterable[torch.Tensor] = ()) -> 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         result = function()
     own = {p.untyped_storage()._cdata for p in parameters}
-    total = sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+    total = sum(
+        storage.nbytes() for address, storage in kept.items() if address not in own
+    )
     del result
     return total
 
 
 @contextmanager
 def no_launch_kept() -> Iterator[None]:
-    """Empty the caches of launches before and after: what serves a device is another meanwhile."""
+    """Empty the caches of launches before and after: what serves a device is another
+    meanwhile.
+    """
     forget_launches()
     try:
         yield
@@ -70,23 +82,35 @@ def no_launch_kept() -> Iterator[None]:
 
 @contextmanager
 def kernels_left_out() -> Iterator[None]:
-    """In this process, have every device served by kernels that are counted and not run: results are not computed.
+    """In this process, have every device served by kernels that are counted and not
+    run: results are not computed.
 
-    Values do not change how much a call allocates, saves and launches. So this counts without a GPU, and on the meta
-    device too.
+    Values do not change how much a call allocates, saves and launches. So this counts
+    without a GPU, and on the meta device too.
     """
     from hf_rmsnorm.kernels import compiled
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
-        stack.enter_context(mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448)))
-        stack.enter_context(mock.patch.object(compiled.Kernel, "load", lambda *_: lambda operands: None))
+        stack.enter_context(
+            mock.patch.object(backend, "_device_refusal", lambda *_: None)
+        )
+        stack.enter_context(
+            mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448))
+        )
+        stack.enter_context(
+            mock.patch.object(compiled.Kernel, "load", lambda *_: lambda operands: None)
+        )
         stack.enter_context(no_launch_kept())
         stack.enter_context(use_backend("triton"))
         yield
 
 
-def build(shape: ModelShape, layers: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+def build(
+    shape: ModelShape,
+    layers: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.nn.Module:
     """A random causal LM of the shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -96,8 +120,18 @@ def build(shape: ModelShape, layers: int, device: str = "cpu", dtype: torch.dtyp
 
 
 def small(shape: ModelShape) -> ModelShape:
-    """The architecture of a shape at sizes that take no time: counts of calls do not depend on them."""
-    return replace(shape, hidden_size=64, intermediate_size=96, heads=4, key_heads=2, head_dim=16, vocabulary=128)
+    """The architecture of a shape at sizes that take no time: counts of calls do not
+    depend on them.
+    """
+    return replace(
+        shape,
+        hidden_size=64,
+        intermediate_size=96,
+        heads=4,
+        key_heads=2,
+        head_dim=16,
+        vocabulary=128,
+    )
 
 
 def _one_layer(count: Callable[[int], Counter]) -> dict[str, int]:
@@ -106,8 +140,9 @@ def _one_layer(count: Callable[[int], Counter]) -> dict[str, int]:
 
 
 def decoded_layer(shape: ModelShape, patch: bool, **options) -> dict[str, int]:
-    """What one decoder layer costs per decoded token: ``operators`` dispatched (neither views nor allocations),
-    ``launches`` of this package, and their ``sum``; `options` are those of `patch_model`.
+    """What one decoder layer costs per decoded token: ``operators`` dispatched (neither
+    views nor allocations), ``launches`` of this package, and their ``sum``; `options`
+    are those of `patch_model`.
 
     It is the difference between models of three and of two layers.
     """
@@ -122,16 +157,19 @@ def decoded_layer(shape: ModelShape, patch: bool, **options) -> dict[str, int]:
             with Operators() as operators, count_launches() as launches:
                 model(ids[:, :1], past_key_values=cache, use_cache=True)
         ours = launches.total()
-        return Counter(operators=operators.computing, launches=ours, sum=operators.computing + ours)
+        return Counter(
+            operators=operators.computing, launches=ours, sum=operators.computing + ours
+        )
 
     return _one_layer(count)
 
 
 def saved_by_layer(shape: ModelShape, patch: bool, tokens: int = 16) -> float:
-    """Bytes that one decoder layer of the real size saves for backward per token, in bfloat16; nothing is computed.
+    """Bytes that one decoder layer of the real size saves for backward per token, in
+    bfloat16; nothing is computed.
 
-    The attention runs in plain operators, as Transformers does with a mask. It keeps more than a fused one, by the
-    same number of bytes with and without the patch.
+    The attention runs in plain operators, as Transformers does with a mask. It keeps
+    more than a fused one, by the same number of bytes with and without the patch.
     """
 
     def count(layers: int) -> Counter:
@@ -139,8 +177,14 @@ def saved_by_layer(shape: ModelShape, patch: bool, tokens: int = 16) -> float:
         if patch:
             patch_model(model)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-        mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")  # as it is used: nothing to check
+        # as it is used: nothing to check
+        mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
         with kernels_left_out():
-            return Counter(bytes=saved_bytes(lambda: model.model(ids, mask, use_cache=False)[0], model.parameters()))
+            return Counter(
+                bytes=saved_bytes(
+                    lambda: model.model(ids, mask, use_cache=False)[0],
+                    model.parameters(),
+                )
+            )
 
     return _one_layer(count)["bytes"] / tokens

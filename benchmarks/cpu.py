@@ -1,7 +1,9 @@
-"""What a patch costs where no kernel can serve: CPU time of a decoded token, patched and not, in turn.
+"""What a patch costs where no kernel can serve: CPU time of a decoded token, patched
+and not, in turn.
 
-The models run on the CPU in one thread, without Triton's interpreter. A second copy of the unpatched model takes turns
-with the two: what lies between it and the first is what chance does.
+The models run on the CPU in one thread, without Triton's interpreter. A second copy of
+the unpatched model takes turns with the two: what lies between it and the first is what
+chance does.
 """
 
 from __future__ import annotations
@@ -19,13 +21,26 @@ from hf_rmsnorm.cli.common import CliError, Result, add_count
 PLAIN, PATCHED, AGAIN = "unpatched", "patched", "unpatched again"
 PROMPT, TOKENS = 16, 8  # decoded in a turn
 # Of about 90 million parameters.
-LLAMA = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 16, "num_attention_heads": 10}
+LLAMA = {
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 10,
+}
 LLAMA |= {"num_key_value_heads": 10, "vocab_size": 8192}
 
 
 def add_arguments(parser) -> None:
-    add_count(parser, "--turns", 200, "turns of the demo, a fifth of that of the LLaMA", least=5)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the JSON there")
+    add_count(
+        parser,
+        "--turns",
+        200,
+        "turns of the demo, a fifth of that of the LLaMA",
+        least=5,
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="also write the JSON there"
+    )
 
 
 def run(args) -> Result:
@@ -37,31 +52,54 @@ def run(args) -> Result:
     from hf_rmsnorm.ops.backend import runs_on
 
     if runs_on("cpu")["backend"] != "original":
-        raise CliError("a CPU that kernels serve is not what this measures: unset TRITON_INTERPRET")
+        raise CliError(
+            "a CPU that kernels serve is not what this measures: unset TRITON_INTERPRET"
+        )
     torch.set_num_threads(1)
     torch.manual_seed(0)
     models = {
-        "demo:qwen3": (AutoModelForCausalLM.from_pretrained(demo_path("qwen3"), dtype=torch.float32), args.turns),
+        "demo:qwen3": (
+            AutoModelForCausalLM.from_pretrained(
+                demo_path("qwen3"), dtype=torch.float32
+            ),
+            args.turns,
+        ),
         "LLaMA of 90 M": (LlamaForCausalLM(LlamaConfig(**LLAMA)), args.turns // 5),
     }
-    data = {"bench": "cpu", **environment(False), "cores": os.cpu_count(), "load": os.getloadavg(), "models": {}}
-    lines = [f"{'':16}{PLAIN:>12}{PATCHED:>12}{'ratio':>9}{'of least':>9}{'by chance':>11}"]
+    data = {
+        "bench": "cpu",
+        **environment(False),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "models": {},
+    }
+    lines = [
+        f"{'':16}{PLAIN:>12}{PATCHED:>12}{'ratio':>9}{'of least':>9}{'by chance':>11}"
+    ]
     for name, (model, turns) in models.items():
         found = data["models"][name] = measure(model.eval(), turns)
         us = [f"{found[kind]['us']:.0f} us" for kind in (PLAIN, PATCHED)]
         ratios = found["ratio"], found["ratio of least"], found["ratio by chance"]
-        lines.append(f"{name:16}{us[0]:>12}{us[1]:>12}{ratios[0]:>9.3f}{ratios[1]:>9.3f}{ratios[2]:>11.3f}")
+        lines.append(
+            f"{name:16}{us[0]:>12}{us[1]:>12}{ratios[0]:>9.3f}{ratios[1]:>9.3f}{ratios[2]:>11.3f}"
+        )
     if args.out:
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return Result(data, "\n".join(lines))
 
 
 def measure(model, turns: int) -> dict:
-    """Microseconds of CPU time for a token: median and least by kind, and the medians of the turns' own ratios."""
+    """Microseconds of CPU time for a token: median and least by kind, and the medians
+    of the turns' own ratios.
+    """
     from hf_rmsnorm import patch_model
 
-    # Copies of the modules with the same weights, so that they lie where they lie for all.
-    models = {kind: copy.deepcopy(model, {id(p): p for p in model.parameters()}) for kind in (PLAIN, PATCHED, AGAIN)}
+    # Copies of the modules with the same weights, so that they lie where they lie for
+    # all.
+    models = {
+        kind: copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        for kind in (PLAIN, PATCHED, AGAIN)
+    }
     patch_model(models[PATCHED])
     for each in models.values():
         _microseconds(each)
@@ -75,11 +113,23 @@ def measure(model, turns: int) -> dict:
         gc.enable()
 
     def ratio(kind: str) -> float:
-        return statistics.median(a / b for a, b in zip(spent[kind], spent[PLAIN], strict=True))
+        return statistics.median(
+            a / b for a, b in zip(spent[kind], spent[PLAIN], strict=True)
+        )
 
-    found: dict = {kind: {"us": statistics.median(each), "us_min": min(each)} for kind, each in spent.items()}
-    found |= {"turns": turns, "parameters": sum(p.numel() for p in model.parameters()), "ratio": ratio(PATCHED)}
-    return found | {"ratio of least": min(spent[PATCHED]) / min(spent[PLAIN]), "ratio by chance": ratio(AGAIN)}
+    found: dict = {
+        kind: {"us": statistics.median(each), "us_min": min(each)}
+        for kind, each in spent.items()
+    }
+    found |= {
+        "turns": turns,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "ratio": ratio(PATCHED),
+    }
+    return found | {
+        "ratio of least": min(spent[PATCHED]) / min(spent[PLAIN]),
+        "ratio by chance": ratio(AGAIN),
+    }
 
 
 def _microseconds(model) -> float:

@@ -1,4 +1,6 @@
-"""A Triton driver that names a target and launches nothing, so that kernels compile without a GPU."""
+"""A Triton driver that names a target and launches nothing, so that kernels compile
+without a GPU.
+"""
 
 from __future__ import annotations
 

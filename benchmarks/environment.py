@@ -21,10 +21,17 @@ def ask(*command: str) -> str | None:
 
 
 def environment(cuda: bool) -> dict:
-    """Versions, platform, commit and, if `cuda`, the facts of the current GPU; None where unknown."""
+    """Versions, platform, commit and, if `cuda`, the facts of the current GPU; None
+    where unknown.
+    """
     import torch
 
-    facts = {"versions": versions(PACKAGES + PEERS), "platform": platform.platform(), "device": None, "driver": None}
+    facts = {
+        "versions": versions(PACKAGES + PEERS),
+        "platform": platform.platform(),
+        "device": None,
+        "driver": None,
+    }
     if cuda and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         facts |= {
@@ -34,7 +41,13 @@ def environment(cuda: bool) -> dict:
             "multiprocessors": properties.multi_processor_count,
             "l2_bytes": getattr(properties, "L2_cache_size", None),
             "memory_bytes": properties.total_memory,
-            "driver": ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "driver": ask(
+                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+            ),
         }
     root = Path(__file__).resolve().parents[1]
-    return facts | {"commit": ask("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")}
+    return facts | {
+        "commit": ask(
+            "git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"
+        )
+    }

@@ -40,8 +40,16 @@ DRY_CASES = (
     Case("q/k norm + rotary", (2, 3, 4, 2, 32)),
     Case("LayerNorm", (6, 64)),
 )
-MODELS = {"llama": "Llama-3-8B", "qwen3": "Qwen3-8B"}  # sections and the shapes they take eight layers of
-DRY_SIZES = {"prompt": 4, "new_tokens": 3, "prefill": 6, "batch": 2, "length": 5, "rounds": 1}
+# sections and the shapes they take eight layers of
+MODELS = {"llama": "Llama-3-8B", "qwen3": "Qwen3-8B"}
+DRY_SIZES = {
+    "prompt": 4,
+    "new_tokens": 3,
+    "prefill": 6,
+    "batch": 2,
+    "length": 5,
+    "rounds": 1,
+}
 
 
 def run(name: str, section) -> None:
@@ -70,7 +78,9 @@ def run_kernels(section) -> None:
         last = time.perf_counter() - start
         section.data["cases"].append(result)
         ours = result["implementations"][OURS]
-        section.failures += [f"{case}: {failure}" for failure in ours["gate"]["failures"]]
+        section.failures += [
+            f"{case}: {failure}" for failure in ours["gate"]["failures"]
+        ]
         if "error" in ours:
             section.failures.append(f"{case}: {ours['error']}")
         section.save()
@@ -88,4 +98,6 @@ def run_model(name: str, section) -> None:
     if section.dry_run:
         shape, sizes, layers = replace(TINY["tiny"], model_type=name), DRY_SIZES, 2
     work = models.Workload(shape, sizes, layers, section.device)
-    section.failures += models.run_phases(work, name, section.data, left=section.left, save=section.save)
+    section.failures += models.run_phases(
+        work, name, section.data, left=section.left, save=section.save
+    )

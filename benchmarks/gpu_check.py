@@ -5,7 +5,8 @@
     python -m benchmarks gpu --dry-run      # every path on the CPU with tiny shapes, in Triton's interpreter
     python -m benchmarks gpu-report FILE    # print the tables of an earlier result
 
-Each section runs in its own process, so that a crash or a hang ends one section and not the run:
+Each section runs in its own process, so that a crash or a hang ends one section and not
+the run:
 
     tests    pytest -m gpu
     kernels  forward, backward and both, for RMSNorm, LayerNorm, add + norm and strided q/k norms, against Hugging Face
@@ -16,9 +17,10 @@ Each section runs in its own process, so that a crash or a hang ends one section
              batch-1 decode, an 8K-token prefill and a training step of a random 8-layer model, unpatched and patched
              by turns, then with Liger's norms
 
-Results go to $OUT/gpu_check.json, else to --out, else to scripts/results/<device>-<date>.json. They are written after
-every section. Exit code: 0 if the tests and every gate of this package's own kernels passed (sections skipped
-for time are named, and do not count), 1 if not, 2 if the run could not start.
+Results go to $OUT/gpu_check.json, else to --out, else to
+scripts/results/<device>-<date>.json. They are written after every section. Exit code: 0
+if the tests and every gate of this package's own kernels passed (sections skipped for
+time are named, and do not count), 1 if not, 2 if the run could not start.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ from hf_rmsnorm.paths import did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 2
-# The share of the budget after which a section must stop; time left over goes to the next.
+# The share of the budget after which a section must stop; time left over goes to the
+# next.
 SECTIONS = {"tests": 0.38, "kernels": 0.72, "host": 0.76, "llama": 0.88, "qwen3": 1.0}
 
 
@@ -75,9 +78,11 @@ class Section:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write through a temporary file, so that a crash leaves either the old content or the new.
+    """Write through a temporary file, so that a crash leaves either the old content or
+    the new.
 
-    Paths are written relative to the checkout or to the installed packages, so that they name no machine.
+    Paths are written relative to the checkout or to the installed packages, so that
+    they name no machine.
     """
     text = compact_json(content)
     for folder in (ROOT, sysconfig.get_path("purelib")):
@@ -94,7 +99,9 @@ def run_environment(section: Section) -> None:
 
 
 def run_tests(section: Section) -> None:
-    """Run `pytest -m gpu` in a subprocess; when time is up, interrupt it and read its report."""
+    """Run `pytest -m gpu` in a subprocess; when time is up, interrupt it and read its
+    report.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         # A dry run rehearses the bodies of those that are written for it.
@@ -103,7 +110,11 @@ def run_tests(section: Section) -> None:
                    "--continue-on-collection-errors", f"--junitxml={report}"]  # fmt: skip
         if importlib.util.find_spec("xdist") and not section.dry_run:
             command += ["-n", "4"]  # most of the time is compilation on the host
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(ROOT), os.getenv("PYTHONPATH")])
+            )
+        }
         environment["TRITON_INTERPRET"] = "1" if section.dry_run else "0"
         if section.dry_run:
             environment["HF_RMSNORM_REHEARSE_GPU_TESTS"] = "1"
@@ -119,10 +130,20 @@ def run_tests(section: Section) -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
                 output, _ = process.communicate()
-        section.data |= {"command": "pytest -m gpu", "returncode": process.returncode, "tail": output[-6000:]}
-        section.data |= read_junit(report) if report.exists() else {"counts": {}, "failed": [], "slowest": []}
+        section.data |= {
+            "command": "pytest -m gpu",
+            "returncode": process.returncode,
+            "tail": output[-6000:],
+        }
+        section.data |= (
+            read_junit(report)
+            if report.exists()
+            else {"counts": {}, "failed": [], "slowest": []}
+        )
     if process.returncode:
-        section.failures += [test["name"] for test in section.data["failed"]] or [f"pytest: {process.returncode}"]
+        section.failures += [test["name"] for test in section.data["failed"]] or [
+            f"pytest: {process.returncode}"
+        ]
     elif not section.data["counts"]["passed"]:
         section.failures.append("no GPU test ran")
 
@@ -130,16 +151,23 @@ def run_tests(section: Section) -> None:
 def gpu_test_files(root: Path = ROOT) -> list[str]:
     """The test files with a test for GPUs, relative to `root`.
 
-    No other file is collected: one that needs what this Transformers lacks would fail a run that has nothing to do with
-    it, and one of these that cannot be collected does fail it.
+    No other file is collected: one that needs what this Transformers lacks would fail a
+    run that has nothing to do with it, and one of these that cannot be collected does
+    fail it.
     """
     marked = re.compile(r"\bmark\.gpu\b|\bgpu_tests\b")
-    found = (p for p in sorted((root / "tests").rglob("test_*.py")) if marked.search(p.read_text(encoding="utf-8")))
+    found = (
+        p
+        for p in sorted((root / "tests").rglob("test_*.py"))
+        if marked.search(p.read_text(encoding="utf-8"))
+    )
     return [p.relative_to(root).as_posix() for p in found]
 
 
 def read_junit(path: Path) -> dict:
-    """Counts, failures with the first lines of their messages, reasons for skips, and the slowest tests."""
+    """Counts, failures with the first lines of their messages, reasons for skips, and
+    the slowest tests.
+    """
     counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
     failed, skipped, seconds = [], [], {}
     for case in ElementTree.parse(path).iter("testcase"):
@@ -147,11 +175,21 @@ def read_junit(path: Path) -> dict:
         seconds[name] = float(case.get("time", 0))
         problem = next((e for e in case if e.tag in ("failure", "error")), None)
         skip = case.find("skipped")
-        counts["failed" if problem is not None else "skipped" if skip is not None else "passed"] += 1
+        counts[
+            "failed"
+            if problem is not None
+            else "skipped"
+            if skip is not None
+            else "passed"
+        ] += 1
         if problem is not None:
             message = problem.get("message", "")
-            if message == "collection failure":  # which says nothing; the exception is the last line
-                name, message = case.get("name"), (problem.text or message).strip().rpartition("\n")[2]
+            if message == "collection failure":
+                # which says nothing; the exception is the last line
+                name, message = (
+                    case.get("name"),
+                    (problem.text or message).strip().rpartition("\n")[2],
+                )
             failed.append({"name": name, "message": message[:600]})
         elif skip is not None:
             skipped.append({"name": name, "message": skip.get("message", "")[:200]})
@@ -172,7 +210,8 @@ def run_section(name: str, section: Section) -> None:
         torch.set_num_threads(1)
         stream = contextlib.nullcontext()
     else:
-        stream = torch.cuda.stream(torch.cuda.Stream())  # graphs cannot be captured on the default stream
+        # graphs cannot be captured on the default stream
+        stream = torch.cuda.stream(torch.cuda.Stream())
     with stream:
         from benchmarks import gpu_bench
 
@@ -180,7 +219,9 @@ def run_section(name: str, section: Section) -> None:
 
 
 def child(name: str, section: Section) -> None:
-    """Body of a section's process: exceptions become part of its result, and its exit code."""
+    """Body of a section's process: exceptions become part of its result, and its exit
+    code.
+    """
     os.setpgrp()  # so that the parent can end it with all it started
     try:
         run_section(name, section)
@@ -192,28 +233,48 @@ def child(name: str, section: Section) -> None:
 
 
 def supervise(name: str, folder: Path, dry_run: bool, soft: float, hard: float) -> dict:
-    """Run a section in a new process; `soft` and `hard` are when it should end and when it is made to."""
+    """Run a section in a new process; `soft` and `hard` are when it should end and when
+    it is made to.
+    """
     path = folder / f"{name}.json"
     started = time.monotonic()
-    # "spawn": importing Transformers may look for a GPU, and after that a forked child cannot use it
-    process = multiprocessing.get_context("spawn").Process(target=child, args=(name, Section(path, dry_run, soft)))
+    # "spawn": importing Transformers may look for a GPU, and after that a forked child
+    # cannot use it
+    process = multiprocessing.get_context("spawn").Process(
+        target=child, args=(name, Section(path, dry_run, soft))
+    )
     process.start()
     process.join(max(hard - time.monotonic(), 1))
     timed_out = process.is_alive()
     if timed_out:
-        for group in (os.killpg, os.kill):  # killpg fails if the child had no time to make its group
+        for group in (os.killpg, os.kill):
+            # killpg fails if the child had no time to make its group
             with contextlib.suppress(ProcessLookupError):
                 group(process.pid, signal.SIGKILL)
         process.join()
-    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"data": {}, "failures": []}
-    result = {"status": "passed", "seconds": round(time.monotonic() - started, 1), **saved}
+    saved = (
+        json.loads(path.read_text(encoding="utf-8"))
+        if path.exists()
+        else {"data": {}, "failures": []}
+    )
+    result = {
+        "status": "passed",
+        "seconds": round(time.monotonic() - started, 1),
+        **saved,
+    }
     if saved["failures"]:
         result["status"] = "failed"
     if timed_out:
         result |= {"status": "error", "reason": "did not end in its time and was ended"}
     elif process.exitcode:
-        error = saved["data"].pop("error", f"the process ended with code {process.exitcode}")
-        result |= {"status": "error", "reason": error.strip().rpartition("\n")[2], "traceback": error}
+        error = saved["data"].pop(
+            "error", f"the process ended with code {process.exitcode}"
+        )
+        result |= {
+            "status": "error",
+            "reason": error.strip().rpartition("\n")[2],
+            "traceback": error,
+        }
     return result
 
 
@@ -223,15 +284,39 @@ def result_path(args, environment: dict) -> Path:
         return Path(os.environ["OUT"]) / "gpu_check.json"
     if args.out:
         return args.out
-    device = re.sub(r"[^a-z0-9]+", "-", (environment["device"] or "dry-run").lower()).strip("-")
-    return ROOT / "scripts" / "results" / f"{device}-{datetime.now(timezone.utc):%Y-%m-%d}.json"
+    device = re.sub(
+        r"[^a-z0-9]+", "-", (environment["device"] or "dry-run").lower()
+    ).strip("-")
+    return (
+        ROOT
+        / "scripts"
+        / "results"
+        / f"{device}-{datetime.now(timezone.utc):%Y-%m-%d}.json"
+    )
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU, in Triton's interpreter")
-    parser.add_argument("--budget", type=float, default=510.0, help="seconds for everything (default %(default)g)")
-    parser.add_argument("--only", metavar="NAMES", help=f"comma-separated sections: {','.join(SECTIONS)}")
-    parser.add_argument("--out", type=Path, help="file for the results (the variable OUT, a folder, goes first)")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="tiny shapes on the CPU, in Triton's interpreter",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=510.0,
+        help="seconds for everything (default %(default)g)",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="NAMES",
+        help=f"comma-separated sections: {','.join(SECTIONS)}",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file for the results (the variable OUT, a folder, goes first)",
+    )
 
 
 def run(args) -> Result:
@@ -239,14 +324,24 @@ def run(args) -> Result:
     only = args.only.split(",") if args.only else list(SECTIONS)
     if unknown := [name for name in only if name not in SECTIONS]:
         like = did_you_mean(unknown[0], SECTIONS)
-        raise CliError(f"no such section: {', '.join(unknown)}; choose among {', '.join(SECTIONS)}{like}")
+        raise CliError(
+            f"no such section: {', '.join(unknown)}; choose among {', '.join(SECTIONS)}{like}"
+        )
     start = time.monotonic()
     os.environ["TRITON_INTERPRET"] = "1" if args.dry_run else "0"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = supervise("environment", folder, args.dry_run, start + 60, start + 60)
-        if environment["status"] != "passed" or not (args.dry_run or environment["data"]["device"]):
-            raise CliError(environment.get("reason", "torch sees no GPU; --dry-run rehearses on the CPU"))
+        environment = supervise(
+            "environment", folder, args.dry_run, start + 60, start + 60
+        )
+        if environment["status"] != "passed" or not (
+            args.dry_run or environment["data"]["device"]
+        ):
+            raise CliError(
+                environment.get(
+                    "reason", "torch sees no GPU; --dry-run rehearses on the CPU"
+                )
+            )
         path = result_path(args, environment["data"])
         path.parent.mkdir(parents=True, exist_ok=True)
         result = {
@@ -255,19 +350,44 @@ def run(args) -> Result:
             "dry_run": args.dry_run,
             "budget_s": args.budget,
             "environment": environment["data"],
-            "sections": {name: {"status": "not run yet", "data": {}, "failures": []} for name in only},
+            "sections": {
+                name: {"status": "not run yet", "data": {}, "failures": []}
+                for name in only
+            },
         }
         for name, share in SECTIONS.items():
             if name not in only:
                 continue
             soft = start + share * args.budget
             if soft - time.monotonic() <= 0.05 * args.budget:
-                section = {"status": "skipped", "reason": "time ran out", "data": {}, "failures": []}
+                section = {
+                    "status": "skipped",
+                    "reason": "time ran out",
+                    "data": {},
+                    "failures": [],
+                }
             else:
-                print(f"gpu: {name}, {soft - time.monotonic():.0f} s", file=sys.stderr, flush=True)
-                section = supervise(name, folder, args.dry_run, soft, min(soft + 30, start + args.budget + 15))
+                print(
+                    f"gpu: {name}, {soft - time.monotonic():.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                section = supervise(
+                    name,
+                    folder,
+                    args.dry_run,
+                    soft,
+                    min(soft + 30, start + args.budget + 15),
+                )
             result["sections"][name] = section
             result["seconds"] = round(time.monotonic() - start, 1)
-            result["passed"] = all(s["status"] in ("passed", "skipped") for s in result["sections"].values())
+            result["passed"] = all(
+                s["status"] in ("passed", "skipped")
+                for s in result["sections"].values()
+            )
             write_json(path, result)
-    return Result(result, f"{gpu_report.tables(result)}\n\nresults: {path}", 0 if result["passed"] else 1)
+    return Result(
+        result,
+        f"{gpu_report.tables(result)}\n\nresults: {path}",
+        0 if result["passed"] else 1,
+    )

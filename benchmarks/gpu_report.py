@@ -11,7 +11,9 @@ from hf_rmsnorm.cli.common import CliError, Result
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help="what `python -m benchmarks gpu` wrote")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="what `python -m benchmarks gpu` wrote"
+    )
 
 
 def run(args) -> Result:
@@ -19,13 +21,19 @@ def run(args) -> Result:
         result = json.loads(args.file.read_text(encoding="utf-8"))
         return Result(result, tables(result))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CliError(f"{args.file} is no result of gpu: {type(error).__name__}: {error}") from error
+        raise CliError(
+            f"{args.file} is no result of gpu: {type(error).__name__}: {error}"
+        ) from error
 
 
 def tables(result: dict) -> str:
     """Every section's outcome and figures. `result` is the content of a result file."""
     environment, sections = result["environment"], result["sections"]
-    versions = " ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    versions = " ".join(
+        f"{name} {version}"
+        for name, version in environment["versions"].items()
+        if version
+    )
     device = environment["device"] or "no GPU"
     if result["dry_run"]:
         device = "DRY RUN on the CPU: the times below mean nothing"
@@ -33,7 +41,14 @@ def tables(result: dict) -> str:
     rows = [("section", "status", "seconds", "")]
     for name, section in sections.items():
         notes = [section.get("reason", ""), *section["failures"]]
-        rows.append((name, section["status"], section.get("seconds"), "; ".join(n for n in notes if n)[:160]))
+        rows.append(
+            (
+                name,
+                section["status"],
+                section.get("seconds"),
+                "; ".join(n for n in notes if n)[:160],
+            )
+        )
     lines += columns(rows)
     for name, section in sections.items():
         if section["data"]:
@@ -42,13 +57,25 @@ def tables(result: dict) -> str:
 
 
 def tests(name: str, data: dict) -> list[str]:
-    lines = ["tests: " + ", ".join(f"{count} {outcome}" for outcome, count in data.get("counts", {}).items())]
-    lines += [f"  FAILED {test['name']}: {test['message'].partition(chr(10))[0]}" for test in data.get("failed", ())]
+    lines = [
+        "tests: "
+        + ", ".join(
+            f"{count} {outcome}" for outcome, count in data.get("counts", {}).items()
+        )
+    ]
+    lines += [
+        f"  FAILED {test['name']}: {test['message'].partition(chr(10))[0]}"
+        for test in data.get("failed", ())
+    ]
     return lines
 
 
 def kernels(name: str, data: dict) -> list[str]:
-    return bench_tables.kernels(data) + [f"skipped, time ran out: {c}" for c in data.get("skipped", ())] + _peers(data)
+    return (
+        bench_tables.kernels(data)
+        + [f"skipped, time ran out: {c}" for c in data.get("skipped", ())]
+        + _peers(data)
+    )
 
 
 def host(name: str, data: dict) -> list[str]:
@@ -57,13 +84,36 @@ def host(name: str, data: dict) -> list[str]:
 
 def model(name: str, data: dict) -> list[str]:
     rows = [
-        (f"{name}-shaped, 8 layers", "variant", "tokens/s", "ms", "speedup", "peak GB", "memory", "beside unpatched")
+        (
+            f"{name}-shaped, 8 layers",
+            "variant",
+            "tokens/s",
+            "ms",
+            "speedup",
+            "peak GB",
+            "memory",
+            "beside unpatched",
+        )
     ]
     for phase, variants in data.get("phases", {}).items():
         for variant, entry in variants.items():
-            keys = ("tokens_equal", "first_difference", "max_abs_dlogit", "top1_equal", "abs_dloss", "error")
-            notes = ", ".join(f"{key} {cell(entry[key])}" for key in keys if entry.get(key) is not None)
-            figures = [entry.get(k) for k in ("tokens_per_s", "ms", "speedup", "peak_gb", "memory_ratio")]
+            keys = (
+                "tokens_equal",
+                "first_difference",
+                "max_abs_dlogit",
+                "top1_equal",
+                "abs_dloss",
+                "error",
+            )
+            notes = ", ".join(
+                f"{key} {cell(entry[key])}"
+                for key in keys
+                if entry.get(key) is not None
+            )
+            figures = [
+                entry.get(k)
+                for k in ("tokens_per_s", "ms", "speedup", "peak_gb", "memory_ratio")
+            ]
             rows.append((phase, variant, *figures, notes))
     lines = columns(rows)
     lines += [f"skipped, time ran out: {what}" for what in data.get("skipped", ())]

@@ -1,4 +1,6 @@
-"""What one call costs the host: on a GPU with its launches, on a CPU with the launch itself stubbed."""
+"""What one call costs the host: on a GPU with its launches, on a CPU with the launch
+itself stubbed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ from hf_rmsnorm import patch_model
 from hf_rmsnorm.fused import norm
 from hf_rmsnorm.ops import backend, rms_norm
 
-FUNCTION, ONE_OPERATOR, NOTHING = f"{OURS}.rms_norm", "F.layer_norm", "an empty Function"
+FUNCTION, ONE_OPERATOR, NOTHING = (
+    f"{OURS}.rms_norm",
+    "F.layer_norm",
+    "an empty Function",
+)
 MODES = ("inference", "forward", "forward+backward")
 STUBBED = (
     "no GPU: kernels are compiled for sm_90 and not launched, so the launch itself (2 to 3 us) and the check of the "
@@ -57,7 +63,9 @@ CASES = (
 
 
 class _Nothing(torch.autograd.Function):
-    """A norm that computes nothing: it allocates its output, its statistics and two gradients."""
+    """A norm that computes nothing: it allocates its output, its statistics and two
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -82,7 +90,9 @@ def untimed() -> str | None:
 
 @contextmanager
 def launches_left_out() -> Iterator[None]:
-    """Send calls on CPU tensors through the whole launch path, with kernels compiled for sm_90, up to the launch."""
+    """Send calls on CPU tensors through the whole launch path, with kernels compiled
+    for sm_90, up to the launch.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
@@ -91,27 +101,41 @@ def launches_left_out() -> Iterator[None]:
 
     initialise = CompiledKernel._init_handles
 
-    def initialise_once(self):  # the stub loads no module, by which Triton knows that it has done this before
+    # the stub loads no module, by which Triton knows that it has done this before
+    def initialise_once(self):
         if self._run is None:
             initialise(self)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, TRITON_DEFAULT_FP_FUSION="1"))  # Liger does not say
-        stack.enter_context(mock.patch.object(backend, "_device_refusal", lambda *_: None))
-        stack.enter_context(mock.patch.object(norm, "left_alone", lambda _: False))  # which is asked of CPU tensors
-        stack.enter_context(mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448)))
-        stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", initialise_once))
+        # Liger does not say
+        stack.enter_context(mock.patch.dict(os.environ, TRITON_DEFAULT_FP_FUSION="1"))
+        stack.enter_context(
+            mock.patch.object(backend, "_device_refusal", lambda *_: None)
+        )
+        # which is asked of CPU tensors
+        stack.enter_context(mock.patch.object(norm, "left_alone", lambda _: False))
+        stack.enter_context(
+            mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448))
+        )
+        stack.enter_context(
+            mock.patch.object(CompiledKernel, "_init_handles", initialise_once)
+        )
         stack.enter_context(no_launch_kept())
-        stack.callback(setattr, driver, "_active", driver._active)  # asking for `active` would look for a GPU
+        # asking for `active` would look for a GPU
+        stack.callback(setattr, driver, "_active", driver._active)
         driver.set_active(StubDriver(GPUTarget("cuda", 90, 32), 232_448))
         yield
 
 
-def host_us(calls: dict, rounds: int, sync: Callable = lambda: None, loops: int = LOOPS) -> dict[str, dict]:
-    """Microseconds that a call keeps the host busy. The calls alternate, so that a busy machine slows all of them.
+def host_us(
+    calls: dict, rounds: int, sync: Callable = lambda: None, loops: int = LOOPS
+) -> dict[str, dict]:
+    """Microseconds that a call keeps the host busy. The calls alternate, so that a busy
+    machine slows all of them.
 
     Returns:
-        By name ``us``, the median over the rounds, and ``us_min``, the least, which other processes disturb least.
+        By name ``us``, the median over the rounds, and ``us_min``, the least, which
+        other processes disturb least.
     """
     samples = {name: [] for name in calls}
     for call in calls.values():
@@ -124,23 +148,43 @@ def host_us(calls: dict, rounds: int, sync: Callable = lambda: None, loops: int 
             for _ in range(loops):
                 call()
             samples[name].append((time.perf_counter() - start) * 1e6 / loops)
-    return {name: {"us": statistics.median(s), "us_min": min(s)} for name, s in samples.items()}
+    return {
+        name: {"us": statistics.median(s), "us_min": min(s)}
+        for name, s in samples.items()
+    }
 
 
-def _made(case: Case, device: str, dtype: torch.dtype, libraries: dict, compile_backend: str | None) -> dict:
+def _made(
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    libraries: dict,
+    compile_backend: str | None,
+) -> dict:
     norms = make_norms(case, device, dtype)
     made = implementations(case, norms, libraries, compile_backend)
     if case.kind == "RMSNorm":
         weight = norms[0].weight
         made[FUNCTION] = Implementation(lambda x: rms_norm(x, weight, EPS), [weight])
         made[NOTHING] = Implementation(lambda x: _Nothing.apply(x, weight), [weight])
-        shape, parameters = weight.shape, list(make_norms(Case("LayerNorm", case.shape), device, dtype)[0].parameters())
-        made[ONE_OPERATOR] = Implementation(lambda x: F.layer_norm(x, shape, *parameters, EPS), parameters)
+        shape, parameters = (
+            weight.shape,
+            list(
+                make_norms(Case("LayerNorm", case.shape), device, dtype)[0].parameters()
+            ),
+        )
+        made[ONE_OPERATOR] = Implementation(
+            lambda x: F.layer_norm(x, shape, *parameters, EPS), parameters
+        )
     return made
 
 
-def modes_of(implementation: Implementation, inputs: list, gradients: list) -> dict[str, Callable]:
-    """By mode a call: for use without gradients, the forward that keeps what its backward needs, and both."""
+def modes_of(
+    implementation: Implementation, inputs: list, gradients: list
+) -> dict[str, Callable]:
+    """By mode a call: for use without gradients, the forward that keeps what its
+    backward needs, and both.
+    """
     both = calls_of(implementation, [(inputs, gradients)])["forward+backward"][0]
     one = partial(implementation.call, *inputs)
     return dict(zip(MODES, (one, one, both), strict=True))
@@ -150,23 +194,46 @@ def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
     """Host costs of each implementation of a norm, add + norm and q/k norm.
 
     Args:
-        rehearsal: go through it all where launches cannot be stubbed, in Triton's interpreter; the times mean nothing.
+        rehearsal: go through it all where launches cannot be stubbed, in Triton's
+            interpreter; the times mean nothing.
 
     Returns:
-        ``cases``: by case, implementation and mode the figures of `host_us`, with ``operators``, how many are
-        dispatched in inference; ``ratios``: those that a fused norm is held to; ``decoding``: as `_decoding`.
+        ``cases``: by case, implementation and mode the figures of `host_us`, with
+            ``operators``, how many are
+        dispatched in inference; ``ratios``: those that a fused norm is held to;
+        ``decoding``: as `_decoding`.
     """
     libraries, found = find_libraries()
     cuda = device != "cpu"
-    data = {"peers": found, "not_measured": [] if cuda else [STUBBED], "cases": {}, "ratios": {}}
+    data = {
+        "peers": found,
+        "not_measured": [] if cuda else [STUBBED],
+        "cases": {},
+        "ratios": {},
+    }
     reason = None if cuda or rehearsal else untimed()
     if reason is not None:
         return data | {"not_measured": [reason]}
-    made = {c: _made(c, device, dtype, libraries, "inductor" if cuda and c is CASES[0] else None) for c in CASES}
-    with nullcontext() if cuda else kernels_left_out() if rehearsal else launches_left_out():
+    made = {
+        c: _made(
+            c, device, dtype, libraries, "inductor" if cuda and c is CASES[0] else None
+        )
+        for c in CASES
+    }
+    with (
+        nullcontext()
+        if cuda
+        else kernels_left_out()
+        if rehearsal
+        else launches_left_out()
+    ):
         for case in CASES:
-            data["cases"][str(case)] = _time(case, made[case], device, dtype, 2 if rehearsal else ROUNDS)
-        data["decoding"] = _decoding(device, dtype, 2 if rehearsal else max(2, ROUNDS // 4))
+            data["cases"][str(case)] = _time(
+                case, made[case], device, dtype, 2 if rehearsal else ROUNDS
+            )
+        data["decoding"] = _decoding(
+            device, dtype, 2 if rehearsal else max(2, ROUNDS // 4)
+        )
     return data | {"ratios": _ratios(data["cases"][str(CASES[0])])}
 
 
@@ -176,28 +243,33 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
     for name, implementation in made.items():
         try:
             modes = modes_of(implementation, *make_set(case, device, dtype))
-            if name != COMPILED:  # Dynamo compiles nothing while a mode watches the operators
+            if name != COMPILED:
+                # Dynamo compiles nothing while a mode watches the operators
                 with torch.no_grad(), Operators() as operators:
                     modes["inference"]()
                 entries[name]["operators"] = operators.computing
             modes["forward+backward"]()
-        except Exception as error:  # a peer may fail in any way it likes; which way is in the result
+        except Exception as error:
+            # a peer may fail in any way it likes; which way is in the result
             entries[name]["error"] = f"{type(error).__name__}: {error}"[:300]
             continue
         for mode, call in modes.items():
             calls[mode][name] = call
     for mode, of_mode in calls.items():
         with torch.set_grad_enabled(mode != "inference"):
-            for name, figures in host_us(of_mode, rounds, Stopwatch(device).sync).items():
+            for name, figures in host_us(
+                of_mode, rounds, Stopwatch(device).sync
+            ).items():
                 entries[name][mode] = figures
     return entries
 
 
 def _decoding(device: str, dtype: torch.dtype, rounds: int) -> dict[str, dict]:
-    """Microseconds that one decoder layer keeps the host busy for one token, by architecture and kind of patch.
+    """Microseconds that one decoder layer keeps the host busy for one token, by
+    architecture and kind of patch.
 
-    The difference between a model of six layers and one of two, divided by four. The models are small: the host does
-    the same work for a large one.
+    The difference between a model of six layers and one of two, divided by four. The
+    models are small: the host does the same work for a large one.
     """
     kinds = {"unpatched": None, "norms alone": {"fuse_residual": False}, PATCHED: {}}
     found = {}

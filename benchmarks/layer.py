@@ -1,13 +1,17 @@
-"""Count what one decoder layer does: Hugging Face eager, Liger and this package; needs no GPU.
+"""Count what one decoder layer does: Hugging Face eager, Liger and this package; needs
+no GPU.
 
-Each layer has its published size and random bfloat16 weights. It runs on a CPU: 64 tokens, then one more behind them.
-Liger is applied by its own `apply_liger_kernel_to_*(model=...)` with its defaults, so it fuses the MLP too.
-A torch operator counts as one kernel, which reads its inputs once and writes its outputs once. Views and allocations
-are free. A Triton kernel is compiled for an H100 (sm_90), and its PTX is executed. Each byte that a launch reads counts
-once, and so does each that it writes. Bytes moved are those of norms, residual sums and rotary embedding, over 64.
-Bytes kept are the storages that autograd saves in the layer, without parameters and the tables of the rotary embedding.
-Equal bits: the share of the elements of the layer's output, for 64 tokens, that equal those of eager on the same CPU.
-Instructions and sectors (32 bytes) are those of the PTX, for one row.
+Each layer has its published size and random bfloat16 weights. It runs on a CPU: 64
+tokens, then one more behind them. Liger is applied by its own
+`apply_liger_kernel_to_*(model=...)` with its defaults, so it fuses the MLP too. A torch
+operator counts as one kernel, which reads its inputs once and writes its outputs once.
+Views and allocations are free. A Triton kernel is compiled for an H100 (sm_90), and its
+PTX is executed. Each byte that a launch reads counts once, and so does each that it
+writes. Bytes moved are those of norms, residual sums and rotary embedding, over 64.
+Bytes kept are the storages that autograd saves in the layer, without parameters and the
+tables of the rotary embedding. Equal bits: the share of the elements of the layer's
+output, for 64 tokens, that equal those of eager on the same CPU. Instructions and
+sectors (32 bytes) are those of the PTX, for one row.
 """
 
 from __future__ import annotations
@@ -28,18 +32,40 @@ LIBRARIES = ("torch", "triton", "transformers", "liger-kernel")
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--models", metavar="NAMES", help="these alone, comma-separated, and no norm by itself")
-    parser.add_argument("--tokens", metavar="N", type=int, default=TOKENS, help=f"of the prompt (default {TOKENS})")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the JSON there")
-    parser.add_argument("--table", action="store_true", help="count nothing: print the tables of the committed result")
+    parser.add_argument(
+        "--models",
+        metavar="NAMES",
+        help="these alone, comma-separated, and no norm by itself",
+    )
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=int,
+        default=TOKENS,
+        help=f"of the prompt (default {TOKENS})",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="also write the JSON there"
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="count nothing: print the tables of the committed result",
+    )
 
 
 def run(args) -> Result:
     """Count, or show the committed result."""
     shapes = chosen_shapes(args.models, LAYERS)
-    data = committed() if args.table else _counted(shapes, args.tokens, rows=args.models is None)
+    data = (
+        committed()
+        if args.table
+        else _counted(shapes, args.tokens, rows=args.models is None)
+    )
     if missing := [name for name in shapes if name not in data["models"]]:
-        raise CliError(f"the committed result has no {', '.join(missing)}: leave out --table to count it")
+        raise CliError(
+            f"the committed result has no {', '.join(missing)}: leave out --table to count it"
+        )
     if args.out:
         write_result(args.out, data)
     lines = models_table(data, list(shapes))
@@ -56,22 +82,31 @@ def _counted(shapes: dict, tokens: int, rows: bool) -> dict:
     used = versions(LIBRARIES)
     liger = used["liger-kernel"] is not None
     data = {"versions": used, "tokens": tokens}
-    data["models"] = {name: count_layer(shape, tokens, liger) for name, shape in shapes.items()}
+    data["models"] = {
+        name: count_layer(shape, tokens, liger) for name, shape in shapes.items()
+    }
     if rows:
         data["row"] = count_rows(liger)
     return data
 
 
 def _start_executor() -> None:
-    """From now on kernels on CPU tensors run from their PTX, by the executor of the tests."""
+    """From now on kernels on CPU tensors run from their PTX, by the executor of the
+    tests.
+    """
     if "triton" in sys.modules:
-        raise CliError("triton is imported already, and may interpret kernels: run this in a process of its own")
+        raise CliError(
+            "triton is imported already, and may interpret kernels: run this in a process of its own"
+        )
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path.insert(0, str(ROOT / "tests/helpers"))
     from ptx.driver import TRITON, run_kernels_on_cpu
 
     if not run_kernels_on_cpu():
-        raise CliError(f"this executes the PTX of Triton {TRITON}: pip install triton=={TRITON}")
+        raise CliError(
+            f"this executes the PTX of Triton {TRITON}: pip install triton=={TRITON}"
+        )
     from triton.runtime import driver
 
-    driver.active.machine.in_place = True  # as Liger's rotary embedding and backward write
+    # as Liger's rotary embedding and backward write
+    driver.active.machine.in_place = True

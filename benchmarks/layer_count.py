@@ -1,4 +1,6 @@
-"""One decoder layer of a published shape, counted as Hugging Face runs it, with Liger, and patched by this package."""
+"""One decoder layer of a published shape, counted as Hugging Face runs it, with Liger,
+and patched by this package.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ EAGER, LIGER, OURS = "eager", "liger", "hf_rmsnorm"
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments that a model passes to its first layer, and its cache before the call."""
+    """The arguments that a model passes to its first layer, and its cache before the
+    call.
+    """
 
     args: tuple
     kwargs: dict
@@ -45,13 +49,20 @@ class Call:
         return run
 
     def shared(self) -> list[torch.Tensor]:
-        """Tensors that every layer of a model gets: the rotary embedding's tables, and a mask."""
-        tensors = [*self.kwargs.get("position_embeddings", ()), self.kwargs.get("attention_mask")]
+        """Tensors that every layer of a model gets: the rotary embedding's tables, and
+        a mask.
+        """
+        tensors = [
+            *self.kwargs.get("position_embeddings", ()),
+            self.kwargs.get("attention_mask"),
+        ]
         return [tensor for tensor in tensors if tensor is not None]
 
 
 class Subject:
-    """A model of one layer in bfloat16, and two calls of that layer: a prompt, and one token behind it."""
+    """A model of one layer in bfloat16, and two calls of that layer: a prompt, and one
+    token behind it.
+    """
 
     def __init__(self, shape: ModelShape, tokens: int):
         shape = replace(shape, vocabulary=128)  # the layer does not see it
@@ -61,11 +72,14 @@ class Subject:
         inputs = torch.randn(1, tokens + 1, shape.hidden_size).to(torch.bfloat16)
         calls = []
         hook = self.layer.register_forward_pre_hook(
-            lambda _, args, kwargs: calls.append(Call.seen(args, kwargs)), with_kwargs=True
+            lambda _, args, kwargs: calls.append(Call.seen(args, kwargs)),
+            with_kwargs=True,
         )
         with torch.no_grad():
             self.model.model(inputs_embeds=inputs[:, :tokens], use_cache=False)
-            cache = self.model.model(inputs_embeds=inputs[:, :tokens], use_cache=True).past_key_values
+            cache = self.model.model(
+                inputs_embeds=inputs[:, :tokens], use_cache=True
+            ).past_key_values
             self.model.model(inputs_embeds=inputs[:, tokens:], past_key_values=cache)
         hook.remove()
         self.prefill, _, self.decode = calls
@@ -76,7 +90,11 @@ class Subject:
         decode, _ = self._traffic(self.decode)
         kept = [*self.model.parameters(), *self.prefill.shared()]
         saved = saved_bytes(self.prefill.of(self.layer), kept)
-        counted = {"decode": decode, "prefill": prefill, "saved_bytes_per_token": round(saved / self.tokens)}
+        counted = {
+            "decode": decode,
+            "prefill": prefill,
+            "saved_bytes_per_token": round(saved / self.tokens),
+        }
         return counted, output
 
     @torch.no_grad()
@@ -108,7 +126,8 @@ def watched(traffic: Traffic) -> Iterator[Traffic]:
 def liger_defaults(model: nn.Module) -> Iterator[None]:
     """The model with all that Liger swaps by default.
 
-    The model keeps it. What Liger exchanges in the model's module is put back at the end.
+    The model keeps it. What Liger exchanges in the model's module is put back at the
+    end.
     """
     from liger_kernel import transformers as liger
 

@@ -1,4 +1,6 @@
-"""Instructions and sectors of memory that a norm's kernels take for a row: this package's and Liger's."""
+"""Instructions and sectors of memory that a norm's kernels take for a row: this
+package's and Liger's.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,31 @@ from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.ops import fused_norm
 
 HIDDEN_SIZE = 4096
-ROWS_OF_A_PROGRAM = 64  # in the backward, as 8448 rows on the 132 multiprocessors of an H100
+# in the backward, as 8448 rows on the 132 multiprocessors of an H100
+ROWS_OF_A_PROGRAM = 64
 EPS = 1e-6
 UNITS = ("instructions", "sectors")
 KERNELS = {
     OURS: {"forward": "norm_forward", "backward": "norm_backward"},
-    LIGER: {"forward": "_rms_norm_forward_kernel", "backward": "_rms_norm_backward_kernel"},
+    LIGER: {
+        "forward": "_rms_norm_forward_kernel",
+        "backward": "_rms_norm_backward_kernel",
+    },
 }
 
 
 def count_rows(liger: bool) -> dict:
-    """Counts for a row, by direction and implementation, without the kernel that adds up the weight's gradient."""
+    """Counts for a row, by direction and implementation, without the kernel that adds
+    up the weight's gradient.
+    """
     torch.manual_seed(0)
     norms = {OURS: _ours}
     if liger:
         norms[LIGER] = _liger
     rows = {name: _of_a_row(name, norm) for name, norm in norms.items()}
-    by_direction = {way: {name: rows[name][way] for name in rows} for way in ("forward", "backward")}
+    by_direction = {
+        way: {name: rows[name][way] for name in rows} for way in ("forward", "backward")
+    }
     return {"hidden_size": HIDDEN_SIZE, "dtype": "bfloat16", **by_direction}
 
 

@@ -1,4 +1,6 @@
-"""Tables of Markdown from the result of `python -m benchmarks layer`: `TABLES` has those of the documentation."""
+"""Tables of Markdown from the result of `python -m benchmarks layer`: `TABLES` has
+those of the documentation.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,20 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "scripts/results"
 VARIANTS = {"eager": "Hugging Face", "liger": "Liger", "hf_rmsnorm": "hf-rmsnorm"}
-COUNTED = ("kernels, decoding", "kernels, prefill", "moved per token", "kept per token", "equal bits")
-SPEEDS = {"prefill": "speed, prefill", "train": "speed, training", "decode": "speed, decoding"}
-SECTIONS = {"Llama-3.1-8B": "llama", "Qwen3-8B": "qwen3"}  # of a result of `python -m benchmarks gpu`
+COUNTED = (
+    "kernels, decoding",
+    "kernels, prefill",
+    "moved per token",
+    "kept per token",
+    "equal bits",
+)
+SPEEDS = {
+    "prefill": "speed, prefill",
+    "train": "speed, training",
+    "decode": "speed, decoding",
+}
+# of a result of `python -m benchmarks gpu`
+SECTIONS = {"Llama-3.1-8B": "llama", "Qwen3-8B": "qwen3"}
 IN_A_GPU_RESULT = {"eager": "unpatched", "liger": "liger", "hf_rmsnorm": "patch_model"}
 NOTE = (
     "Moved: bytes that norms, residual sums and the rotary embedding read and write. "
@@ -23,7 +36,8 @@ def committed() -> dict:
 
 
 def models_table(data: dict, names: list[str] | None = None) -> list[str]:
-    """The lines of a table with a row for each model and variant, and of a note; `names`: of these models alone.
+    """The lines of a table with a row for each model and variant, and of a note;
+    `names`: of these models alone.
 
     It has speeds where one of the models was measured on a GPU.
     """
@@ -49,20 +63,38 @@ def models_table(data: dict, names: list[str] | None = None) -> list[str]:
 
 
 def row_table(data: dict) -> list[str]:
-    """The lines of a table with the counts of a norm's kernels for one row, as compiled for an H100."""
+    """The lines of a table with the counts of a norm's kernels for one row, as compiled
+    for an H100.
+    """
     row = data["row"]
     ways, units = ("forward", "backward"), ("instructions", "sectors")
-    header = [f"RMSNorm, a row of {row['hidden_size']}, bf16", *(f"{way}: {unit}" for way in ways for unit in units)]
+    header = [
+        f"RMSNorm, a row of {row['hidden_size']}, bf16",
+        *(f"{way}: {unit}" for way in ways for unit in units),
+    ]
     rows = []
     for variant, words in VARIANTS.items():
         if variant in row["forward"]:
-            rows.append([words, *(f"{row[way][variant][unit]:.0f}" for way in ways for unit in units)])
+            rows.append(
+                [
+                    words,
+                    *(
+                        f"{row[way][variant][unit]:.0f}"
+                        for way in ways
+                        for unit in units
+                    ),
+                ]
+            )
     return _table(header, rows)
 
 
 def gpu_speeds() -> tuple[dict, str]:
-    """By model and variant the speeds over Hugging Face in the newest result of a GPU, and the name of that GPU."""
-    files = sorted(RESULTS.glob("nvidia-*.json"), key=lambda file: file.stem[-len("2026-01-01") :])
+    """By model and variant the speeds over Hugging Face in the newest result of a GPU,
+    and the name of that GPU.
+    """
+    files = sorted(
+        RESULTS.glob("nvidia-*.json"), key=lambda file: file.stem[-len("2026-01-01") :]
+    )
     if not files:
         return {}, ""
     result = json.loads(files[-1].read_text(encoding="utf-8"))

@@ -1,4 +1,6 @@
-"""The implementations of one norm that are set side by side, and the gate each passes before it is timed."""
+"""The implementations of one norm that are set side by side, and the gate each passes
+before it is timed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from hf_rmsnorm.reference import reference_norm
 
 EPS = 1e-6
 OURS, EAGER = "hf_rmsnorm", "hf_eager"
-AGAIN = f"{OURS} again"  # the same once more: a real difference is larger than between these two
+# the same once more: a real difference is larger than between these two
+AGAIN = f"{OURS} again"
 COMPILED = "torch.compile"
 Kind = Literal["RMSNorm", "LayerNorm", "add + RMSNorm", "q/k norm", "q/k norm + rotary"]
 
@@ -33,9 +36,10 @@ class Case:
     """One computation to measure.
 
     Args:
-        kind: "add + RMSNorm" is ``h = residual + x`` and the norm of h; "q/k norm" that of the heads of q and of k,
-            which are slices of a packed projection and whose gradients arrive transposed, as attention sends them; "+
-            rotary" turns both by their positions behind that, as LLaMA's `apply_rotary_pos_emb` does.
+        kind: "add + RMSNorm" is ``h = residual + x`` and the norm of h; "q/k norm" that
+            of the heads of q and of k, which are slices of a packed projection and
+            whose gradients arrive transposed, as attention sends them; "+ rotary" turns
+            both by their positions behind that, as LLaMA's `apply_rotary_pos_emb` does.
         shape: of x; for q and k (batch, length, heads, key heads, head_dim).
         weight_offset: 1.0 for the norms of Gemma.
         compiled: also measure torch.compile, which takes seconds to compile.
@@ -69,21 +73,29 @@ class Case:
         return self.elements // self.shape[-1]
 
     def passes(self, direction: str) -> int:
-        """How many x-sized tensors at least are read or written: the floor that bandwidth is computed from."""
+        """How many x-sized tensors at least are read or written: the floor that
+        bandwidth is computed from.
+        """
         forward, backward = (4, 4) if self.kind == "add + RMSNorm" else (2, 3)
-        return {"forward": forward, "backward": backward}.get(direction, forward + backward)
+        return {"forward": forward, "backward": backward}.get(
+            direction, forward + backward
+        )
 
 
 @dataclass
 class Implementation:
-    """Something that computes a case: `call(*inputs)` gives its output or outputs; `parameters` have gradients."""
+    """Something that computes a case: `call(*inputs)` gives its output or outputs;
+    `parameters` have gradients.
+    """
 
     call: Callable
     parameters: list[torch.Tensor]
 
 
 def other_libraries() -> tuple[dict[str, dict], dict[str, str]]:
-    """The functions of other libraries that can be imported here, and for each its version or why it is missing."""
+    """The functions of other libraries that can be imported here, and for each its
+    version or why it is missing.
+    """
     functions, found = {}, {}
 
     def liger():
@@ -91,16 +103,29 @@ def other_libraries() -> tuple[dict[str, dict], dict[str, str]]:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-        def how(norm):  # in_place=False: the default writes dx over dy, which other readers of dy would notice
-            return EPS, norm.weight_offset, "gemma" if norm.weight_offset else "llama", False
+        # in_place=False: the default writes dx over dy, which other readers of dy would
+        # notice
+        def how(norm):
+            return (
+                EPS,
+                norm.weight_offset,
+                "gemma" if norm.weight_offset else "llama",
+                False,
+            )
 
         def add(x, residual, norm):
-            y, h = LigerFusedAddRMSNormFunction.apply(x, residual, norm.weight, *how(norm))
+            y, h = LigerFusedAddRMSNormFunction.apply(
+                x, residual, norm.weight, *how(norm)
+            )
             return h, y
 
         return {
-            "RMSNorm": lambda x, norm: LigerRMSNormFunction.apply(x, norm.weight, *how(norm), None),
-            "LayerNorm": lambda x, norm: LigerLayerNormFunction.apply(x, norm.weight, norm.bias, EPS),
+            "RMSNorm": lambda x, norm: LigerRMSNormFunction.apply(
+                x, norm.weight, *how(norm), None
+            ),
+            "LayerNorm": lambda x, norm: LigerLayerNormFunction.apply(
+                x, norm.weight, norm.bias, EPS
+            ),
             "add + RMSNorm": add,
         }
 
@@ -108,24 +133,37 @@ def other_libraries() -> tuple[dict[str, dict], dict[str, str]]:
         from quack import rmsnorm
 
         def weight(norm):
-            return norm.weight + norm.weight_offset if norm.weight_offset else norm.weight
+            return (
+                norm.weight + norm.weight_offset if norm.weight_offset else norm.weight
+            )
 
         def add(x, residual, norm):
-            y, h = rmsnorm(x, weight(norm), residual=residual, eps=EPS, prenorm=True)[:2]
+            y, h = rmsnorm(x, weight(norm), residual=residual, eps=EPS, prenorm=True)[
+                :2
+            ]
             return h, y
 
-        return {"RMSNorm": lambda x, norm: rmsnorm(x, weight(norm), eps=EPS), "add + RMSNorm": add}
+        return {
+            "RMSNorm": lambda x, norm: rmsnorm(x, weight(norm), eps=EPS),
+            "add + RMSNorm": add,
+        }
 
-    for name, load, package in (("liger", liger, "liger-kernel"), ("quack", quack, "quack-kernels")):
+    for name, load, package in (
+        ("liger", liger, "liger-kernel"),
+        ("quack", quack, "quack-kernels"),
+    ):
         try:
             functions[name], found[name] = load(), metadata.version(package)
-        except Exception as error:  # a peer may fail to import in any way it likes; which way is in the result
+        except Exception as error:
+            # a peer may fail to import in any way it likes; which way is in the result
             found[name] = f"not importable: {type(error).__name__}: {error}"[:200]
     return functions, found
 
 
 def make_norms(case: Case, device: str, dtype: torch.dtype) -> list[nn.Module]:
-    """The modules that Hugging Face models use for it, with random parameters: two for q and k."""
+    """The modules that Hugging Face models use for it, with random parameters: two for
+    q and k.
+    """
     from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -133,9 +171,12 @@ def make_norms(case: Case, device: str, dtype: torch.dtype) -> list[nn.Module]:
         if case.kind == "LayerNorm":
             norm = nn.LayerNorm(case.shape[-1], eps=EPS)
         else:
-            norm = (Gemma2RMSNorm if case.weight_offset else LlamaRMSNorm)(case.shape[-1], eps=EPS)
+            norm = (Gemma2RMSNorm if case.weight_offset else LlamaRMSNorm)(
+                case.shape[-1], eps=EPS
+            )
         norm = norm.to(device, dtype)
-        norm.weight_offset = case.weight_offset  # for those who compute it by a function
+        # for those who compute it by a function
+        norm.weight_offset = case.weight_offset
         with torch.no_grad():
             norm.weight.uniform_(0.5, 1.5).sub_(case.weight_offset)
             if case.kind == "LayerNorm":
@@ -146,12 +187,17 @@ def make_norms(case: Case, device: str, dtype: torch.dtype) -> list[nn.Module]:
 
 
 def tables_of(case: Case, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """(cos, sin) of a case with a rotary embedding, each (1, length, head_dim); of others none."""
+    """(cos, sin) of a case with a rotary embedding, each (1, length, head_dim); of
+    others none.
+    """
     if case.kind != "q/k norm + rotary":
         return ()
     _, length, _, _, head_dim = case.shape
     powers = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] / 10_000**powers
+    angles = (
+        torch.arange(length, device=device, dtype=torch.float32)[:, None]
+        / 10_000**powers
+    )
     angles = torch.cat([angles, angles], -1)[None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -169,7 +215,9 @@ def composed(kind: Kind, norms: Sequence[Callable], tables: tuple = ()) -> Calla
     if kind == "q/k norm":
         return lambda q, k: (norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2))
     if kind == "q/k norm + rotary":
-        return lambda q, k: rotary()(norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), *tables)
+        return lambda q, k: rotary()(
+            norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), *tables
+        )
     return norm
 
 
@@ -210,7 +258,9 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
 
         def call(q, k):
             pair = pair_to_rotate(*fused)
-            return norm_and_rotate(pair, rotate, q.transpose(1, 2), k.transpose(1, 2), *tables)
+            return norm_and_rotate(
+                pair, rotate, q.transpose(1, 2), k.transpose(1, 2), *tables
+            )
 
     elif kind.startswith("q/k norm"):
         q_norm, k_norm = fused
@@ -223,12 +273,18 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
     return Implementation(call, parameters)
 
 
-def implementations(case: Case, norms: list[nn.Module], libraries: dict, compile_backend: str | None) -> dict:
+def implementations(
+    case: Case, norms: list[nn.Module], libraries: dict, compile_backend: str | None
+) -> dict:
     """Name -> `Implementation`; `hf_eager` is first, because the others are judged by it."""
     kind, parameters = case.kind, [p for norm in norms for p in norm.parameters()]
     tables = tables_of(case, parameters[0].device, parameters[0].dtype)
     ours = _ours(kind, norms, tables)
-    made = {EAGER: Implementation(composed(kind, norms, tables), parameters), OURS: ours, AGAIN: ours}
+    made = {
+        EAGER: Implementation(composed(kind, norms, tables), parameters),
+        OURS: ours,
+        AGAIN: ours,
+    }
     if kind != "LayerNorm":  # nn.LayerNorm is F.layer_norm already
 
         def functional(norm):
@@ -237,16 +293,29 @@ def implementations(case: Case, norms: list[nn.Module], libraries: dict, compile
                 return lambda x: F.rms_norm(x, shape, weight + offset, EPS)
             return lambda x: F.rms_norm(x, shape, weight, EPS)
 
-        made["F.rms_norm"] = Implementation(composed(kind, [functional(norm) for norm in norms], tables), parameters)
+        made["F.rms_norm"] = Implementation(
+            composed(kind, [functional(norm) for norm in norms], tables), parameters
+        )
     if compile_backend is not None:
         copies = [copy.deepcopy(norm) for norm in norms]
-        call = torch.compile(composed(kind, copies, tables), dynamic=False, fullgraph=True, backend=compile_backend)
-        made[COMPILED] = Implementation(call, [p for norm in copies for p in norm.parameters()])
+        call = torch.compile(
+            composed(kind, copies, tables),
+            dynamic=False,
+            fullgraph=True,
+            backend=compile_backend,
+        )
+        made[COMPILED] = Implementation(
+            call, [p for norm in copies for p in norm.parameters()]
+        )
     for name, functions in libraries.items():
         if kind == "add + RMSNorm" and kind in functions:
             call = lambda x, residual, f=functions[kind]: f(x, residual, norms[0])  # noqa: E731
-        elif (one := functions.get("LayerNorm" if kind == "LayerNorm" else "RMSNorm")) is not None:
-            call = composed(kind, [lambda x, f=one, norm=norm: f(x, norm) for norm in norms], tables)
+        elif (
+            one := functions.get("LayerNorm" if kind == "LayerNorm" else "RMSNorm")
+        ) is not None:
+            call = composed(
+                kind, [lambda x, f=one, norm=norm: f(x, norm) for norm in norms], tables
+            )
         else:
             continue
         made[name] = Implementation(call, parameters)
@@ -254,7 +323,9 @@ def implementations(case: Case, norms: list[nn.Module], libraries: dict, compile
 
 
 def make_set(case: Case, device: str, dtype: torch.dtype) -> tuple[list, list]:
-    """(inputs, gradients of the outputs) of one call; the inputs are leaves that ask for theirs."""
+    """(inputs, gradients of the outputs) of one call; the inputs are leaves that ask
+    for theirs.
+    """
 
     def random(*shape):
         return torch.randn(shape, device=device, dtype=dtype)
@@ -262,12 +333,16 @@ def make_set(case: Case, device: str, dtype: torch.dtype) -> tuple[list, list]:
     if case.paired:
         batch, length, heads, key_heads, size = case.shape
         packed = random(batch, length, (heads + 2 * key_heads) * size)  # q, k and v
-        q, k, _ = packed.split([heads * size, key_heads * size, key_heads * size], dim=-1)
+        q, k, _ = packed.split(
+            [heads * size, key_heads * size, key_heads * size], dim=-1
+        )
         inputs = [t.unflatten(-1, (-1, size)) for t in (q, k)]
         gradients = [random(batch, h, length, size) for h in (heads, key_heads)]
     else:
         count = 2 if case.kind == "add + RMSNorm" else 1
-        inputs, gradients = ([random(*case.shape) for _ in range(count)] for _ in range(2))
+        inputs, gradients = (
+            [random(*case.shape) for _ in range(count)] for _ in range(2)
+        )
     return [x.detach().requires_grad_() for x in inputs], gradients
 
 
@@ -275,44 +350,66 @@ def _outputs(outputs) -> tuple:
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
-_INPUTS = {"add + RMSNorm": ("x", "residual")} | dict.fromkeys(("q/k norm", "q/k norm + rotary"), ("q", "k"))
-_OUTPUTS = {"add + RMSNorm": ("h", "y")} | dict.fromkeys(("q/k norm", "q/k norm + rotary"), ("yq", "yk"))
+_INPUTS = {"add + RMSNorm": ("x", "residual")} | dict.fromkeys(
+    ("q/k norm", "q/k norm + rotary"), ("q", "k")
+)
+_OUTPUTS = {"add + RMSNorm": ("h", "y")} | dict.fromkeys(
+    ("q/k norm", "q/k norm + rotary"), ("yq", "yk")
+)
 
 
 @dataclass
 class Exact:
-    """The outputs and gradients of a case in float64, with their names; the outputs come first."""
+    """The outputs and gradients of a case in float64, with their names; the outputs
+    come first.
+    """
 
     names: list[str]
     values: list[torch.Tensor]
     outputs: int
 
 
-def exact_results(case: Case, norms: list[nn.Module], inputs: list, gradients: list) -> Exact:
+def exact_results(
+    case: Case, norms: list[nn.Module], inputs: list, gradients: list
+) -> Exact:
     """Compute a case in float64."""
     spec = fused_copy(norms[0])[1]
-    of_norms = [[p.detach().double().requires_grad_() for p in norm.parameters()] for norm in norms]
+    of_norms = [
+        [p.detach().double().requires_grad_() for p in norm.parameters()]
+        for norm in norms
+    ]
     parameters = [p for of_norm in of_norms for p in of_norm]
     leaves = [*(x.detach().double().requires_grad_() for x in inputs), *parameters]
     exact_norms = [partial(_exact_norm, spec, of_norm) for of_norm in of_norms]
-    tables = tuple(t.double() for t in tables_of(case, inputs[0].device, inputs[0].dtype))
+    tables = tuple(
+        t.double() for t in tables_of(case, inputs[0].device, inputs[0].dtype)
+    )
     outputs = _outputs(composed(case.kind, exact_norms, tables)(*leaves[: len(inputs)]))
     found = torch.autograd.grad(outputs, leaves, [g.double() for g in gradients])
     names = [*_OUTPUTS.get(case.kind, ("y",))]
     names += [f"d{x}" for x in _INPUTS.get(case.kind, ("x",))]
-    names += [f"d{name}{i or ''}" for i, norm in enumerate(norms) for name, _ in norm.named_parameters()]
+    names += [
+        f"d{name}{i or ''}"
+        for i, norm in enumerate(norms)
+        for name, _ in norm.named_parameters()
+    ]
     return Exact(names, [*(y.detach() for y in outputs), *found], len(outputs))
 
 
-def _exact_norm(spec: NormSpec, parameters: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _exact_norm(
+    spec: NormSpec, parameters: list[torch.Tensor], x: torch.Tensor
+) -> torch.Tensor:
     weight, bias = (*parameters, None)[:2]
     return reference_norm(x, weight, bias, spec)
 
 
-def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradients: list) -> dict:
+def judge(
+    case: Case, made: dict, norms: list[nn.Module], inputs: list, gradients: list
+) -> dict:
     """Compare every implementation's outputs and gradients with float64: name -> {"failures", "errors", ...}.
 
-    ``bit_equal_to_hf`` is the share of elements of the (last) output; ``raised`` is there where the call failed.
+    ``bit_equal_to_hf`` is the share of elements of the (last) output; ``raised`` is
+    there where the call failed.
     """
     exact = exact_results(case, norms, inputs, gradients)
     eager, verdicts = None, {}
@@ -321,7 +418,8 @@ def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradient
         verdict = verdicts[name] = {"failures": [], "errors": {}}
         try:
             results = _results(implementation, inputs, gradients)
-        except Exception as error:  # a peer may fail in any way it likes; which way is in the result
+        except Exception as error:
+            # a peer may fail in any way it likes; which way is in the result
             verdict["failures"].append(f"{type(error).__name__}: {error}"[:300])
             verdict["raised"] = True
             continue
@@ -331,12 +429,17 @@ def judge(case: Case, made: dict, norms: list[nn.Module], inputs: list, gradient
 
 
 def _fill_free_memory(exact: Exact, dtype: torch.dtype) -> None:
-    """Leave NaN in the memory that is handed out next, so that an element that is not written is seen."""
+    """Leave NaN in the memory that is handed out next, so that an element that is not
+    written is seen.
+    """
     outputs = exact.values[: exact.outputs] * 3
-    _ = [torch.full_like(output, torch.nan, dtype=dtype) for output in outputs]  # all at once, then freed
+    # all at once, then freed
+    _ = [torch.full_like(output, torch.nan, dtype=dtype) for output in outputs]
 
 
-def _results(implementation: Implementation, inputs: list, gradients: list) -> list[torch.Tensor]:
+def _results(
+    implementation: Implementation, inputs: list, gradients: list
+) -> list[torch.Tensor]:
     """Its outputs, and the gradients of the inputs and of the parameters."""
     outputs = _outputs(implementation.call(*inputs))
     leaves = [*inputs, *implementation.parameters]
@@ -345,10 +448,17 @@ def _results(implementation: Implementation, inputs: list, gradients: list) -> l
 
 
 def _compare(verdict: dict, exact: Exact, results: list, eager: list) -> None:
-    for name, ours, theirs, truth in zip(exact.names, results, eager, exact.values, strict=True):
-        verdict["errors"][name] = {"own": _error(ours, truth), "hf": _error(theirs, truth)}
+    for name, ours, theirs, truth in zip(
+        exact.names, results, eager, exact.values, strict=True
+    ):
+        verdict["errors"][name] = {
+            "own": _error(ours, truth),
+            "hf": _error(theirs, truth),
+        }
         if not truth.any():
-            verdict["failures"].append(f"{name}: zero everywhere in float64 too, so nothing was computed")
+            verdict["failures"].append(
+                f"{name}: zero everywhere in float64 too, so nothing was computed"
+            )
         try:
             assert_as_accurate(ours, theirs, truth, name)
         except AssertionError as error:
@@ -374,7 +484,9 @@ def calls_of(implementation: Implementation, sets: list) -> dict[str, list[Calla
 
     def backward(inputs, gradients):
         outputs, leaves = compute(*inputs), [*inputs, *implementation.parameters]
-        return lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True)
+        return lambda: torch.autograd.grad(
+            outputs, leaves, gradients, retain_graph=True
+        )
 
     def both(inputs, gradients):
         leaves = [*inputs, *implementation.parameters]

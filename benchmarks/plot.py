@@ -1,11 +1,17 @@
-"""Pictures of results: bandwidth against size with the copy as the roof; on a CPU the host costs."""
+"""Pictures of results: bandwidth against size with the copy as the roof; on a CPU the
+host costs.
+"""
 
 from __future__ import annotations
 
 
 def draw(plt, result: dict):
-    """A figure of a "kernels" or "host" result with something to draw. `plt` is matplotlib.pyplot."""
-    return _bandwidth(plt, result) if result["bench"] == "kernels" else _host(plt, result)
+    """A figure of a "kernels" or "host" result with something to draw. `plt` is
+    matplotlib.pyplot.
+    """
+    return (
+        _bandwidth(plt, result) if result["bench"] == "kernels" else _host(plt, result)
+    )
 
 
 def _bandwidth(plt, result: dict):
@@ -14,22 +20,38 @@ def _bandwidth(plt, result: dict):
     kinds = list(dict.fromkeys(case["kind"] for case in result["cases"]))
     directions = ("forward", "backward")
     size = (12, 3.6 * len(kinds))
-    figure, grid = plt.subplots(len(kinds), 2, figsize=size, squeeze=False, layout="constrained")
+    figure, grid = plt.subplots(
+        len(kinds), 2, figsize=size, squeeze=False, layout="constrained"
+    )
     for kind, row in zip(kinds, grid, strict=True):
         cases = [case for case in result["cases"] if case["kind"] == kind]
         for direction, axes in zip(directions, row, strict=True):
             lines: dict[str, list] = {}
             for case in cases:
                 made = Case(kind, tuple(case["shape"]))
-                touched = made.elements * made.passes(direction) * _itemsize(case["dtype"]) / 1e6
+                touched = (
+                    made.elements
+                    * made.passes(direction)
+                    * _itemsize(case["dtype"])
+                    / 1e6
+                )
                 for name, entry in case["implementations"].items():
                     if "gb_per_s" in entry.get(direction, {}):
                         differs = "*" if entry["gate"]["failures"] else ""
-                        lines.setdefault(name + differs, []).append((touched, entry[direction]["gb_per_s"]))
+                        lines.setdefault(name + differs, []).append(
+                            (touched, entry[direction]["gb_per_s"])
+                        )
             for name, points in lines.items():
                 axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-            axes.axhline(result["copy_gb_per_s"]["best"], color="black", linestyle="--", label="copy")
-            axes.set(xscale="log", xlabel="MB that must move", ylabel="GB/s", ylim=(0, None))
+            axes.axhline(
+                result["copy_gb_per_s"]["best"],
+                color="black",
+                linestyle="--",
+                label="copy",
+            )
+            axes.set(
+                xscale="log", xlabel="MB that must move", ylabel="GB/s", ylim=(0, None)
+            )
             axes.set_title(f"{kind}, {direction}")
             axes.legend(fontsize=7)
     figure.suptitle(f"{result['device']}, cold L2 (* fails the gate against float64)")
@@ -42,11 +64,22 @@ def _itemsize(dtype: str) -> int:
 
 def _host(plt, result: dict):
     cases = result["cases"]
-    figure, grid = plt.subplots(1, len(cases), figsize=(5 * len(cases), 4), squeeze=False, layout="constrained")
+    figure, grid = plt.subplots(
+        1, len(cases), figsize=(5 * len(cases), 4), squeeze=False, layout="constrained"
+    )
     for axes, (case, entries) in zip(grid[0], cases.items(), strict=True):
         for i, mode in enumerate(("inference", "forward", "forward+backward")):
-            timed = {name: entry[mode]["us"] for name, entry in entries.items() if mode in entry}
-            axes.barh([k + 0.27 * i for k in range(len(timed))], timed.values(), height=0.25, label=mode)
+            timed = {
+                name: entry[mode]["us"]
+                for name, entry in entries.items()
+                if mode in entry
+            }
+            axes.barh(
+                [k + 0.27 * i for k in range(len(timed))],
+                timed.values(),
+                height=0.25,
+                label=mode,
+            )
         axes.set_yticks([k + 0.27 for k in range(len(timed))], timed, fontsize=8)
         axes.invert_yaxis()
         axes.set(xlabel="host us per call", title=case)

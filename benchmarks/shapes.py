@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's sizes. `model_type` is the one of Transformers; `weight_offset` and `qk_norm` are its norms'."""
+    """A decoder's sizes. `model_type` is the one of Transformers; `weight_offset` and
+    `qk_norm` are its norms'.
+    """
 
     model_type: str
     hidden_size: int
@@ -20,7 +22,9 @@ class ModelShape:
     weight_offset: float = 0.0
 
     def config(self, layers: int) -> dict:
-        """Arguments of `AutoConfig.for_model` for a model of this shape with so many layers."""
+        """Arguments of `AutoConfig.for_model` for a model of this shape with so many
+        layers.
+        """
         return {
             "model_type": self.model_type,
             "hidden_size": self.hidden_size,
@@ -43,13 +47,19 @@ SHAPES = {
     "Qwen3-0.6B": ModelShape("qwen3", 1024, 3072, 16, 8, 128, 151936, qk_norm=True),
     "Qwen3-8B": ModelShape("qwen3", 4096, 12288, 32, 8, 128, 151936, qk_norm=True),
     "Mistral-7B": ModelShape("mistral", 4096, 14336, 32, 8, 128, 32768),
-    "Gemma-2-9B": ModelShape("gemma2", 3584, 14336, 16, 8, 256, 256000, weight_offset=1.0),
+    "Gemma-2-9B": ModelShape(
+        "gemma2", 3584, 14336, 16, 8, 256, 256000, weight_offset=1.0
+    ),
 }
 LAYERS = {  # those of which one layer is counted
     "Llama-3.1-8B": SHAPES["Llama-3-8B"],
     "Qwen3-8B": SHAPES["Qwen3-8B"],
-    "Gemma-3-12B": ModelShape("gemma3_text", 3840, 15360, 16, 8, 256, 262208, qk_norm=True, weight_offset=1.0),
+    "Gemma-3-12B": ModelShape(
+        "gemma3_text", 3840, 15360, 16, 8, 256, 262208, qk_norm=True, weight_offset=1.0
+    ),
     "Mistral-7B": SHAPES["Mistral-7B"],
 }
-TINY = {"tiny": ModelShape("qwen3", 64, 96, 4, 2, 16, 128, qk_norm=True)}  # for a trial of the command
-AGAINST_LAYER_NORM = ((512, 128), (1024, 512), (2048, 2048))  # (hidden size, sequence) of published comparisons
+# for a trial of the command
+TINY = {"tiny": ModelShape("qwen3", 64, 96, 4, 2, 16, 128, qk_norm=True)}
+# (hidden size, sequence) of published comparisons
+AGAINST_LAYER_NORM = ((512, 128), (1024, 512), (2048, 2048))

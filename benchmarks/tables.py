@@ -22,14 +22,18 @@ def columns(rows: list[tuple]) -> list[str]:
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return [
         "  ".join(
-            c.ljust(w) if is_left else c.rjust(w) for c, w, is_left in zip(row, widths, left, strict=True)
+            c.ljust(w) if is_left else c.rjust(w)
+            for c, w, is_left in zip(row, widths, left, strict=True)
         ).rstrip()
         for row in cells
     ]
 
 
 def _text_columns(rows: list[tuple]) -> list[bool]:
-    return [all(not isinstance(row[i], (int, float)) for row in rows) for i in range(len(rows[0]))]
+    return [
+        all(not isinstance(row[i], (int, float)) for row in rows)
+        for i in range(len(rows[0]))
+    ]
 
 
 def table(title: str, rows: list[tuple]) -> str:
@@ -48,13 +52,17 @@ def table(title: str, rows: list[tuple]) -> str:
     out, terminal = io.StringIO(), sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else 200
     Console(file=out, force_terminal=terminal, width=width).print(made)
-    return "\n".join([title, *(line.rstrip() for line in out.getvalue().rstrip().splitlines())])
+    return "\n".join(
+        [title, *(line.rstrip() for line in out.getvalue().rstrip().splitlines())]
+    )
 
 
 def text(result: dict) -> str:
     """A result of benchmarks/command.py for people. `result` is what `--json` prints."""
     device = result["device"] or "CPU"
-    versions = " ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+    versions = " ".join(
+        f"{name} {version}" for name, version in result["versions"].items() if version
+    )
     parts = [f"{device}: {versions}", *_TABLES[result["bench"]](result)]
     parts += [f"{peer}: {found}" for peer, found in result.get("peers", {}).items()]
     parts += [f"not measured here: {reason}" for reason in result["not_measured"]]
@@ -71,7 +79,11 @@ def verdict(entry: dict) -> str:
     if gate["failures"]:
         return "NUMERICS DIFFER: " + gate["failures"][0]
     equal = gate["bit_equal_to_hf"]
-    return "ok" if equal >= 0.99 else f"ok, rounds otherwise: {equal:.0%} of bits as Hugging Face"
+    return (
+        "ok"
+        if equal >= 0.99
+        else f"ok, rounds otherwise: {equal:.0%} of bits as Hugging Face"
+    )
 
 
 def _mark(entry: dict, ratio: float | None) -> str | None:
@@ -85,9 +97,14 @@ def kernels(result: dict) -> list[str]:
     """The tables of what benchmarks/kernels.py measured."""
     made = []
     if result.get("copy_gb_per_s"):
-        made.append(f"copy: {result['copy_gb_per_s']['best']:.0f} GB/s; x ours: its time over ours, * other numerics")
+        made.append(
+            f"copy: {result['copy_gb_per_s']['best']:.0f} GB/s; x ours: its time over ours, * other numerics"
+        )
     pairs = result.get("against_layer_norm", [])
-    cases = [*result.get("cases", []), *(case for pair in pairs for case in pair["cases"])]
+    cases = [
+        *result.get("cases", []),
+        *(case for pair in pairs for case in pair["cases"]),
+    ]
     made += [_case(case) for case in cases]
     if pairs:
         made.append(table("RMSNorm against LayerNorm", _time_saved(pairs)))
@@ -95,15 +112,23 @@ def kernels(result: dict) -> list[str]:
 
 
 def _case(case: dict) -> str:
-    timed = any("us" in entry.get("forward", {}) for entry in case["implementations"].values())
+    timed = any(
+        "us" in entry.get("forward", {}) for entry in case["implementations"].values()
+    )
     directions = ("forward", "backward") if timed else ()
     header = ["implementation"]
     for way in directions:
         header += [f"{way} us", "of copy", "of own copy", "x ours"]
     rows = [(*header, "saved B/row", "gate")]
     for name, entry in case["implementations"].items():
-        figures = [figure for way in directions for figure in _figures(entry, entry.get(way, {}))]
-        rows.append((name, *figures, entry.get("saved_bytes_per_row"), verdict(entry)[:90]))
+        figures = [
+            figure
+            for way in directions
+            for figure in _figures(entry, entry.get(way, {}))
+        ]
+        rows.append(
+            (name, *figures, entry.get("saved_bytes_per_row"), verdict(entry)[:90])
+        )
     title = f"{case['case']} {case['dtype']}"
     if case["cold"] is False:
         title += ", in cache"
@@ -121,7 +146,14 @@ def _time_saved(pairs: list[dict]) -> list[tuple]:
     rows = [("time RMSNorm saves", "hidden", "sequence", "forward", "backward", "both")]
     for pair in pairs:
         for name, saved in pair["time_saved"].items():
-            rows.append((name, pair["hidden_size"], pair["sequence"], *(f"{v:.1%}" for v in saved.values())))
+            rows.append(
+                (
+                    name,
+                    pair["hidden_size"],
+                    pair["sequence"],
+                    *(f"{v:.1%}" for v in saved.values()),
+                )
+            )
     return rows
 
 
@@ -131,25 +163,48 @@ def host(result: dict) -> list[str]:
     for case, entries in result.get("cases", {}).items():
         rows = [("median (least)", *_MODES, "torch operators", "")]
         for name, entry in entries.items():
-            figures = [f"{entry[m]['us']:.1f} ({entry[m]['us_min']:.1f})" if m in entry else None for m in _MODES]
-            rows.append((name, *figures, entry.get("operators"), entry.get("error", "")[:60]))
+            figures = [
+                f"{entry[m]['us']:.1f} ({entry[m]['us_min']:.1f})"
+                if m in entry
+                else None
+                for m in _MODES
+            ]
+            rows.append(
+                (name, *figures, entry.get("operators"), entry.get("error", "")[:60])
+            )
         made.append(table(f"host us per call, {case}", rows))
     if decoding := result.get("decoding"):
         header = ("a decoder layer, one token", *next(iter(decoding.values())))
-        made.append(table("host us, least", [header, *((name, *of.values()) for name, of in decoding.items())]))
-    return made + [f"hf_rmsnorm, {what}: {cell(ratio)}" for what, ratio in result.get("ratios", {}).items()]
+        made.append(
+            table(
+                "host us, least",
+                [header, *((name, *of.values()) for name, of in decoding.items())],
+            )
+        )
+    return made + [
+        f"hf_rmsnorm, {what}: {cell(ratio)}"
+        for what, ratio in result.get("ratios", {}).items()
+    ]
 
 
 _MODES = ("inference", "forward", "forward+backward")
 
 
 def _layers(result: dict) -> list[str]:
-    header = ("operators + launches before", "after", "of which launches", "saved bytes before", "after")
+    header = (
+        "operators + launches before",
+        "after",
+        "of which launches",
+        "saved bytes before",
+        "after",
+    )
     rows = [("a token and layer", *header)]
     for name, count in result["layers"].items():
         before, after = count["unpatched"], count["patched"]
         row = (name, before["sum"], after["sum"], after["launches"])
-        rows.append((*row, before["saved_bytes_per_token"], after["saved_bytes_per_token"]))
+        rows.append(
+            (*row, before["saved_bytes_per_token"], after["saved_bytes_per_token"])
+        )
     return [table("decode, and bytes saved for backward in bf16", rows)]
 
 
@@ -158,9 +213,16 @@ def _models(result: dict) -> list[str]:
     for name, data in result["models"].items():
         rows = [("variant", "tokens/s", "ms", "x unpatched", "peak GB", "")]
         for variant, entry in data["phases"].get(result["phase"], {}).items():
-            figures = [entry.get(k) for k in ("tokens_per_s", "ms", "speedup", "peak_gb")]
+            figures = [
+                entry.get(k) for k in ("tokens_per_s", "ms", "speedup", "peak_gb")
+            ]
             rows.append((variant, *figures, entry.get("error", "")[:60]))
-        made.append(table(f"{name}, {data['layers']} layers, {data['dtype']}: {result['phase']}", rows))
+        made.append(
+            table(
+                f"{name}, {data['layers']} layers, {data['dtype']}: {result['phase']}",
+                rows,
+            )
+        )
         made.append(f"liger: {data['liger']}")
     return made
 

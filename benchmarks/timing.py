@@ -1,4 +1,6 @@
-"""Clocks: device time from CUDA graph replays over a cold L2, wall time, host time; and the copy bandwidth."""
+"""Clocks: device time from CUDA graph replays over a cold L2, wall time, host time; and
+the copy bandwidth.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ MEMORY_FOR_SETS = 16e9  # bytes
 
 
 class Stopwatch:
-    """Times lists of calls on one device. On the CPU (dry run) there are no graphs and few repeats."""
+    """Times lists of calls on one device. On the CPU (dry run) there are no graphs and
+    few repeats.
+    """
 
     def __init__(self, device: str):
         self.device, self.cuda = device, device == "cuda"
@@ -29,23 +33,33 @@ class Stopwatch:
             torch.cuda.synchronize()
 
     def sets(self, touched: int, held: int) -> int:
-        """How many argument sets to rotate, if a call touches and a set holds so many bytes: at least four L2s' worth
-        are touched before a set comes round again, as far as memory (and for tiny shapes, patience) allows."""
+        """How many argument sets to rotate, if a call touches and a set holds so many
+        bytes: at least four L2s' worth are touched before a set comes round again, as
+        far as memory (and for tiny shapes, patience) allows."""
         if not self.cuda:
             return 2
-        return max(2, min(64, max(4, -(-4 * self.l2 // touched)), int(MEMORY_FOR_SETS // held)))
+        return max(
+            2, min(64, max(4, -(-4 * self.l2 // touched)), int(MEMORY_FOR_SETS // held))
+        )
 
     def device_us(self, calls: list[Callable]) -> dict:
-        """Microseconds per call from graph replays of all the calls: median, 20th and 80th percentile."""
+        """Microseconds per call from graph replays of all the calls: median, 20th and
+        80th percentile.
+        """
         for _ in range(2):
             for call in calls:
                 call()
         self.sync()
         graph = torch.cuda.CUDAGraph()
-        # The current stream, which the caller has made a side stream: autograd runs a backward on its forward's.
+        # The current stream, which the caller has made a side stream: autograd runs a
+        # backward on its forward's.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            outputs = [call() for call in calls]  # kept, so that no call writes to the memory of another
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # kept, so that no call writes to the memory of another
+            outputs = [call() for call in calls]
+        start, end = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
 
         def replays(n: int) -> float:
             start.record()
@@ -88,8 +102,13 @@ class Stopwatch:
 
 
 def copy_bandwidth(watch: Stopwatch) -> dict:
-    """GB/s, bytes read plus bytes written, of `Tensor.copy_` at a few sizes, and the best of them."""
-    result = {f"{megabytes}MiB": copy_rate(watch, megabytes << 20) for megabytes in watch.copied}
+    """GB/s, bytes read plus bytes written, of `Tensor.copy_` at a few sizes, and the
+    best of them.
+    """
+    result = {
+        f"{megabytes}MiB": copy_rate(watch, megabytes << 20)
+        for megabytes in watch.copied
+    }
     return result | {"best": max(result.values())}
 
 

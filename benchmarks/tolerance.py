@@ -6,15 +6,24 @@ from hf_rmsnorm.verification import tolerance
 
 
 def assert_as_accurate(
-    fused: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, what: str = "y", other_orders: tuple = ()
+    fused: torch.Tensor,
+    eager: torch.Tensor,
+    exact: torch.Tensor,
+    what: str = "y",
+    other_orders: tuple = (),
 ) -> None:
-    """Maximum and RMS error of `fused` at most 1.5 times those of `eager`, plus one ulp of max|exact|.
+    """Maximum and RMS error of `fused` at most 1.5 times those of `eager`, plus one ulp
+    of max|exact|.
 
-    `other_orders`: for a sum over rows, eager's result with the rows in other orders. Which order adds up best is
-    luck, so eager's own error is the largest of them.
+    `other_orders`: for a sum over rows, eager's result with the rows in other orders.
+    Which order adds up best is luck, so eager's own error is the largest of them.
     """
-    assert fused.shape == exact.shape, f"{what}: shape {tuple(fused.shape)}, expected {tuple(exact.shape)}"
-    assert fused.dtype == eager.dtype, f"{what}: {fused.dtype}, eager gives {eager.dtype}"
+    assert fused.shape == exact.shape, (
+        f"{what}: shape {tuple(fused.shape)}, expected {tuple(exact.shape)}"
+    )
+    assert fused.dtype == eager.dtype, (
+        f"{what}: {fused.dtype}, eager gives {eager.dtype}"
+    )
     if exact.numel() == 0:
         return
     one_ulp = tolerance.ulp(exact.abs().max(), fused.dtype).item()

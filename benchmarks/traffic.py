@@ -1,4 +1,6 @@
-"""Counts kernels and the bytes they move, for a whole decoder layer and for its norms, sums and rotary embedding."""
+"""Counts kernels and the bytes they move, for a whole decoder layer and for its norms,
+sums and rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,29 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ROTARY = ("apply_rotary_pos_emb", "liger_rotary_pos_emb", "norm_and_rotate")  # functions, not modules
+# functions, not modules
+ROTARY = ("apply_rotary_pos_emb", "liger_rotary_pos_emb", "norm_and_rotate")
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the torch operators of a layer; `launched` is called for each Triton kernel.
+    """Counts the torch operators of a layer; `launched` is called for each Triton
+    kernel.
 
-    An operator counts as one kernel. It reads its tensors once and writes its results once; a view is free, and so is
-    an allocation.
+    An operator counts as one kernel. It reads its tensors once and writes its results
+    once; a view is free, and so is an allocation.
 
     Attributes:
         kernels: of the whole layer.
-        fusible: kernels and bytes of its norms, its residual sums and its rotary embedding.
+        fusible: kernels and bytes of its norms, its residual sums and its rotary
+            embedding.
     """
 
     def __init__(self, layer: nn.Module):
         super().__init__()
         self.layer = layer
-        self.norms = {module for path, module in layer.named_modules() if path.endswith("norm")}
+        self.norms = {
+            module for path, module in layer.named_modules() if path.endswith("norm")
+        }
         self.kernels = 0
         self.fusible: Counter = Counter(kernels=0, bytes=0)
 
@@ -47,7 +54,8 @@ class Traffic(TorchDispatchMode):
             self.fusible.update(kernels=1, bytes=moved)
 
     def _is_fusible(self, frame: FrameType | None) -> bool:
-        """Whether the innermost module or known function that runs is a norm, the layer itself or a rotary embedding.
+        """Whether the innermost module or known function that runs is a norm, the layer
+        itself or a rotary embedding.
 
         Outside of its submodules a layer computes its residual sums alone.
         """

@@ -1,4 +1,5 @@
-"""Draws docs/layer.svg from scripts/results/layer.json: what one decoder layer launches and moves.
+"""Draws docs/layer.svg from scripts/results/layer.json: what one decoder layer launches
+and moves.
 
 Run it as ``python docs/draw_layer.py``. It needs Python alone.
 """
@@ -24,7 +25,9 @@ PANEL, LONGEST = 320, 250  # the width of a panel, and of its longest bar
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: where it begins, its title, and by model and variant the lengths of its bars with their labels."""
+    """One diagram: where it begins, its title, and by model and variant the lengths of
+    its bars with their labels.
+    """
 
     left: int
     title: str
@@ -35,7 +38,10 @@ def panels(models: dict) -> list[Panel]:
     """The two diagrams: kernels, and bytes."""
 
     def bars(figure) -> dict:
-        return {name: {variant: figure(counts) for variant, counts in of.items()} for name, of in models.items()}
+        return {
+            name: {variant: figure(counts) for variant, counts in of.items()}
+            for name, of in models.items()
+        }
 
     def kernels(counts: dict) -> tuple[float, str]:
         number = counts["decode"]["kernels"]
@@ -47,7 +53,9 @@ def panels(models: dict) -> list[Panel]:
 
     return [
         Panel(LEFT, "Kernels launched, decoding one token", bars(kernels)),
-        Panel(LEFT + PANEL + 20, "Bytes moved per token: norms, sums, rotary", bars(moved)),
+        Panel(
+            LEFT + PANEL + 20, "Bytes moved per token: norms, sums, rotary", bars(moved)
+        ),
     ]
 
 
@@ -90,7 +98,9 @@ def _panel(panel: Panel, row: int) -> list[str]:
             width = LONGEST * length / longest
             top = TOP + number * row + place * BAR
             parts.append(_bar(panel.left, top, width, colour))
-            parts.append(_text(panel.left + width + 5, top + 10, label, 'font-size="11"'))
+            parts.append(
+                _text(panel.left + width + 5, top + 10, label, 'font-size="11"')
+            )
     return parts
 
 
@@ -103,4 +113,7 @@ def _text(left: float, bottom: float, words: str, style: str = "") -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(drawn(json.loads(RESULT.read_text(encoding="utf-8"))["models"]), encoding="utf-8")
+    FILE.write_text(
+        drawn(json.loads(RESULT.read_text(encoding="utf-8"))["models"]),
+        encoding="utf-8",
+    )

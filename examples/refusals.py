@@ -1,4 +1,6 @@
-"""What the examples make of wrong arguments, unreadable files and full disks: one line, and the exit code 2."""
+"""What the examples make of wrong arguments, unreadable files and full disks: one line,
+and the exit code 2.
+"""
 
 import argparse
 import contextlib
@@ -14,13 +16,17 @@ from safetensors import SafetensorError
 
 from hf_rmsnorm.demo import demo_path
 
-UNREADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)  # what from_pretrained raises
-UNWRITABLE = (OSError, RuntimeError, SafetensorError)  # RuntimeError is torch.save's, for a full disk
+# what from_pretrained raises
+UNREADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError)
+# RuntimeError is torch.save's, for a full disk
+UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 
 
 def stopper(script):
     def stop(message):
-        print(f"{script}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+        print(
+            f"{script}: {' '.join(str(message).split())}", file=sys.stderr, flush=True
+        )
         raise SystemExit(2)
 
     return stop
@@ -28,7 +34,10 @@ def stopper(script):
 
 class Parser(argparse.ArgumentParser):
     def __init__(self, stop, description):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         self.error = stop
 
 
@@ -41,14 +50,21 @@ def at_least(least, kind=int, most=math.inf):
         return kind(text)
 
     limit = "" if most == math.inf else f", less than {most}"
-    number.__name__ = f"number, at least {least}{limit}:"  # argparse: "invalid number, at least 1: value: '0'"
+    # argparse: "invalid number, at least 1: value: '0'"
+    number.__name__ = f"number, at least {least}{limit}:"
     return number
 
 
 def model_source(model):
-    """What `from_pretrained` takes: the folder of demo:llama and the like, else a folder or a hub id as it is."""
+    """What `from_pretrained` takes: the folder of demo:llama and the like, else a
+    folder or a hub id as it is.
+    """
     try:
-        return str(demo_path(model.removeprefix("demo:"))) if model.startswith("demo:") else model
+        return (
+            str(demo_path(model.removeprefix("demo:")))
+            if model.startswith("demo:")
+            else model
+        )
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -66,15 +82,21 @@ def read_text(stop, path, name):
 
 def fresh_folder(name):
     """The first of `name`, `name`-2, `name`-3 and so on that is not there."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    names = itertools.chain(
+        [name], (f"{name}-{number}" for number in itertools.count(2))
+    )
     return Path(next(each for each in names if not os.path.lexists(each)))
 
 
 def check_no_model(stop, folder):
-    """Stop where an earlier run has written its model: one beside an adapter would load as one."""
+    """Stop where an earlier run has written its model: one beside an adapter would load
+    as one.
+    """
     finished = sorted(folder.glob("*.safetensors"))
     if finished:
-        stop(f"{folder} has {finished[0].name} of an earlier run: give another --output-dir")
+        stop(
+            f"{folder} has {finished[0].name} of an earlier run: give another --output-dir"
+        )
 
 
 class NotWritten(Exception):
@@ -83,7 +105,9 @@ class NotWritten(Exception):
 
 @contextlib.contextmanager
 def one_line_endings(stop, interrupted):
-    """Around the whole script: what cannot be written stops it, and Ctrl-C ends it by `interrupted`, exit code 130."""
+    """Around the whole script: what cannot be written stops it, and Ctrl-C ends it by
+    `interrupted`, exit code 130.
+    """
     try:
         yield
     except NotWritten as error:
@@ -103,9 +127,11 @@ def writing(path, cure="make room; the checkpoints written before are whole"):
 
 @contextlib.contextmanager
 def output_folder(path, alone):
-    """Make the folder, and try it before hours of training; where nothing was written it goes again.
+    """Make the folder, and try it before hours of training; where nothing was written
+    it goes again.
 
-    One process has it `alone`: a second run, which would mix its checkpoints with these, is refused.
+    One process has it `alone`: a second run, which would mix its checkpoints with
+    these, is refused.
     """
     lock = FileLock(path / ".lock")
     with writing(f"to --output-dir {path}", cure="give another one"):
@@ -121,7 +147,8 @@ def output_folder(path, alone):
         yield
     finally:
         if alone:
-            with contextlib.suppress(OSError):  # on Windows, where it goes as it is released
+            with contextlib.suppress(OSError):
+                # on Windows, where it goes as it is released
                 (path / ".lock").unlink()
             lock.release()
             with contextlib.suppress(OSError):  # there is something in it

@@ -1,4 +1,6 @@
-"""Checkpoints of a training run that outlive a kill, the same for one process, DDP, FSDP2 and DeepSpeed."""
+"""Checkpoints of a training run that outlive a kill, the same for one process, DDP,
+FSDP2 and DeepSpeed.
+"""
 
 import json
 import shutil
@@ -14,24 +16,32 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 NAME = "checkpoint-{}"
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on process 0, whatever the model is wrapped in
+# on process 0, whatever the model is wrapped in
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_model(accelerator, model, folder):
     """An ordinary checkpoint: patched or not, the same keys, class names and bytes."""
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    weights = accelerator.get_state_dict(model) if deepspeed else get_model_state_dict(model, options=WHOLE)
+    weights = (
+        accelerator.get_state_dict(model)
+        if deepspeed
+        else get_model_state_dict(model, options=WHOLE)
+    )
     if accelerator.is_main_process:
         with writing(folder):
             accelerator.unwrap_model(model).save_pretrained(folder, state_dict=weights)
 
 
 def save_checkpoint(accelerator, model, optimizer, folder, run):
-    """Write all that a run needs to go on. The folder appears by one rename, whole: a kill leaves the one before."""
+    """Write all that a run needs to go on. The folder appears by one rename, whole: a
+    kill leaves the one before.
+    """
     staging, replaced = folder.with_suffix(".partial"), folder.with_suffix(".replaced")
     if accelerator.is_main_process:
         for leftover in (staging, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)  # of a run that was killed; mostly there is none
+            # of a run that was killed; mostly there is none
+            shutil.rmtree(leftover, ignore_errors=True)
     accelerator.wait_for_everyone()
     save_model(accelerator, model, staging)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:

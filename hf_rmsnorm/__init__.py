@@ -1,10 +1,12 @@
-"""Fused Triton RMSNorm and LayerNorm for Hugging Face Transformers, recognised by arithmetic and proven equal.
+"""Fused Triton RMSNorm and LayerNorm for Hugging Face Transformers, recognised by
+arithmetic and proven equal.
 
 Example:
     >>> from hf_rmsnorm import patch_model
     >>> report = patch_model(model)
 
-`import hf_rmsnorm` loads neither torch nor triton nor transformers: a public name is loaded when it is first used.
+`import hf_rmsnorm` loads neither torch nor triton nor transformers: a public name is
+loaded when it is first used.
 """
 
 from importlib import import_module

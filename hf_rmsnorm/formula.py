@@ -1,6 +1,7 @@
 """The formulas of normalisation layers, as data that a program can compare.
 
-Kernels, operators, the patcher, verification and reports all take a `NormSpec`; none depends on a model's name.
+Kernels, operators, the patcher, verification and reports all take a `NormSpec`; none
+depends on a model's name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 # A container's 2.10.0a0+b4e4ee81d3 is a 2.10 here, and compares as older.
 TORCH_RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 if TORCH_RELEASE < (2, 8):  # which brings a Triton older than 3.4
-    raise ImportError(f"hf_rmsnorm needs torch 2.8 or newer, this is {torch.__version__}: pip install -U torch")
+    raise ImportError(
+        f"hf_rmsnorm needs torch 2.8 or newer, this is {torch.__version__}: pip install -U torch"
+    )
 
 Rounding = Literal["once", "before_weight", "weight_dtype", "rstd"]
 ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype", "rstd")
@@ -44,42 +47,55 @@ def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 class NormSpec:
     """The formula of one RMSNorm or LayerNorm over the last dimension of its input.
 
-    With ``xhat = (x - mean) * rsqrt(mean((x - mean)^2) + eps)`` in float32 (``mean`` is 0 unless `centered`)
-    the result is ``xhat * (weight_offset + weight) + bias``, rounded where `rounding` says.
+    With ``xhat = (x - mean) * rsqrt(mean((x - mean)^2) + eps)`` in float32 (``mean`` is
+    0 unless `centered`) the result is ``xhat * (weight_offset + weight) + bias``,
+    rounded where `rounding` says.
 
     Args:
-        centered: True for LayerNorm (Ba et al. 2016), False for RMSNorm (Zhang and Sennrich 2019).
-        eps: added to the mean square, inside the root unless `eps_outside`. 0.0 is allowed and kept.
+        centered: True for LayerNorm (Ba et al. 2016), False for RMSNorm (Zhang and
+            Sennrich 2019).
+        eps: added to the mean square, inside the root unless `eps_outside`. 0.0 is
+            allowed and kept.
         has_weight, has_bias: whether the layer scales and shifts.
-        weight_offset: 1.0 where the stored weight is the difference from one (`GemmaRMSNorm`), else 0.0. Their sum is
-            rounded to the weight's dtype before use, unless `rounding` is ``"once"`` and the norm not `functional`.
+        weight_offset: 1.0 where the stored weight is the difference from one
+            (`GemmaRMSNorm`), else 0.0. Their sum is rounded to the weight's dtype
+            before use, unless `rounding` is ``"once"`` and the norm not `functional`.
         rounding: where float32 becomes the output dtype.
 
-            - ``"once"``: at the end, to x's dtype (`Olmo2RMSNorm`, `GemmaRMSNorm`, `nn.LayerNorm`).
-            - ``"before_weight"``: xhat is rounded to x's dtype, then multiplied, so the output has the promoted
-              dtype of x and weight (`LlamaRMSNorm` and most others).
-            - ``"weight_dtype"``: xhat is rounded to the weight's dtype if that is half precision, else kept in
-              float32; the output has that dtype (`T5LayerNorm`).
-            - ``"rstd"``: the factor rsqrt(...) is rounded to x's dtype, and so is its product with x
-              (`DeepseekV4UnweightedRMSNorm`); then as ``"before_weight"``.
-        functional: the layer calls torch's own `F.layer_norm` or `F.rms_norm` instead of spelling the formula out.
-            Under autocast on an accelerator those compute, and return, float32. Their results are row-major, where
-            pointwise arithmetic keeps the order of its input's strides.
-        eps_outside: divide by ``sqrt(mean(...)) + eps``, as the textbook does, instead of ``sqrt(mean(...) + eps)``.
-        gate: a second input of x's shape. ``"silu_before"`` normalises ``x * silu(gate)`` (`MambaRMSNormGated`);
-            ``"silu_after"`` (`Qwen3NextRMSNormGated`) and ``"sigmoid_after"`` (`KimiLinearRMSNormGated`) multiply the
-            result, which then has x's dtype.
-        group_size: each run of so many elements is normalised by itself, with a weight for every element of the row
-            (`MambaRMSNormGated`); None for the whole row.
+            - ``"once"``: at the end, to x's dtype (`Olmo2RMSNorm`, `GemmaRMSNorm`,
+              `nn.LayerNorm`).
+            - ``"before_weight"``: xhat is rounded to x's dtype, then multiplied, so the
+              output has the promoted dtype of x and weight (`LlamaRMSNorm` and most
+              others).
+            - ``"weight_dtype"``: xhat is rounded to the weight's dtype if that is half
+              precision, else kept in float32; the output has that dtype
+              (`T5LayerNorm`).
+            - ``"rstd"``: the factor rsqrt(...) is rounded to x's dtype, and so is its
+              product with x (`DeepseekV4UnweightedRMSNorm`); then as
+              ``"before_weight"``.
+        functional: the layer calls torch's own `F.layer_norm` or `F.rms_norm` instead
+            of spelling the formula out. Under autocast on an accelerator those compute,
+            and return, float32. Their results are row-major, where pointwise arithmetic
+            keeps the order of its input's strides.
+        eps_outside: divide by ``sqrt(mean(...)) + eps``, as the textbook does, instead
+            of ``sqrt(mean(...) + eps)``.
+        gate: a second input of x's shape. ``"silu_before"`` normalises ``x *
+            silu(gate)`` (`MambaRMSNormGated`); ``"silu_after"``
+            (`Qwen3NextRMSNormGated`) and ``"sigmoid_after"`` (`KimiLinearRMSNormGated`)
+            multiply the result, which then has x's dtype.
+        group_size: each run of so many elements is normalised by itself, with a weight
+            for every element of the row (`MambaRMSNormGated`); None for the whole row.
 
     Attributes:
-        axes: the differences from a plain RMSNorm, eps and an absent weight aside: the names of the fields that differ,
-            those of words with their value (``"rounding=rstd"``). `kernels.serves` lists those that kernels compute.
+        axes: the differences from a plain RMSNorm, eps and an absent weight aside: the
+            names of the fields that differ, those of words with their value
+            (``"rounding=rstd"``). `kernels.serves` lists those that kernels compute.
         but_eps: the values of all fields but eps.
         ungrouped: the formula of one group; only with a `group_size`.
 
     Raises:
-        ValueError: eps is negative, NaN or infinite; rounding or gate is unknown; an offset without a weight.
+        ValueError: eps is negative, NaN or infinite; rounding or gate is unknown; an
+            offset without a weight.
     """
 
     centered: bool
@@ -98,7 +114,9 @@ class NormSpec:
         if wrong is not None:
             raise ValueError(wrong)
         # Set here and no cached properties, which Dynamo does not trace.
-        but_eps = tuple(getattr(self, name) for name in self.__dataclass_fields__ if name != "eps")
+        but_eps = tuple(
+            getattr(self, name) for name in self.__dataclass_fields__ if name != "eps"
+        )
         object.__setattr__(self, "axes", _axes(self))
         object.__setattr__(self, "but_eps", but_eps)
         if self.group_size is not None:
@@ -121,29 +139,46 @@ class NormSpec:
     @property
     def rounds_offset(self) -> bool:
         """Whether ``weight_offset + weight`` is rounded to the weight's dtype."""
-        return self.weight_offset != 0.0 and (self.functional or self.rounding != "once")
+        return self.weight_offset != 0.0 and (
+            self.functional or self.rounding != "once"
+        )
 
-    def hat_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype xhat is rounded to before the weight is applied (float32 or wider: not rounded)."""
+    def hat_dtype(
+        self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None
+    ) -> torch.dtype:
+        """The dtype xhat is rounded to before the weight is applied (float32 or wider:
+        not rounded).
+        """
         if self.rounding in ("before_weight", "rstd"):
             return x_dtype
         if self.rounding == "weight_dtype" and weight_dtype in HALF_DTYPES:
             return weight_dtype
         return compute_dtype(x_dtype)
 
-    def product_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
+    def product_dtype(
+        self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None
+    ) -> torch.dtype:
         """The dtype to which ``xhat * weight`` is rounded, before a gate that follows."""
         if self.rounding == "once" or weight_dtype is None:
             return x_dtype
         return promoted(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
 
-    def output_dtype(self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None) -> torch.dtype:
-        """The dtype the layer returns for an input of x_dtype; weight_dtype is None without a weight."""
-        return x_dtype if self.gated_after else self.product_dtype(x_dtype, weight_dtype)
+    def output_dtype(
+        self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None
+    ) -> torch.dtype:
+        """The dtype the layer returns for an input of x_dtype; weight_dtype is None
+        without a weight.
+        """
+        return (
+            x_dtype if self.gated_after else self.product_dtype(x_dtype, weight_dtype)
+        )
 
     def to_dict(self) -> dict:
         """Plain values for JSON: ``kind`` and every field."""
-        return {"kind": self.kind, **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+        return {
+            "kind": self.kind,
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+        }
 
     def __str__(self) -> str:
         words = [f"eps={self.eps:g}{' outside the root' if self.eps_outside else ''}"]
@@ -180,7 +215,10 @@ def _wrong_combination(spec: NormSpec) -> str | None:
         return "a gated norm does not round by 'rstd'"
     if spec.rounding == "rstd" and (spec.centered or spec.eps_outside):
         return "a rounded rstd is that of an RMSNorm with its eps inside the root"
-    needs_weight = spec.weight_offset or spec.rounding in ("before_weight", "weight_dtype")
+    needs_weight = spec.weight_offset or spec.rounding in (
+        "before_weight",
+        "weight_dtype",
+    )
     if needs_weight and not spec.has_weight:
         return "a norm without weight has no weight_offset, and no rounding that depends on a weight"
     return None

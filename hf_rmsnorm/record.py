@@ -1,9 +1,11 @@
-"""The record of a conversion in config.json, and a check that the weights still agree with it.
+"""The record of a conversion in config.json, and a check that the weights still agree
+with it.
 
-RMSNorm equals LayerNorm while all residual weights, which write to the residual stream, have zero mean along it.
-Fine-tuning gives them a mean. The record, under `RECORD_KEY`, names parameters as ``named_parameters()`` does. ``*``
-matches any number, and the entry then has the ``count`` of its parameters. What an adapter of PEFT
-adds to a residual weight must have zero mean too.
+RMSNorm equals LayerNorm while all residual weights, which write to the residual stream,
+have zero mean along it. Fine-tuning gives them a mean. The record, under `RECORD_KEY`,
+names parameters as ``named_parameters()`` does. ``*`` matches any number, and the entry
+then has the ``count`` of its parameters. What an adapter of PEFT adds to a residual
+weight must have zero mean too.
 """
 
 import re
@@ -14,17 +16,21 @@ import torch
 
 Entries = Mapping[str, dict]  # by parameter or module path, or by a pattern of several
 RECORD_KEY = "hf_rmsnorm"
-TRAINED_AS_RMS = "rms_norm"  # the value of "computes" if the model was trained as RMSNorm
+# the value of "computes" if the model was trained as RMSNorm
+TRAINED_AS_RMS = "rms_norm"
 VERSION = 1
 # Of a row's mean size: the error of centring in float64 and taking the mean again.
 ARITHMETIC = 64 * torch.finfo(torch.float64).eps
-PIECE = 2**18  # elements that are widened to float64 at a time: 2 MiB, which stay in the cache
+# elements that are widened to float64 at a time: 2 MiB, which stay in the cache
+PIECE = 2**18
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-# How PEFT names a wrapped module's own tensors, a trained copy of them, and the matrices of LoRA. The adapter's name is
-# there in a model, and not in a file.
+# How PEFT names a wrapped module's own tensors, a trained copy of them, and the
+# matrices of LoRA. The adapter's name is there in a model, and not in a file.
 _KEPT = re.compile(r"\.(?:base_layer|original_module)(?=\.)")
 _COPIED = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
-_LORA = re.compile(r"\.lora_(?:embedding_([AB])(?:\.[^.]+)?|([AB])(?:\.[^.]+)?\.(?:weight|bias))$")
+_LORA = re.compile(
+    r"\.lora_(?:embedding_([AB])(?:\.[^.]+)?|([AB])(?:\.[^.]+)?\.(?:weight|bias))$"
+)
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -61,8 +67,14 @@ def _pattern(name: str) -> str:
 
 
 def trained_as_rms(record) -> bool:
-    """Whether a record says that training, and no approximate fit, made the norms RMSNorms."""
-    return isinstance(record, dict) and record.get("computes") == TRAINED_AS_RMS and not record.get("approximate")
+    """Whether a record says that training, and no approximate fit, made the norms
+    RMSNorms.
+    """
+    return (
+        isinstance(record, dict)
+        and record.get("computes") == TRAINED_AS_RMS
+        and not record.get("approximate")
+    )
 
 
 def recorded_norms(record: Mapping, paths: Iterable[str]) -> dict[str, dict]:
@@ -76,18 +88,28 @@ def constraints(record: Mapping, names: Iterable[str]) -> dict[str, dict]:
 
 
 def uncentred(tensors: Mapping[str, torch.Tensor], record: Mapping) -> list[str]:
-    """Residual weights that are missing, have another shape or a mean; none if all is well.
+    """Residual weights that are missing, have another shape or a mean; none if all is
+    well.
 
-    `tensors` are by parameter name, of any dtype, on any device. A record of another version raises a ValueError.
+    `tensors` are by parameter name, of any dtype, on any device. A record of another
+    version raises a ValueError.
     """
     if record.get("version") != VERSION:
-        raise ValueError(f"the record has version {record.get('version')!r}, this package reads version {VERSION}")
+        raise ValueError(
+            f"the record has version {record.get('version')!r}, this package reads version {VERSION}"
+        )
     present = Counter()
     for name in tensors:
         present.update({name, _pattern(name)})
     recorded = record["residual_weights"]
-    missing = [name for name, how in recorded.items() if present[name] < how.get("count", 1)]
-    shifted = [name for name, how in constraints(record, tensors).items() if not _has_no_mean(tensors[name], how)]
+    missing = [
+        name for name, how in recorded.items() if present[name] < how.get("count", 1)
+    ]
+    shifted = [
+        name
+        for name, how in constraints(record, tensors).items()
+        if not _has_no_mean(tensors[name], how)
+    ]
     return list(dict.fromkeys([*missing, *shifted]))
 
 
@@ -106,14 +128,18 @@ def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> s
     how = constraints(record, [name]).get(name)
     stored = _narrower_dtype(tensor, how) if how else None
     if stored is not None:
-        stored, wide = (str(dtype).removeprefix("torch.") for dtype in (stored, tensor.dtype))
+        stored, wide = (
+            str(dtype).removeprefix("torch.") for dtype in (stored, tensor.dtype)
+        )
         cure = f'load it with dtype="auto", or convert the {wide} original'
         return f"{which} has {stored} values, whose rounding leaves more of a mean than {wide} does: {cure}"
     return f"{which} no longer has zero mean along the residual stream, by fine-tuning perhaps"
 
 
 def _narrower_dtype(tensor: torch.Tensor, how: Mapping) -> torch.dtype | None:
-    """The narrower dtype that holds all values of a tensor, and in which it has no mean; None if there is none."""
+    """The narrower dtype that holds all values of a tensor, and in which it has no
+    mean; None if there is none.
+    """
     for stored in _NARROW:
         if stored == tensor.dtype:
             continue
@@ -139,8 +165,14 @@ def is_centred(
     block: int,
     blocks,
 ) -> bool:
-    """Whether each block along the axis (`Centre` says which) has zero mean, but for the rounding of its elements."""
-    if not tensor.is_floating_point() or tensor.ndim <= axis or tensor.shape[axis] % block:
+    """Whether each block along the axis (`Centre` says which) has zero mean, but for
+    the rounding of its elements.
+    """
+    if (
+        not tensor.is_floating_point()
+        or tensor.ndim <= axis
+        or tensor.shape[axis] % block
+    ):
         return False
     if blocks is not None and max(blocks) >= tensor.shape[axis] // block:
         return False
@@ -148,8 +180,9 @@ def is_centred(
     smallest = torch.finfo(tensor.dtype).smallest_normal * unit
     for piece in _blocks(tensor, axis, block, blocks):
         wide = piece.double()
-        # Each element is off by at most half an ulp. The errors need not average out: where the source's elements lie
-        # on one coarse grid, all of a row are rounded in one direction.
+        # Each element is off by at most half an ulp. The errors need not average out:
+        # where the source's elements lie on one coarse grid, all of a row are rounded
+        # in one direction.
         bound = (unit + ARITHMETIC) * wide.abs().mean(-1) + smallest
         within = (wide.mean(-1).abs() <= bound) & bound.isfinite()
         if not bool(within.all()):
@@ -164,7 +197,9 @@ def centre_(
     block: int,
     blocks,
 ) -> None:
-    """Take the mean off each block along the axis, in place; in float64, rounded to the tensor's dtype."""
+    """Take the mean off each block along the axis, in place; in float64, rounded to the
+    tensor's dtype.
+    """
     for piece in _blocks(tensor, axis, block, blocks):
         wide = piece.double()
         piece.copy_(wide - wide.mean(-1, keepdim=True))
@@ -176,7 +211,9 @@ def _blocks(
     block: int,
     blocks,
 ) -> Iterator[torch.Tensor]:
-    """Views of the blocks, which are their last dimension; in pieces, so that no large table is widened whole."""
+    """Views of the blocks, which are their last dimension; in pieces, so that no large
+    table is widened whole.
+    """
     rows = tensor.movedim(axis, -1).unflatten(-1, (-1, block))
     chosen = (rows,) if blocks is None else [rows.select(-2, index) for index in blocks]
     for part in chosen:
@@ -189,7 +226,9 @@ def _blocks(
 def own_names(names: Iterable[str]) -> dict[str, str]:
     """Of the names of a model's parameters, those that no adapter added: name -> its name without the adapter's."""
     names = list(names)
-    wrapped = {name[: match.start()] for name in names for match in _KEPT.finditer(name)}
+    wrapped = {
+        name[: match.start()] for name in names for match in _KEPT.finditer(name)
+    }
     own = {}
     for name in names:
         inside = wrapped & _above([name])
@@ -199,7 +238,9 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
 
 
 class ResidualWeights:
-    """The residual weights among a model's own parameters (`names`), for the tensors that an adapter adds."""
+    """The residual weights among a model's own parameters (`names`), for the tensors
+    that an adapter adds.
+    """
 
     def __init__(self, record: Mapping, names: Iterable[str]):
         self.names = set(names)
@@ -207,7 +248,9 @@ class ResidualWeights:
         self.how = constraints(record, self.names)
 
     def home(self, name: str) -> str:
-        """The parameter that a tensor of an adapter replaces, or the module that it is added to; "" for none."""
+        """The parameter that a tensor of an adapter replaces, or the module that it is
+        added to; "" for none.
+        """
         path = _without_adapter(name)
         if lora := _LORA.search(path):
             path = path[: lora.start()]
@@ -217,20 +260,27 @@ class ResidualWeights:
         return path
 
     def changed_by(self, name: str) -> tuple[str, dict] | None:
-        """(the residual weight that an adapter's tensor changes, how to centre that tensor).
+        """(the residual weight that an adapter's tensor changes, how to centre that
+        tensor).
 
-        LoRA adds ``B A x``, of the mean of B's columns along its output. None where no residual weight gets a mean by
-        it; a ValueError where one does in another way.
+        LoRA adds ``B A x``, of the mean of B's columns along its output. None where no
+        residual weight gets a mean by it; a ValueError where one does in another way.
         """
         home = self.home(name)
         replaces = home in self.names
-        touched = [home] if home in self.how else [weight for weight in self.how if weight.startswith(f"{home}.")]
+        touched = (
+            [home]
+            if home in self.how
+            else [weight for weight in self.how if weight.startswith(f"{home}.")]
+        )
         if not touched:
             return None
         lora = _LORA.search(_without_adapter(name))
         weight = home if replaces else f"{home}.weight"
         if weight not in self.how or not (lora or replaces):
-            raise ValueError(f"{name} changes {touched[0]} in a way that can give it a mean")
+            raise ValueError(
+                f"{name} changes {touched[0]} in a way that can give it a mean"
+            )
         if lora and "A" in lora.groups():
             return None
         how = self.how[weight]
@@ -253,20 +303,26 @@ def _above(names: Iterable[str]) -> set[str]:
 def _matching(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     """Name -> its entry, for the names that an entry or a pattern matches."""
     patterns = [
-        (re.compile(re.escape(text).replace(r"\*", r"\d+")), how) for text, how in entries.items() if "*" in text
+        (re.compile(re.escape(text).replace(r"\*", r"\d+")), how)
+        for text, how in entries.items()
+        if "*" in text
     ]
     matching = {}
     for name in names:
         how = entries.get(name)
         if how is None:
-            how = next((how for pattern, how in patterns if pattern.fullmatch(name)), None)
+            how = next(
+                (how for pattern, how in patterns if pattern.fullmatch(name)), None
+            )
         if how is not None:
             matching[name] = how
     return matching
 
 
 def shorten(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
-    """The entries; those that differ in numbers alone become one pattern, if it matches no other name."""
+    """The entries; those that differ in numbers alone become one pattern, if it matches
+    no other name.
+    """
     similar: dict[str, set[str]] = defaultdict(set)
     for name in names:
         similar[_pattern(name)].add(name)

@@ -1,4 +1,6 @@
-"""Every formula of `NormSpec` in plain torch: the oracle of the tests and the fallback where no kernel runs."""
+"""Every formula of `NormSpec` in plain torch: the oracle of the tests and the fallback
+where no kernel runs.
+"""
 
 from collections.abc import Sequence
 
@@ -17,16 +19,20 @@ def reference_norm(
     gate: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Normalise x over its last dimension exactly as the layer that `spec` describes does.
+    """Normalise x over its last dimension exactly as the layer that `spec` describes
+    does.
 
-    The operators and their order are those of the Hugging Face classes, so that the result is bit-equal to theirs on
-    the same device. float64 stays float64 throughout, which is what gradient checks and the noise floor need.
+    The operators and their order are those of the Hugging Face classes, so that the
+    result is bit-equal to theirs on the same device. float64 stays float64 throughout,
+    which is what gradient checks and the noise floor need.
 
     Args:
         x: (..., hidden_size), any floating dtype.
-        weight, bias: (hidden_size,) or None; or (heads, hidden_size) where x is (..., heads, hidden_size).
+        weight, bias: (hidden_size,) or None; or (heads, hidden_size) where x is (...,
+            heads, hidden_size).
         gate: x's shape, where the spec has one.
-        residual: x's shape and dtype: added to x in float32, and their sum is normalised before it is rounded.
+        residual: x's shape and dtype: added to x in float32, and their sum is
+            normalised before it is rounded.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype(x.dtype, weight.dtype)``.
@@ -53,8 +59,12 @@ def reference_norm(
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
 
 
-def _functional_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> Tensor:
-    """By `F.layer_norm` or `F.rms_norm`; the weight is applied behind it where xhat is rounded first."""
+def _functional_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec
+) -> Tensor:
+    """By `F.layer_norm` or `F.rms_norm`; the weight is applied behind it where xhat is
+    rounded first.
+    """
     if weight is not None and spec.weight_offset:
         weight = weight + spec.weight_offset
     rounds_once = spec.rounding == "once"
@@ -69,7 +79,9 @@ def _functional_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec
     return y if bias is None else y + bias
 
 
-def _over_root(h: Tensor, square: Tensor, spec: NormSpec, x_dtype: torch.dtype) -> Tensor:
+def _over_root(
+    h: Tensor, square: Tensor, spec: NormSpec, x_dtype: torch.dtype
+) -> Tensor:
     """h over the root of its mean square."""
     if spec.eps_outside:
         return h / (torch.sqrt(square) + spec.eps)
@@ -80,7 +92,9 @@ def _over_root(h: Tensor, square: Tensor, spec: NormSpec, x_dtype: torch.dtype) 
 
 
 def _normalised(x, spec: NormSpec, gate, compute: torch.dtype):
-    """(x as it is divided by its root, its mean square, the mean that was subtracted or None), in dtype `compute`."""
+    """(x as it is divided by its root, its mean square, the mean that was subtracted or
+    None), in dtype `compute`.
+    """
     h = x.to(compute)
     if spec.gate == "silu_before":
         h = h * F.silu(gate.to(compute))
@@ -103,8 +117,12 @@ def in_groups(group_size: int, *tensors: Tensor | None) -> tuple[Tensor | None, 
     return tuple(None if t is None else t.unflatten(-1, groups) for t in tensors)
 
 
-def reference_stats(x: Tensor, spec: NormSpec, gate: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for RMSNorm."""
+def reference_stats(
+    x: Tensor, spec: NormSpec, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for
+    RMSNorm.
+    """
     _, square, mean = _normalised(x, spec, gate, compute_dtype(x.dtype))
     rstd = _rstd(square, spec).flatten().float()
     return rstd, None if mean is None else mean.flatten().float()
@@ -125,12 +143,14 @@ def reference_backward(
     need: Sequence[bool],
     gate: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The closed-form gradients (dx, dweight, dbias, dgate), None where `need` is False.
+    """The closed-form gradients (dx, dweight, dbias, dgate), None where `need` is
+    False.
 
-    With g = dy * (weight_offset + weight): dx = rstd * (g - xhat * mean(g * xhat)), less rstd * mean(g) where the norm
-    is centered; dweight = sum(dy * xhat); dbias = sum(dy). An eps outside the root multiplies mean(g * xhat) by
-    (RMS + eps) / RMS. A gate after the norm multiplies dy first; one before it, what dx becomes. Computed
-    in float32, or float64 for float64 inputs.
+    With g = dy * (weight_offset + weight): dx = rstd * (g - xhat * mean(g * xhat)),
+    less rstd * mean(g) where the norm is centered; dweight = sum(dy * xhat); dbias =
+    sum(dy). An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A
+    gate after the norm multiplies dy first; one before it, what dx becomes. Computed in
+    float32, or float64 for float64 inputs.
     """
     need_x, need_weight, need_bias, need_gate = (*need, False)[:4]
     compute = compute_dtype(x.dtype)
@@ -169,7 +189,9 @@ def _gate_and_slope(z: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     return z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
 
 
-def _input_gradient(g: Tensor, xhat: Tensor, square: Tensor, rstd: Tensor, spec: NormSpec) -> Tensor:
+def _input_gradient(
+    g: Tensor, xhat: Tensor, square: Tensor, rstd: Tensor, spec: NormSpec
+) -> Tensor:
     """The gradient of the normalised input, from that of xhat."""
     along = (g * xhat).mean(-1, keepdim=True)
     if spec.eps_outside:
@@ -181,8 +203,11 @@ def _input_gradient(g: Tensor, xhat: Tensor, square: Tensor, rstd: Tensor, spec:
     return dx * rstd
 
 
-def input_of_output(y: Tensor, weight: Tensor | None, bias: Tensor | None, rstd: Tensor, spec: NormSpec) -> Tensor:
-    """The x (less its mean, where the norm is centered) that gave y and rstd, in float32 and with the rounding of y.
+def input_of_output(
+    y: Tensor, weight: Tensor | None, bias: Tensor | None, rstd: Tensor, spec: NormSpec
+) -> Tensor:
+    """The x (less its mean, where the norm is centered) that gave y and rstd, in
+    float32 and with the rounding of y.
 
     A scale of zero counts as one, as in the kernel.
     """
@@ -203,8 +228,11 @@ def _sum_rows(t: Tensor, columns: int) -> Tensor:
     return t.sum(leading)
 
 
-def reference_qk_norm(q, k, q_weight, k_weight, spec: NormSpec, cos, sin, way: str = "") -> tuple[Tensor, Tensor]:
-    """(q', k'): the heads of q and of k, normalised and then rotated, in the operators of Hugging Face's attentions.
+def reference_qk_norm(
+    q, k, q_weight, k_weight, spec: NormSpec, cos, sin, way: str = ""
+) -> tuple[Tensor, Tensor]:
+    """(q', k'): the heads of q and of k, normalised and then rotated, in the operators
+    of Hugging Face's attentions.
 
     Args:
         q, k: (batch, heads, length, head_dim); k may have fewer heads.
@@ -222,8 +250,9 @@ def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: str = "") -> Tensor:
     Args:
         y: (batch, heads, length, head_dim).
         cos, sin: (batch or 1, length, columns); the columns of y behind those pass.
-        way: "" where every operator rounds; "once" where the rotation is computed in float32, and its result rounded to
-            y's dtype; "joined" where the result is row-major, as of a concatenation, also if all columns rotate.
+        way: "" where every operator rounds; "once" where the rotation is computed in
+            float32, and its result rounded to y's dtype; "joined" where the result is
+            row-major, as of a concatenation, also if all columns rotate.
     """
     columns = cos.shape[-1]
     if columns != y.shape[-1] or way == "joined":
@@ -233,7 +262,10 @@ def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: str = "") -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if way != "once":
         return y * cos + _rotate_half(y) * sin
-    wide = y.to(torch.promote_types(y.dtype, torch.float32)) if cos.dtype == y.dtype else y  # else cos promotes y
+    # else cos promotes y
+    wide = (
+        y.to(torch.promote_types(y.dtype, torch.float32)) if cos.dtype == y.dtype else y
+    )
     return (wide * cos + _rotate_half(wide) * sin).to(y.dtype)
 
 

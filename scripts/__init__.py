@@ -1,1 +1,3 @@
-"""A package, so that `python -m scripts.coverage` finds it in a checkout before any other of that name."""
+"""A package, so that `python -m scripts.coverage` finds it in a checkout before any
+other of that name.
+"""

@@ -1,8 +1,10 @@
-"""Sets up the project's virtual environment, ``.venv``, with the standard library alone.
+"""Sets up the project's virtual environment, ``.venv``, with the standard library
+alone.
 
-The versions come from ``constraints.txt``, the packages from wherever pip is configured to look. An environment is
-used again as it is while ``constraints.txt``, ``pyproject.toml``, ``scripts/requirements`` and the checkout's place
-stay the same. Otherwise, or after a run that did not finish, it is made again.
+The versions come from ``constraints.txt``, the packages from wherever pip is configured
+to look. An environment is used again as it is while ``constraints.txt``,
+``pyproject.toml``, ``scripts/requirements`` and the checkout's place stay the same.
+Otherwise, or after a run that did not finish, it is made again.
 """
 
 from __future__ import annotations
@@ -20,21 +22,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-STAMP = VENV / "hf-rmsnorm.json"  # its presence says that the environment is ours, its content that it is complete
+# its presence says that the environment is ours, its content that it is complete
+STAMP = VENV / "hf-rmsnorm.json"
 
 # setuptools builds the project.
-REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "filelock", "setuptools")
+REQUIREMENTS = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "safetensors",
+    "filelock",
+    "setuptools",
+)
 # The tests' packages, a file for each tier: EXTRAS / "quick.txt" and so on.
 EXTRAS = Path(__file__).resolve().parent / "requirements"
-# Other patchers to meet in the tests. Without their dependencies: they ask for a triton by name, and would bring one
-# to a ROCm torch that has its own.
+# Other patchers to meet in the tests. Without their dependencies: they ask for a triton
+# by name, and would bring one to a ROCm torch that has its own.
 BARE_EXTRAS = {"all": ("liger-kernel",)}
 # Only for a torch that brings none: the last triton that supports each Python.
-TRITON = ("triton==3.9.0; python_version >= '3.11'", "triton==3.8.0; python_version < '3.11'")
+TRITON = (
+    "triton==3.9.0; python_version >= '3.11'",
+    "triton==3.8.0; python_version < '3.11'",
+)
 
 
 def answer_help(usage: str) -> None:
-    """Print `usage` and exit if the command line asks for help, before an environment is made."""
+    """Print `usage` and exit if the command line asks for help, before an environment
+    is made.
+    """
     if {"-h", "--help"}.intersection(sys.argv[1:]):
         print(usage.strip())
         sys.exit(0)
@@ -46,14 +61,17 @@ def python() -> Path:
 
 
 def ensure(*extras: str) -> Path:
-    """Make `.venv` hold the project, its requirements and those of `extras`; return its interpreter.
+    """Make `.venv` hold the project, its requirements and those of `extras`; return its
+    interpreter.
 
     `extras` are names of files in scripts/requirements, without ".txt".
 
     If that is impossible, exits with one line that says how to cure it.
     """
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what meets an older Python
-        sys.exit(f"Python 3.10 or newer is needed, this is {platform.python_version()}: run it with a newer python3")
+        sys.exit(
+            f"Python 3.10 or newer is needed, this is {platform.python_version()}: run it with a newer python3"
+        )
     fingerprint = _fingerprint()
     stamp = _read_stamp()
     if stamp.get("fingerprint") == fingerprint and _runs():
@@ -64,14 +82,23 @@ def ensure(*extras: str) -> Path:
         done = set()
         _make_venv()
     wanted = sorted(done.union(extras))
-    STAMP.write_text("{}", encoding="utf-8")  # until the end, this run counts as interrupted
+    # until the end, this run counts as interrupted
+    STAMP.write_text("{}", encoding="utf-8")
     _install(wanted)
-    STAMP.write_text(json.dumps({"fingerprint": fingerprint, "extras": wanted}) + "\n", encoding="utf-8")
+    STAMP.write_text(
+        json.dumps({"fingerprint": fingerprint, "extras": wanted}) + "\n",
+        encoding="utf-8",
+    )
     return python()
 
 
 def _fingerprint() -> str:
-    files = [ROOT / "constraints.txt", ROOT / "pyproject.toml", Path(__file__), *sorted(EXTRAS.glob("*.txt"))]
+    files = [
+        ROOT / "constraints.txt",
+        ROOT / "pyproject.toml",
+        Path(__file__),
+        *sorted(EXTRAS.glob("*.txt")),
+    ]
     contents = [path.read_bytes() for path in files]
     return hashlib.sha256(b"\0".join([str(ROOT).encode(), *contents])).hexdigest()
 
@@ -79,19 +106,25 @@ def _fingerprint() -> str:
 def _read_stamp() -> dict:
     try:
         return json.loads(STAMP.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none yet, or cut short: nothing is known to be installed
+    except (OSError, ValueError):
+        # none yet, or cut short: nothing is known to be installed
         return {}
 
 
 def _runs() -> bool:
-    return python().exists() and subprocess.run([str(python()), "-c", ""]).returncode == 0
+    return (
+        python().exists() and subprocess.run([str(python()), "-c", ""]).returncode == 0
+    )
 
 
 def _make_venv() -> None:
     if VENV.exists():
         if not STAMP.exists() and any(VENV.iterdir()):
-            sys.exit(f"{VENV} was not made by this script: move it away and run this again")
-        for entry in VENV.iterdir():  # all but the stamp, so that this too can be interrupted
+            sys.exit(
+                f"{VENV} was not made by this script: move it away and run this again"
+            )
+        for entry in VENV.iterdir():
+            # all but the stamp, so that this too can be interrupted
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             elif entry != STAMP:
@@ -108,28 +141,48 @@ def _make_venv() -> None:
 
 
 def _install(extras: list[str]) -> None:
-    print("Installing what constraints.txt pins (the first time this takes minutes, most of them torch)", flush=True)
-    listed = [argument for extra in extras for argument in ("-r", str(EXTRAS / f"{extra}.txt"))]
+    print(
+        "Installing what constraints.txt pins (the first time this takes minutes, most of them torch)",
+        flush=True,
+    )
+    listed = [
+        argument
+        for extra in extras
+        for argument in ("-r", str(EXTRAS / f"{extra}.txt"))
+    ]
     _pip("-c", str(ROOT / "constraints.txt"), *REQUIREMENTS, *listed)
     bare = [name for extra in extras for name in BARE_EXTRAS.get(extra, ())]
     if bare:
         _pip("-c", str(ROOT / "constraints.txt"), "--no-deps", *bare)
     if _lacks_triton():
-        # CUDA and ROCm builds of torch bring the triton they were built with; only a CPU build comes without.
+        # CUDA and ROCm builds of torch bring the triton they were built with; only a
+        # CPU build comes without.
         _pip("--no-deps", *TRITON)
-    # --no-deps: everything is there, and a ROCm torch's triton goes by another name that pip would add to.
+    # --no-deps: everything is there, and a ROCm torch's triton goes by another name
+    # that pip would add to.
     _pip("--no-deps", "--no-build-isolation", "--editable", str(ROOT))
 
 
 def _lacks_triton() -> bool:
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return False  # there are no wheels: the package works without, on torch's own forward
+        # there are no wheels: the package works without, on torch's own forward
+        return False
     test = "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)"
     return subprocess.run([str(python()), "-c", test]).returncode != 0
 
 
 def _pip(*args: str) -> None:
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    command = [str(python()), "-m", "pip", "install", "--disable-pip-version-check", *quiet, *args]
+    command = [
+        str(python()),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        *quiet,
+        *args,
+    ]
     if subprocess.run(command).returncode:
-        sys.exit("pip could not install what is needed (its message is above): solve that, and run this again")
+        sys.exit(
+            "pip could not install what is needed (its message is above): solve that, and run this again"
+        )

@@ -1,4 +1,5 @@
-"""Convert a LayerNorm checkpoint into one whose norms may run as RMSNorm: ``hf-rmsnorm convert`` from a clone.
+"""Convert a LayerNorm checkpoint into one whose norms may run as RMSNorm: ``hf-rmsnorm
+convert`` from a clone.
 
 python scripts/convert_layernorm_to_rmsnorm.py SRC DST
 python scripts/convert_layernorm_to_rmsnorm.py SRC --plan

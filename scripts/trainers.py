@@ -1,11 +1,13 @@
-"""Train a few steps in each trainer that is told by a YAML: ``python3 -m scripts.trainers [ROW ...] [options]``.
+"""Train a few steps in each trainer that is told by a YAML: ``python3 -m
+scripts.trainers [ROW ...] [options]``.
 
-A row is PYTHON/TRAINER/VERSION, as in 3.11/axolotl/0.19.0; without any, all rows below. Each gets an environment of its
-own with that trainer and this package, as pip resolves them, and runs the lines of docs/training.md on the embedded
-LLaMA, offline and on the CPU: with what hf-rmsnorm needs, kernels by Triton's interpreter, and again without. The
-losses have to agree, and what is saved has to have the same tensors. What came of these rows is kept in
-scripts/results/trainers.json, from which `python -m scripts.tables --write` makes the table of docs/training.md. An
-environment takes 2 to 6 GB.
+A row is PYTHON/TRAINER/VERSION, as in 3.11/axolotl/0.19.0; without any, all rows below.
+Each gets an environment of its own with that trainer and this package, as pip resolves
+them, and runs the lines of docs/training.md on the embedded LLaMA, offline and on the
+CPU: with what hf-rmsnorm needs, kernels by Triton's interpreter, and again without. The
+losses have to agree, and what is saved has to have the same tensors. What came of these
+rows is kept in scripts/results/trainers.json, from which `python -m scripts.tables
+--write` makes the table of docs/training.md. An environment takes 2 to 6 GB.
 
     --folder FOLDER    keeps the environments there (default: each is removed when its row is done)
     --no-write         prints what came of it, and writes nothing
@@ -27,24 +29,34 @@ from scripts.versions import Table, Unavailable, install, interpreter, take, ver
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts/results/trainers.json"
-ROWS = ("3.11/axolotl/0.19.0", "3.11/ms-swift/4.6.0", "3.11/llamafactory/0.9.5", "3.11/trl/1.16.0")
+ROWS = (
+    "3.11/axolotl/0.19.0",
+    "3.11/ms-swift/4.6.0",
+    "3.11/llamafactory/0.9.5",
+    "3.11/trl/1.16.0",
+)
 NAMES = ("torch", "transformers", "accelerate", "peft", "triton")
 MARK = "# What hf-rmsnorm needs:\n"  # in a YAML, above the lines to paste
 STEPS = 3
 
 
 class Trainer(NamedTuple):
-    """How a trainer is started with hf-rmsnorm, and without: by another command, or by a YAML that lacks its lines."""
+    """How a trainer is started with hf-rmsnorm, and without: by another command, or by
+    a YAML that lacks its lines.
+    """
 
     patched: str
     unpatched: str
     besides: tuple[str, ...]  # packages
 
 
-# A torch that is asked for has neighbours of its own age: LLaMA-Factory takes torchvision and torchaudio.
+# A torch that is asked for has neighbours of its own age: LLaMA-Factory takes
+# torchvision and torchaudio.
 TRAINERS = {
     "axolotl": Trainer(*["axolotl train examples/trainers/axolotl.yaml"] * 2, ()),
-    "ms-swift": Trainer(*["swift sft examples/trainers/swift.yaml"] * 2, ("torch==2.13.0",)),
+    "ms-swift": Trainer(
+        *["swift sft examples/trainers/swift.yaml"] * 2, ("torch==2.13.0",)
+    ),
     "llamafactory": Trainer(
         "accelerate launch -m hf_rmsnorm.integrations.run -m llamafactory.launcher examples/trainers/llamafactory.yaml",
         "llamafactory-cli train examples/trainers/llamafactory.yaml",
@@ -59,7 +71,9 @@ TRAINERS = {
 
 
 class Run(NamedTuple):
-    """What a run said of swapped norms, its losses, and what the tensors of its last checkpoint are."""
+    """What a run said of swapped norms, its losses, and what the tensors of its last
+    checkpoint are.
+    """
 
     swapped: str
     losses: list[float]
@@ -81,28 +95,41 @@ def make(trainer: str, version: str, python: str, folder: Path) -> str:
 
 
 def train(words: str, yaml_without: bool, python: str, place: Path) -> Run:
-    """Run a command in a folder of its own, with the examples as they are or without what hf-rmsnorm needs."""
+    """Run a command in a folder of its own, with the examples as they are or without
+    what hf-rmsnorm needs.
+    """
     place.mkdir(parents=True)
     (place / "hf_rmsnorm").symlink_to(ROOT / "hf_rmsnorm")
     shutil.copytree(ROOT / "examples/trainers", place / "examples/trainers")
     if yaml_without:
         for path in place.glob("examples/trainers/*.yaml"):
-            path.write_text(path.read_text(encoding="utf-8").partition(MARK)[0], encoding="utf-8")
+            path.write_text(
+                path.read_text(encoding="utf-8").partition(MARK)[0], encoding="utf-8"
+            )
     environment = os.environ | {
-        "PATH": os.pathsep.join((str(Path(python).parent), os.environ["PATH"])), "PYTHONPATH": str(ROOT),
-        "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(place / "cache"), "AXOLOTL_DO_NOT_TRACK": "1",
+        "PATH": os.pathsep.join((str(Path(python).parent), os.environ["PATH"])),
+        "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "cache"),
+        "AXOLOTL_DO_NOT_TRACK": "1",
     }  # fmt: skip
-    done = subprocess.run(words.split(), cwd=place, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        words.split(), cwd=place, env=environment, capture_output=True, text=True
+    )
     states = list(place.glob(f"runs/**/checkpoint-{STEPS}/trainer_state.json"))
     if done.returncode or not states:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        lines = [
+            line for line in (done.stdout + done.stderr).splitlines() if line.strip()
+        ]
         raise RuntimeError(f"{words}: {lines[-1] if lines else 'said nothing'}")
     swapped = re.search(r"^hf_rmsnorm: (.*)$", done.stderr, re.MULTILINE)
     history = json.loads(states[0].read_text(encoding="utf-8"))["log_history"]
     with open(states[0].parent / "model.safetensors", "rb") as file:
         tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return Run(swapped[1] if swapped else "nothing", [each["loss"] for each in history if "loss" in each], tensors)
+    return Run(
+        swapped[1] if swapped else "nothing",
+        [each["loss"] for each in history if "loss" in each],
+        tensors,
+    )
 
 
 def run_row(row: str, folder: Path) -> dict:
@@ -111,7 +138,12 @@ def run_row(row: str, folder: Path) -> dict:
     if trainer not in TRAINERS:
         raise Unavailable(f"there is no {trainer} among {', '.join(TRAINERS)}")
     command = make(trainer, version, python, folder)
-    result = {"row": row, "versions": versions_in(command, NAMES), "passed": 0, "failures": []}
+    result = {
+        "row": row,
+        "versions": versions_in(command, NAMES),
+        "passed": 0,
+        "failures": [],
+    }
     how = TRAINERS[trainer]
     place = folder / f"runs-{trainer}"
     shutil.rmtree(place, ignore_errors=True)
@@ -121,15 +153,27 @@ def run_row(row: str, folder: Path) -> dict:
     except RuntimeError as error:
         return result | {"failures": [str(error)]}
     checks = {
-        "norms are swapped": re.match(r"[1-9]\d* norms swapped, \d+ skipped; runs on ", patched.swapped),
+        "norms are swapped": re.match(
+            r"[1-9]\d* norms swapped, \d+ skipped; runs on ", patched.swapped
+        ),
         "none is without": plain.swapped == "nothing",
         "losses agree": len(plain.losses) == len(patched.losses) == STEPS
-        and all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-5), plain.losses, patched.losses)),
+        and all(
+            map(
+                lambda a, b: math.isclose(a, b, rel_tol=1e-5),
+                plain.losses,
+                patched.losses,
+            )
+        ),
         "tensors saved agree": plain.tensors == patched.tensors,
     }
     failures = [name for name, passed in checks.items() if not passed]
     result |= {"passed": len(checks) - len(failures), "failures": failures}
-    return result | {"swapped": patched.swapped, "losses": patched.losses, "without": plain.losses}
+    return result | {
+        "swapped": patched.swapped,
+        "losses": patched.losses,
+        "without": plain.losses,
+    }
 
 
 def main() -> int:

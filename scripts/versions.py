@@ -1,13 +1,17 @@
-"""Run each promise once under every version that is served: ``python3 scripts/versions.py [ROW ...] [options]``.
+"""Run each promise once under every version that is served: ``python3
+scripts/versions.py [ROW ...] [options]``.
 
-A row is PYTHON/TRANSFORMERS/TORCH/TRITON, as in 3.11/4.57.6/2.13.0/3.9.0; without any, all rows below. Each gets an
-environment of its own with the newest packages that these versions allow, and runs tests/promises/test_versions.py in
-it, kernels by Triton's interpreter. The results are kept in scripts/results/versions.json, from which
-`python -m scripts.tables --write` makes the table of docs/supported.md. An environment with a torch for CUDA takes
-6 GB, and one with a torch for CPUs, from an index that has those, takes 1 GB.
+A row is PYTHON/TRANSFORMERS/TORCH/TRITON, as in 3.11/4.57.6/2.13.0/3.9.0; without any,
+all rows below. Each gets an environment of its own with the newest packages that these
+versions allow, and runs tests/promises/test_versions.py in it, kernels by Triton's
+interpreter. The results are kept in scripts/results/versions.json, from which `python
+-m scripts.tables --write` makes the table of docs/supported.md. An environment with a
+torch for CUDA takes 6 GB, and one with a torch for CPUs, from an index that has those,
+takes 1 GB.
 
-A row that is a Transformers alone, as in 4.57.6, has this Python, and links to the torch and the Triton that it has. It
-takes a minute, and CI runs two. The row "newest" has this Python and no pins: what `pip install .` brings.
+A row that is a Transformers alone, as in 4.57.6, has this Python, and links to the
+torch and the Triton that it has. It takes a minute, and CI runs two. The row "newest"
+has this Python and no pins: what `pip install .` brings.
 
     --folder FOLDER    keeps the environments there (default: each is removed when its row is done)
     --no-write         prints what came of it, and writes nothing
@@ -39,7 +43,16 @@ ROWS = ("3.10/4.57.6/2.8.0/3.4.0", "3.11/5.24.0/2.8.0/3.4.0", "3.11/5.24.0/2.9.1
         "3.11/5.23.0/2.13.0/3.6.0", "3.13/4.57.6/2.15.0/3.9.0", "3.13/5.23.0/2.15.0/3.9.0", NEWEST)  # fmt: skip
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
 TESTS = "tests/promises/test_versions.py"
-NAMES = ("torch", "transformers", "triton", "accelerate", "huggingface_hub", "tokenizers", "safetensors", "numpy")
+NAMES = (
+    "torch",
+    "transformers",
+    "triton",
+    "accelerate",
+    "huggingface_hub",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+)
 
 
 class Unavailable(Exception):
@@ -50,28 +63,48 @@ class Table(NamedTuple):
     """Rows that are taken, what one is run by, and where the results are kept."""
 
     rows: tuple[str, ...]
-    run: Callable[[str, Path], dict]  # (row, folder of its environment) -> {"row", "passed", "failures", ...}
+    # (row, folder of its environment) -> {"row", "passed", "failures", ...}
+    run: Callable[[str, Path], dict]
     results: Path
 
 
 def interpreter(wanted: str) -> str:
     """The command of a Python, as in 3.12: from PATH, or one that pyenv has."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-    candidates = [shutil.which(f"python{wanted}"), sys.executable, *sorted(pyenv.glob(f"{wanted}.*/bin/python"))]
+    candidates = [
+        shutil.which(f"python{wanted}"),
+        sys.executable,
+        *sorted(pyenv.glob(f"{wanted}.*/bin/python")),
+    ]
     for command in filter(None, candidates):
         # pyenv puts commands on PATH that do not run.
-        said = subprocess.run([command, "--version"], capture_output=True, text=True).stdout
+        said = subprocess.run(
+            [command, "--version"], capture_output=True, text=True
+        ).stdout
         if said.startswith(f"Python {wanted}."):
             return str(command)
-    raise Unavailable(f"there is no python{wanted} on PATH, nor in {pyenv}: install one")
+    raise Unavailable(
+        f"there is no python{wanted} on PATH, nor in {pyenv}: install one"
+    )
 
 
 def install(python: str, *arguments: str) -> None:
     """pip's, of what is not there yet: what an earlier run left may lack something."""
-    command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *arguments]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "--disable-pip-version-check",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        errors = [
+            line for line in done.stderr.splitlines() if line.startswith("ERROR")
+        ] or ["pip failed"]
         raise Unavailable(errors[-1])
 
 
@@ -81,11 +114,17 @@ def versions_in(python: str, names: tuple[str, ...]) -> dict[str, str]:
         "import json, platform, sys; from importlib.metadata import version; "
         "print(json.dumps({'python': platform.python_version()} | {n: version(n) for n in sys.argv[1:]}))"
     )
-    return json.loads(subprocess.run([python, "-c", code, *names], check=True, capture_output=True, text=True).stdout)
+    return json.loads(
+        subprocess.run(
+            [python, "-c", code, *names], check=True, capture_output=True, text=True
+        ).stdout
+    )
 
 
 def link_torch(place: Path) -> None:
-    """Let an environment see this one's torch and Triton and what these need, and nothing else that is here."""
+    """Let an environment see this one's torch and Triton and what these need, and
+    nothing else that is here.
+    """
     links, wanted, seen = place / "linked", ["torch", "triton"], set()
     links.mkdir(exist_ok=True)
     while wanted:
@@ -95,26 +134,48 @@ def link_torch(place: Path) -> None:
             for top in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
                 if not (links / top).exists():
                     (links / top).symlink_to(found.locate_file(top))
-            needs = (re.match(r"[\w.-]+", line)[0] for line in found.requires or () if "extra ==" not in line)
+            needs = (
+                re.match(r"[\w.-]+", line)[0]
+                for line in found.requires or ()
+                if "extra ==" not in line
+            )
             wanted += set(needs) - seen
     # A path of its own, behind the environment's packages: pip writes nothing there.
-    (next(place.glob("lib/python*/site-packages")) / "linked.pth").write_text(f"{links}\n")
+    (next(place.glob("lib/python*/site-packages")) / "linked.pth").write_text(
+        f"{links}\n"
+    )
 
 
 def make(row: str, folder: Path) -> str:
     """The interpreter of a row's environment."""
     place = folder / row.replace("/", "-")
     python = str(place / "bin/python")
-    version, transformers, torch, triton = row.split("/") if "/" in row else ("", row, "", "")
+    version, transformers, torch, triton = (
+        row.split("/") if "/" in row else ("", row, "", "")
+    )
     if not os.path.exists(python):
-        subprocess.run([interpreter(version) if version else sys.executable, "-m", "venv", str(place)], check=True)
+        subprocess.run(
+            [
+                interpreter(version) if version else sys.executable,
+                "-m",
+                "venv",
+                str(place),
+            ],
+            check=True,
+        )
     if row == NEWEST:
         install(python, "--upgrade", "torch", "transformers", *OTHERS)
         return python
     if not torch:
         link_torch(place)
-    install(python, f"torch=={torch}" if torch else "torch", f"transformers=={transformers}", *OTHERS)
-    if triton:  # without dependencies: a torch for CUDA names the Triton that it was built with
+    install(
+        python,
+        f"torch=={torch}" if torch else "torch",
+        f"transformers=={transformers}",
+        *OTHERS,
+    )
+    if triton:
+        # without dependencies: a torch for CUDA names the Triton that it was built with
         install(python, "--no-deps", f"triton=={triton}")
     return python
 
@@ -122,28 +183,52 @@ def make(row: str, folder: Path) -> str:
 def run_row(row: str, folder: Path) -> dict:
     """The versions of a row's environment, and what its tests said."""
     python = make(row, folder)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
-    command = [python, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", TESTS]
-    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "--tb=line",
+        "-p",
+        "no:cacheprovider",
+        TESTS,
+    ]
+    said = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     lines = (said.stdout + said.stderr).strip().splitlines()
     passed = re.search(r"(\d+) passed", said.stdout)
-    failures = [line.split("::")[-1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failures = [
+        line.split("::")[-1] for line in lines if line.startswith(("FAILED", "ERROR"))
+    ]
     if said.returncode and not failures:
         failures = lines[-1:]
     return {
-        "row": row, "versions": versions_in(python, NAMES), "passed": int(passed[1]) if passed else 0,
-        "failures": failures,
+        "row": row, "versions": versions_in(python, NAMES),
+        "passed": int(passed[1]) if passed else 0, "failures": failures,
     }  # fmt: skip
 
 
 def take(what: Table, doc: str) -> int:
-    """Take the rows of a table that the command line names; 1 where one failed or could not be run."""
+    """Take the rows of a table that the command line names; 1 where one failed or could
+    not be run.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("rows", nargs="*", default=what.rows, metavar="ROW")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--no-write", action="store_true")
     args = parser.parse_args()
-    kept = {} if not what.results.exists() else {each["row"]: each for each in json.loads(what.results.read_text())}
+    kept = (
+        {}
+        if not what.results.exists()
+        else {each["row"]: each for each in json.loads(what.results.read_text())}
+    )
     now, unavailable = {}, 0
     for row in args.rows:
         start = time.monotonic()

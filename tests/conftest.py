@@ -1,10 +1,13 @@
-"""What every test shares: no network, one thread, kernels that run on the CPU, and the tiers.
+"""What every test shares: no network, one thread, kernels that run on the CPU, and the
+tiers.
 
-``pytest`` runs the quick tier: one case of each test. ``--all`` runs the tests marked ``full`` too and more cases,
-``--nightly`` every case of every test. A file or a test that is named runs whole, but for nightly tests, and ``-m``
-chooses by itself. A GPU is there for ``-m gpu`` and tests/gpu alone: all others launch kernels on CPU tensors. Where
-only tests/ptx and tests/unit/kernels are asked for, what is compiled of the kernels is executed there; else, and with
-TRITON_INTERPRET=1, Triton's interpreter runs them.
+``pytest`` runs the quick tier: one case of each test. ``--all`` runs the tests marked
+``full`` too and more cases, ``--nightly`` every case of every test. A file or a test
+that is named runs whole, but for nightly tests, and ``-m`` chooses by itself. A GPU is
+there for ``-m gpu`` and tests/gpu alone: all others launch kernels on CPU tensors.
+Where only tests/ptx and tests/unit/kernels are asked for, what is compiled of the
+kernels is executed there; else, and with TRITON_INTERPRET=1, Triton's interpreter runs
+them.
 """
 
 import os
@@ -25,19 +28,31 @@ settings.register_profile("nightly", max_examples=150, deadline=None)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--model", help="a local checkpoint or a hub id for test_logit_equivalence.py")
-    parser.addoption("--all", action="store_true", help="the quick and the full tests: what CI runs")
+    parser.addoption(
+        "--model", help="a local checkpoint or a hub id for test_logit_equivalence.py"
+    )
+    parser.addoption(
+        "--all", action="store_true", help="the quick and the full tests: what CI runs"
+    )
     parser.addoption("--nightly", action="store_true", help="every case of every test")
 
 
 def pytest_configure(config):
-    for_gpu = re.search(r"(?<!not )\bgpu\b", config.option.markexpr) or any("tests/gpu" in arg for arg in config.args)
+    for_gpu = re.search(r"(?<!not )\bgpu\b", config.option.markexpr) or any(
+        "tests/gpu" in arg for arg in config.args
+    )
     if not for_gpu:
         if "TRITON_INTERPRET" not in os.environ:
-            os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), ""))
+            os.environ.update(
+                dict.fromkeys(
+                    ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
+                    "",
+                )
+            )
         if all(re.search(r"tests/(ptx|unit/kernels)\b", arg) for arg in config.args):
             run_kernels_on_cpu()
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, which transformers does
+        # read when triton is imported, which transformers does
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     if not config.getoption("--model"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     chosen = tier(config)
@@ -47,11 +62,21 @@ def pytest_configure(config):
 def tier(config):
     if config.option.markexpr:
         return f"-m {config.option.markexpr!r}"
-    return "nightly" if config.getoption("--nightly") else "all" if config.getoption("--all") else "quick"
+    return (
+        "nightly"
+        if config.getoption("--nightly")
+        else "all"
+        if config.getoption("--all")
+        else "quick"
+    )
 
 
 def pytest_report_header(config):
-    more = " (one case of each test; --all runs more, --nightly everything)" if tier(config) == "quick" else ""
+    more = (
+        " (one case of each test; --all runs more, --nightly everything)"
+        if tier(config) == "quick"
+        else ""
+    )
     return f"tier: {tier(config)}{more}"
 
 
@@ -59,11 +84,16 @@ def pytest_report_header(config):
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr:
         return
-    named = {Path(arg.partition("::")[0]).resolve() for arg in config.args if arg.partition("::")[0].endswith(".py")}
+    named = {
+        Path(arg.partition("::")[0]).resolve()
+        for arg in config.args
+        if arg.partition("::")[0].endswith(".py")
+    }
     chosen = choose(tier(config), items, named)
     left_out = set(items).difference(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    # Files with full tests first, so that no worker is left with one of them at the end.
+    # Files with full tests first, so that no worker is left with one of them at the
+    # end.
     long = {item.path for item in chosen if item.get_closest_marker("full") is not None}
     items[:] = sorted(chosen, key=lambda item: item.path not in long)
 

@@ -1,8 +1,10 @@
-"""How a post-norm model adds and feeds forward, found by running its proxy; and the model with two neurons an FFN.
+"""How a post-norm model adds and feeds forward, found by running its proxy; and the
+model with two neurons an FFN.
 
-Nothing is known by name. That a norm reads ``writer(h) + x``, where x is what another linear module reads, is told by
-equal values; what lies between two linear modules is told by what it makes of numbers put there. The model is put
-together again with centred writers and, where they serve, the neurons.
+Nothing is known by name. That a norm reads ``writer(h) + x``, where x is what another
+linear module reads, is told by equal values; what lies between two linear modules is
+told by what it makes of numbers put there. The model is put together again with centred
+writers and, where they serve, the neurons.
 """
 
 import copy
@@ -17,9 +19,21 @@ from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import would_tie_a_head
 from hf_rmsnorm.conversion.proxy.keys import KeyMap, ResidualWeight
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
-from hf_rmsnorm.conversion.proxy.model import ProxyModel, make_proxy, new_model, plain, shapes_of, with_settings
+from hf_rmsnorm.conversion.proxy.model import (
+    ProxyModel,
+    make_proxy,
+    new_model,
+    plain,
+    shapes_of,
+    with_settings,
+)
 from hf_rmsnorm.conversion.proxy.run import MISFITS, linear_paths, run, weight_axis
-from hf_rmsnorm.conversion.proxy.shift_invariance import ZERO_MEAN, centre, input_means, shift_invariance_test
+from hf_rmsnorm.conversion.proxy.shift_invariance import (
+    ZERO_MEAN,
+    centre,
+    input_means,
+    shift_invariance_test,
+)
 from hf_rmsnorm.record import centre_
 
 NEURONS = 2
@@ -29,7 +43,9 @@ RECENT = 64  # linear calls before a norm that are looked at
 
 @dataclass(frozen=True)
 class Sum:
-    """The input of a norm is the output of a linear module plus a skip that linear modules, its readers, read too."""
+    """The input of a norm is the output of a linear module plus a skip that linear
+    modules, its readers, read too.
+    """
 
     norm: str
     writer: str
@@ -38,11 +54,13 @@ class Sum:
 
 @dataclass(frozen=True)
 class FFN:
-    """Linear, activation with ``act(z) - act(-z) = z`` neuron by neuron, linear; its input added, then a norm.
+    """Linear, activation with ``act(z) - act(-z) = z`` neuron by neuron, linear; its
+    input added, then a norm.
 
     Args:
         norm, first, second: module paths.
-        first_axis, second_axis: of the linear modules' weights, which the neurons run along.
+        first_axis, second_axis: of the linear modules' weights, which the neurons run
+            along.
     """
 
     norm: str
@@ -54,7 +72,9 @@ class FFN:
 
 @torch.no_grad()
 def find_sums(model: torch.nn.Module, inputs: dict, norms: Norms) -> list[Sum]:
-    """The sums that enter norms of a float64 model, in the order they run; one for each norm that reads one."""
+    """The sums that enter norms of a float64 model, in the order they run; one for each
+    norm that reads one.
+    """
     calls: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     found: dict[str, Sum] = {}
 
@@ -63,9 +83,16 @@ def find_sums(model: torch.nn.Module, inputs: dict, norms: Norms) -> list[Sum]:
             calls.append((path, args[0], output))
         elif path not in found:
             recent = calls[-RECENT:]
-            for writer, _, y in (call for call in reversed(recent) if _alike(args[0], call[2])):
-                skip = args[0].flatten(0, -2) - y.flatten(0, -2)  # some models flatten rows on the way
-                equal = (r for r, x, _ in recent if _alike(x, skip) and _near(x.flatten(0, -2), skip))
+            for writer, _, y in (
+                call for call in reversed(recent) if _alike(args[0], call[2])
+            ):
+                # some models flatten rows on the way
+                skip = args[0].flatten(0, -2) - y.flatten(0, -2)
+                equal = (
+                    r
+                    for r, x, _ in recent
+                    if _alike(x, skip) and _near(x.flatten(0, -2), skip)
+                )
                 if readers := tuple(dict.fromkeys(equal)):
                     found[path] = Sum(path, writer, readers)
                     break
@@ -84,14 +111,21 @@ def _near(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def find_ffns(model: torch.nn.Module, inputs: dict, sums: list[Sum]) -> tuple[list[FFN], list[str]]:
+def find_ffns(
+    model: torch.nn.Module, inputs: dict, sums: list[Sum]
+) -> tuple[list[FFN], list[str]]:
     """(FFNs among the sums; sentences on those whose activation does not serve).
 
-    Three runs: the first linear module of each candidate gives numbers of ours instead of its own, and the second
-    module tells what became of them: of z, of -z, and of z with its neurons exchanged and half of it replaced.
+    Three runs: the first linear module of each candidate gives numbers of ours instead
+    of its own, and the second module tells what became of them: of z, of -z, and of z
+    with its neurons exchanged and half of it replaced.
     """
     pairs = [(s, reader) for s in sums for reader in s.readers if reader != s.writer]
-    candidates = [(s, r) for s, r in pairs if _neurons(model, r)[0] == _neurons(model, s.writer, reads=True)[0]]
+    candidates = [
+        (s, r)
+        for s, r in pairs
+        if _neurons(model, r)[0] == _neurons(model, s.writer, reads=True)[0]
+    ]
     generator = torch.Generator().manual_seed(0)
     numbers: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     firsts = {reader for _, reader in candidates}
@@ -104,15 +138,28 @@ def find_ffns(model: torch.nn.Module, inputs: dict, sums: list[Sum]) -> tuple[li
             if path not in firsts:
                 return None
             if path not in numbers or numbers[path][0].shape != output.shape:
-                z, other = (3 * torch.randn(2, *output.shape, generator=generator, dtype=torch.float64)).unbind()
-                numbers[path] = z, other, torch.rand(output.shape, generator=generator) < 0.5
+                z, other = (
+                    3
+                    * torch.randn(
+                        2, *output.shape, generator=generator, dtype=torch.float64
+                    )
+                ).unbind()
+                numbers[path] = (
+                    z,
+                    other,
+                    torch.rand(output.shape, generator=generator) < 0.5,
+                )
             z, other, kept = numbers[path]
-            return (z, -z, torch.where(kept, z.roll(1, -1), other))[which].to(output.dtype)
+            return (z, -z, torch.where(kept, z.roll(1, -1), other))[which].to(
+                output.dtype
+            )
 
         run(model, inputs, firsts | {s.writer for s, _ in candidates}, swap)
         return arrived
 
-    positive, negative, mixed = (probe(which) for which in range(3)) if candidates else ({}, {}, {})
+    positive, negative, mixed = (
+        (probe(which) for which in range(3)) if candidates else ({}, {}, {})
+    )
     found, unfit = [], []
     for s, first in candidates:
         plus, minus, exchanged = positive[s.writer], negative[s.writer], mixed[s.writer]
@@ -120,29 +167,48 @@ def find_ffns(model: torch.nn.Module, inputs: dict, sums: list[Sum]) -> tuple[li
         if plus.numel() != z.numel():
             continue
         plus, minus, exchanged = (a.reshape(z.shape) for a in (plus, minus, exchanged))
-        if not bool(((exchanged - plus.roll(1, -1)).abs() <= EQUAL * plus.abs().max())[kept].all()):
+        if not bool(
+            ((exchanged - plus.roll(1, -1)).abs() <= EQUAL * plus.abs().max())[
+                kept
+            ].all()
+        ):
             continue  # not neuron by neuron, as attention is not
         if not _near(plus - minus, z):
             unfit.append(f"between {first} and {s.writer} act(z) - act(-z) is not z")
             continue
-        found.append(FFN(s.norm, first, s.writer, _neurons(model, first)[1], _neurons(model, s.writer, reads=True)[1]))
+        found.append(
+            FFN(
+                s.norm,
+                first,
+                s.writer,
+                _neurons(model, first)[1],
+                _neurons(model, s.writer, reads=True)[1],
+            )
+        )
     return found, unfit
 
 
 def _neurons(model: torch.nn.Module, path: str, reads: bool = False) -> tuple[int, int]:
-    """(how many a linear module gives, or reads; the axis of its weight that they run along)"""
+    """(how many a linear module gives, or reads; the axis of its weight that they run
+    along)
+    """
     module = model.get_submodule(path)
     axis = weight_axis(module) ^ reads
     return module.weight.shape[axis], axis
 
 
-def grow_config(cls, config: PretrainedConfig, ffns: list[FFN], by: int) -> dict[str, int] | None:
-    """What to set in the config so that each of the FFNs has `by` neurons more, and all else its shape, if anything.
+def grow_config(
+    cls, config: PretrainedConfig, ffns: list[FFN], by: int
+) -> dict[str, int] | None:
+    """What to set in the config so that each of the FFNs has `by` neurons more, and all
+    else its shape, if anything.
 
     A key is known by its value and by what the model made with another one looks like.
     """
     wanted, widths = {k: list(v) for k, v in shapes_of(cls, config).items()}, set()
-    for first, axis, second, reads in {(f.first, f.first_axis, f.second, f.second_axis) for f in ffns}:
+    for first, axis, second, reads in {
+        (f.first, f.first_axis, f.second, f.second_axis) for f in ffns
+    }:
         widths.add(wanted[f"{first}.weight"][axis])
         wanted[f"{first}.weight"][axis] += by
         wanted[f"{second}.weight"][reads] += by
@@ -150,7 +216,11 @@ def grow_config(cls, config: PretrainedConfig, ffns: list[FFN], by: int) -> dict
             wanted[f"{first}.bias"][0] += by
     values = {k: getattr(config, k, None) for k in config.to_dict()}
     keys = [k for k, v in values.items() if type(v) is int and v in widths]
-    for chosen in (some for count in range(1, len(keys) + 1) for some in itertools.combinations(keys, count)):
+    for chosen in (
+        some
+        for count in range(1, len(keys) + 1)
+        for some in itertools.combinations(keys, count)
+    ):
         changes = {key: values[key] + by for key in chosen}
         try:
             got = shapes_of(cls, with_settings(config, changes))
@@ -163,7 +233,9 @@ def grow_config(cls, config: PretrainedConfig, ffns: list[FFN], by: int) -> dict
 
 @dataclass
 class Structure:
-    """What the proxy model shows. `zero`: the norms that centring all `residual_weights` serves."""
+    """What the proxy model shows. `zero`: the norms that centring all
+    `residual_weights` serves.
+    """
 
     proxy: ProxyModel
     norms: Norms
@@ -191,16 +263,35 @@ def look(model: PreTrainedModel) -> Structure:
     zero = {path for path in norms if means[path] <= ZERO_MEAN}
     if len(zero) == len(norms):
         served = f"centring what writes to the stream serves every LayerNorm that was found ({len(norms)})"
-        raise ConversionRefused(f"{proxy.name} is no post-norm model: {served}; convert it without post_norm")
+        raise ConversionRefused(
+            f"{proxy.name} is no post-norm model: {served}; convert it without post_norm"
+        )
     ffns = [f for f in ffns if f.norm not in zero]
-    grown = grow_config(type(model), plain(model.config), ffns, NEURONS) if ffns else None
-    return Structure(proxy, norms, silent, sums, ffns, unfit, grown, residual_weights, undetermined, zero)
+    grown = (
+        grow_config(type(model), plain(model.config), ffns, NEURONS) if ffns else None
+    )
+    return Structure(
+        proxy,
+        norms,
+        silent,
+        sums,
+        ffns,
+        unfit,
+        grown,
+        residual_weights,
+        undetermined,
+        zero,
+    )
 
 
-def residual_weights_of(proxy: ProxyModel, norms: Norms) -> tuple[list[ResidualWeight], set[str]]:
+def residual_weights_of(
+    proxy: ProxyModel, norms: Norms
+) -> tuple[list[ResidualWeight], set[str]]:
     ratio = shift_invariance_test(proxy.model, proxy.inputs, norms)
     unsaved = KeyMap(proxy.model).unsaved()
-    return [h for h in ratio.residual_weights if h.parameter not in unsaved], set(ratio.undetermined)
+    return [h for h in ratio.residual_weights if h.parameter not in unsaved], set(
+        ratio.undetermined
+    )
 
 
 def as_double(model: PreTrainedModel) -> PreTrainedModel:
@@ -209,28 +300,50 @@ def as_double(model: PreTrainedModel) -> PreTrainedModel:
     return result
 
 
-def tie_changes(model: PreTrainedModel, residual_weights: list[ResidualWeight], undetermined: set[str]) -> dict:
-    """Untie where a writer is, or in a class with a head would be, tied to what is not centred in the same way."""
+def tie_changes(
+    model: PreTrainedModel,
+    residual_weights: list[ResidualWeight],
+    undetermined: set[str],
+) -> dict:
+    """Untie where a writer is, or in a class with a head would be, tied to what is not
+    centred in the same way.
+    """
     groups: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), set()).add(name)
     ways = {h.parameter: (h.axis, h.blocks) for h in residual_weights}
-    unlike = any(len({ways.get(name) for name in names - undetermined}) > 1 for names in groups.values())
-    return {"tie_word_embeddings": False} if unlike or would_tie_a_head(model, model.config, residual_weights) else {}
+    unlike = any(
+        len({ways.get(name) for name in names - undetermined}) > 1
+        for names in groups.values()
+    )
+    return (
+        {"tie_word_embeddings": False}
+        if unlike or would_tie_a_head(model, model.config, residual_weights)
+        else {}
+    )
 
 
 @torch.no_grad()
 def converted(
-    model: PreTrainedModel, found: Structure, residual_weights: list[ResidualWeight], grown: dict
+    model: PreTrainedModel,
+    found: Structure,
+    residual_weights: list[ResidualWeight],
+    grown: dict,
 ) -> PreTrainedModel:
-    """The model in float64, its residual weights centred, with the neurons where the config is to grow."""
+    """The model in float64, its residual weights centred, with the neurons where the
+    config is to grow.
+    """
     changes = {**grown, **tie_changes(model, residual_weights, found.undetermined)}
     result = new_model(type(model), with_settings(plain(model.config), changes))
     state, old = result.state_dict(), model.state_dict()
     for key, tensor in state.items():
         if key not in old:
-            raise ConversionRefused(f"{type(model).__name__}: {key!r} of the converted model is not in the original")
-        tensor.zero_()[tuple(slice(n) for n in old[key].shape)] = old[key].to(tensor.dtype)
+            raise ConversionRefused(
+                f"{type(model).__name__}: {key!r} of the converted model is not in the original"
+            )
+        tensor.zero_()[tuple(slice(n) for n in old[key].shape)] = old[key].to(
+            tensor.dtype
+        )
     result.load_state_dict(state)
     parameters = dict(result.named_parameters(remove_duplicate=False))
     for name, how in found.proxy.entries(residual_weights).items():
@@ -241,11 +354,15 @@ def converted(
 
 
 def _pair(size: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Weights (c, o) of a dtype with ``c o size`` next to 1, even once a checkpoint is loaded in bfloat16.
+    """Weights (c, o) of a dtype with ``c o size`` next to 1, even once a checkpoint is
+    loaded in bfloat16.
 
-    One over a size is seldom exact in eight bits, but among the products of two numbers of eight bits one is near.
+    One over a size is seldom exact in eight bits, but among the products of two numbers
+    of eight bits one is near.
     """
-    first = torch.arange(128, 256, dtype=torch.float64) * 2.0 ** -(math.ceil(math.log2(size)) + 7)
+    first = torch.arange(128, 256, dtype=torch.float64) * 2.0 ** -(
+        math.ceil(math.log2(size)) + 7
+    )
     second = 1 / (first * size)
     best = int((first * second.bfloat16().double() * size - 1).abs().argmin())
     return float(first[best]), float(second[best].to(dtype))

@@ -16,7 +16,9 @@ class CliError(Exception):
 
 @dataclass
 class Result:
-    """The result of a subcommand: ``data`` for ``--json``, ``text`` otherwise, and the exit code."""
+    """The result of a subcommand: ``data`` for ``--json``, ``text`` otherwise, and the
+    exit code.
+    """
 
     data: dict
     text: str
@@ -46,13 +48,19 @@ def bar(args, *values, **options):
 
 @contextmanager
 def steps(args, total: int):
-    """A progress bar of so many steps; gives a function that takes the name of the next step."""
+    """A progress bar of so many steps; gives a function that takes the name of the next
+    step.
+    """
     with bar(args, total=total, initial=-1) as shown:
         yield lambda what: (shown.update(), shown.set_description(what))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2",
+    )
     text = "run the model code that the checkpoint brings"
     parser.add_argument("--trust-remote-code", action="store_true", help=text)
 
@@ -62,10 +70,19 @@ def add_verbose(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="where to run, for example cuda:1 (default: the GPU if there is one)")
+    parser.add_argument(
+        "--device",
+        help="where to run, for example cuda:1 (default: the GPU if there is one)",
+    )
 
 
-def add_count(parser: argparse.ArgumentParser, option: str, default: int, what: str, least: int = 1) -> None:
+def add_count(
+    parser: argparse.ArgumentParser,
+    option: str,
+    default: int,
+    what: str,
+    least: int = 1,
+) -> None:
     """Add an option that takes a whole number from `least` on."""
 
     def count(text: str) -> int:
@@ -74,40 +91,61 @@ def add_count(parser: argparse.ArgumentParser, option: str, default: int, what: 
             raise argparse.ArgumentTypeError(f"{value} is below {least}")
         return value
 
-    parser.add_argument(option, type=count, default=default, metavar="N", help=f"{what} (default {default})")
+    parser.add_argument(
+        option,
+        type=count,
+        default=default,
+        metavar="N",
+        help=f"{what} (default {default})",
+    )
 
 
 def pick_device(name: str | None):
-    """The device called name, an accelerator's with its index; by default the current accelerator, or else the CPU."""
+    """The device called name, an accelerator's with its index; by default the current
+    accelerator, or else the CPU.
+    """
     import torch
 
     name = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    with suppress(RuntimeError, AssertionError):  # a word that torch does not know, a device that it does not find
+    with suppress(RuntimeError, AssertionError):
+        # a word that torch does not know, a device that it does not find
         if (device := torch.empty(0, device=name).device).type != "meta":
             return device
-    raise CliError(f"there is no device {name!r} here: pass cpu, cuda or cuda:1, or leave --device out")
+    raise CliError(
+        f"there is no device {name!r} here: pass cpu, cuda or cuda:1, or leave --device out"
+    )
 
 
 def interpret_on_cpu(device) -> None:
     """Run the kernels in Triton's interpreter where device is the CPU.
 
-    Triton reads the variable when it is imported, which transformers does when it loads a model.
+    Triton reads the variable when it is imported, which transformers does when it loads
+    a model.
     """
     if device.type == "cpu" and "triton" not in sys.modules:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def load_matplotlib(file):
-    """matplotlib.pyplot, which draws into files; an error before any work if it could not write this one."""
+    """matplotlib.pyplot, which draws into files; an error before any work if it could
+    not write this one.
+    """
     try:
         from matplotlib import backend_bases, pyplot
     except ImportError:
         raise CliError("--plot needs matplotlib: pip install matplotlib") from None
     pyplot.switch_backend("Agg")
-    if file.suffix.lower().lstrip(".") not in backend_bases.FigureCanvasBase.get_supported_filetypes():
-        raise CliError(f"cannot write {file}: no kind of picture has that ending; pass a name that ends in .png")
+    if (
+        file.suffix.lower().lstrip(".")
+        not in backend_bases.FigureCanvasBase.get_supported_filetypes()
+    ):
+        raise CliError(
+            f"cannot write {file}: no kind of picture has that ending; pass a name that ends in .png"
+        )
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise CliError(f"cannot write {file}: there is no such folder, or no permission; pass another file with --plot")
+        raise CliError(
+            f"cannot write {file}: there is no such folder, or no permission; pass another file with --plot"
+        )
     return pyplot
 
 
@@ -116,6 +154,8 @@ def save_figure(plt, figure, file) -> None:
     try:
         figure.savefig(file, dpi=150)
     except OSError as error:
-        raise CliError(f"cannot write {file}: {error.strerror}; pass another file with --plot") from error
+        raise CliError(
+            f"cannot write {file}: {error.strerror}; pass another file with --plot"
+        ) from error
     finally:
         plt.close(figure)

@@ -1,4 +1,6 @@
-"""Show where fused kernels run on this machine, whether one compiles there, and the versions of all packages."""
+"""Show where fused kernels run on this machine, whether one compiles there, and the
+versions of all packages.
+"""
 
 import os
 import platform
@@ -18,20 +20,28 @@ def add_arguments(parser) -> None:
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
-    """Versions by name, this package's and Python's first; None if a package is not installed."""
+    """Versions by name, this package's and Python's first; None if a package is not
+    installed.
+    """
     import torch
 
     installed = {"hf-rmsnorm": __version__, "python": platform.python_version()}
-    installed |= {name: _version(name) for name in packages} | {"torch": torch.__version__}  # with its build
+    # with its build
+    installed |= {name: _version(name) for name in packages} | {
+        "torch": torch.__version__
+    }
     if torch.version.cuda or torch.version.hip:
-        installed["cuda" if torch.version.cuda else "hip"] = torch.version.cuda or torch.version.hip
+        installed["cuda" if torch.version.cuda else "hip"] = (
+            torch.version.cuda or torch.version.hip
+        )
     return installed
 
 
 def _version(name: str) -> str | None:
     try:
         return version(name)
-    except PackageNotFoundError:  # triton has other names too, for example pytorch-triton-rocm
+    except PackageNotFoundError:
+        # triton has other names too, for example pytorch-triton-rocm
         return None if find_spec(name) is None else import_module(name).__version__
 
 
@@ -51,7 +61,9 @@ def one_kernel(device: str) -> str | None:
 
 
 def _tried(device: str) -> dict:
-    """`runs_on` a device, and ``"compiles"``: whether a kernel does, None if none is compiled."""
+    """`runs_on` a device, and ``"compiles"``: whether a kernel does, None if none is
+    compiled.
+    """
     from ..ops.backend import runs_on
 
     record = runs_on(device) | {"compiles": None}
@@ -59,10 +71,17 @@ def _tried(device: str) -> dict:
         return record
     failure = one_kernel(device)
     if failure is not None:
-        return record | {"backend": "original", "reason": f"plain PyTorch ({failure})", "compiles": False}
+        return record | {
+            "backend": "original",
+            "reason": f"plain PyTorch ({failure})",
+            "compiles": False,
+        }
     if os.environ.get("TRITON_INTERPRET") == "1":
         return record
-    return record | {"reason": f"{record['reason']}; one was compiled and ran", "compiles": True}
+    return record | {
+        "reason": f"{record['reason']}; one was compiled and ran",
+        "compiles": True,
+    }
 
 
 def _device_names() -> dict[str, str]:
@@ -74,16 +93,31 @@ def _device_names() -> dict[str, str]:
     if accelerator is None:
         return names
     name_of = getattr(torch.get_device_module(accelerator), "get_device_name", str)
-    return names | {f"{accelerator.type}:{index}": name_of(index) for index in range(torch.accelerator.device_count())}
+    return names | {
+        f"{accelerator.type}:{index}": name_of(index)
+        for index in range(torch.accelerator.device_count())
+    }
 
 
 def run(args) -> Result:
     installed = versions()
-    devices = [{"name": name, **_tried(device)} for device, name in _device_names().items()]
+    devices = [
+        {"name": name, **_tried(device)} for device, name in _device_names().items()
+    ]
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    data = {"versions": installed, "platform": platform.platform(), "triton_interpret": interprets, "devices": devices}
-    lines = [f"{record['device']} ({record['name']}): {record['reason']}" for record in devices]
+    data = {
+        "versions": installed,
+        "platform": platform.platform(),
+        "triton_interpret": interprets,
+        "devices": devices,
+    }
+    lines = [
+        f"{record['device']} ({record['name']}): {record['reason']}"
+        for record in devices
+    ]
     lines.append("")
-    lines += [f"{name:<12}  {value or 'not installed'}" for name, value in installed.items()]
+    lines += [
+        f"{name:<12}  {value or 'not installed'}" for name, value in installed.items()
+    ]
     lines.append(f"{'platform':<12}  {data['platform']}")
     return Result(data, fitted("\n".join(lines)))

@@ -30,7 +30,8 @@ class Parser(argparse.ArgumentParser):
         if self._mixed:  # which the method below asks again
             return super().parse_known_args(args, namespace)
         if self._subparsers is not None:
-            self._refuse_unknown((sys.argv[1:] if args is None else args)[:1])  # before it asks for a COMMAND
+            # before it asks for a COMMAND
+            self._refuse_unknown((sys.argv[1:] if args is None else args)[:1])
             return super().parse_known_args(args, namespace)
         self._mixed = True
         try:
@@ -45,7 +46,9 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             name = word.partition("=")[0]
             known = [*self._option_string_actions]
-            if name.startswith("-") and not any(option.startswith(name) for option in known):
+            if name.startswith("-") and not any(
+                option.startswith(name) for option in known
+            ):
                 self.error(f"unrecognized arguments: {word}{did_you_mean(name, known)}")
 
     def _check_value(self, action, value) -> None:
@@ -56,12 +59,19 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n")
+        self.exit(
+            2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n"
+        )
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="hf-rmsnorm", description="Fused RMSNorm and LayerNorm for Hugging Face models.")
-    parser.add_argument("--version", action="version", version=f"hf-rmsnorm {__version__}")
+    parser = Parser(
+        prog="hf-rmsnorm",
+        description="Fused RMSNorm and LayerNorm for Hugging Face models.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"hf-rmsnorm {__version__}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
         add_command(commands, module.__name__.rpartition(".")[2], module)
@@ -69,22 +79,37 @@ def build_parser() -> Parser:
 
 
 def add_command(commands, name: str, module) -> None:
-    """Add a subcommand whose help is the module's docstring; its `run` finds the name in ``args.command``."""
+    """Add a subcommand whose help is the module's docstring; its `run` finds the name
+    in ``args.command``.
+    """
     summary = module.__doc__.splitlines()[0]
-    texts = {"help": summary[0].lower() + summary[1:].rstrip("."), "description": _in_columns(module.__doc__)}
-    sub = commands.add_parser(name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter)
+    texts = {
+        "help": summary[0].lower() + summary[1:].rstrip("."),
+        "description": _in_columns(module.__doc__),
+    }
+    sub = commands.add_parser(
+        name, **texts, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     module.add_arguments(sub)
-    sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    sub.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    sub.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text"
+    )
+    sub.add_argument(
+        "--traceback", action="store_true", help="show where an error comes from"
+    )
     sub.set_defaults(run=module.run, command=name)
 
 
 def _in_columns(text: str) -> str:
-    """The paragraphs in 100 columns; those with indented lines, such as examples, as they are."""
+    """The paragraphs in 100 columns; those with indented lines, such as examples, as
+    they are.
+    """
     paragraphs = []
     for part in text.strip().split("\n\n"):
         indented = "\n " in f"\n{part}"
-        paragraphs.append(part if indented else textwrap.fill(part, 100, break_on_hyphens=False))
+        paragraphs.append(
+            part if indented else textwrap.fill(part, 100, break_on_hyphens=False)
+        )
     return "\n\n".join(paragraphs)
 
 
@@ -92,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line: `argv`, or the process's own.
 
     Returns:
-        0; 1 if `verify` or `bench` prints FAIL; 2 after an error, which is one line on stderr; 3 if the result of
+        0; 1 if `verify` or `bench` prints FAIL; 2 after an error, which is one line on
+        stderr; 3 if the result of
         `convert` fails its verification; 130 if the user interrupted it.
     """
     parser = build_parser()
@@ -104,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:
-    """Parse, run the subcommand, print its result or its error in one line; returns the exit code."""
+    """Parse, run the subcommand, print its result or its error in one line; returns the
+    exit code.
+    """
     args = parser.parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():  # on a terminal a download is seen
@@ -116,16 +144,26 @@ def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             if args.traceback:
                 raise
-            own = isinstance(error, (CliError, ValueError)) or type(error).__module__.startswith("hf_rmsnorm")
+            own = isinstance(error, (CliError, ValueError)) or type(
+                error
+            ).__module__.startswith("hf_rmsnorm")
             hint = "" if own else f"{type(error).__name__}: "
             print(f"{parser.prog}: error: {hint}{one_line(error)}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            resumed = ": the same command goes on where it stopped" if args.run is convert.run else ""
+            resumed = (
+                ": the same command goes on where it stopped"
+                if args.run is convert.run
+                else ""
+            )
             print(f"{parser.prog}: interrupted{resumed}", file=sys.stderr)
             return 130
         finally:
-            for line in dict.fromkeys(one_line(w.message) for w in caught if issubclass(w.category, UserWarning)):
+            for line in dict.fromkeys(
+                one_line(w.message)
+                for w in caught
+                if issubclass(w.category, UserWarning)
+            ):
                 print(f"{parser.prog}: warning: {line}", file=sys.stderr)
     say(_as_json(result.data) if args.json else result.text)
     return result.code

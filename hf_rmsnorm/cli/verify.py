@@ -1,7 +1,7 @@
 """Check that MODEL computes the same results with its norms fused: PASS or FAIL.
 
-Without a GPU the Triton kernels run in Triton's interpreter, which is exact and slow (see --max-tokens). The exit code
-is 1 on FAIL, and where no kernel ran.
+Without a GPU the Triton kernels run in Triton's interpreter, which is exact and slow
+(see --max-tokens). The exit code is 1 on FAIL, and where no kernel ran.
 """
 
 from dataclasses import replace
@@ -34,14 +34,24 @@ _CONVERTED = {
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    parser.add_argument("--prompt", help="the text to compare on (default: Python's own help texts)")
+    parser.add_argument(
+        "--prompt", help="the text to compare on (default: Python's own help texts)"
+    )
     text = "a .safetensors file with the arguments of the model's forward (default: the prompt, images or audio)"
     parser.add_argument("--inputs", metavar="FILE", type=Path, help=text)
     text = "the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)"
     parser.add_argument("--dtype", choices=[*DTYPES, "all"], help=text)
     add_count(parser, "--max-tokens", 64, "use the first N tokens of the prompt")
-    add_count(parser, "--max-new-tokens", 32, "compare N greedily generated tokens, 0 for none", least=0)
-    parser.add_argument("--no-backward", action="store_true", help="do not check gradients")
+    add_count(
+        parser,
+        "--max-new-tokens",
+        32,
+        "compare N greedily generated tokens, 0 for none",
+        least=0,
+    )
+    parser.add_argument(
+        "--no-backward", action="store_true", help="do not check gradients"
+    )
     text = "the order of rounding: model, vllm, sglang or torch (default: model)"
     parser.add_argument("--numerics", metavar="NAME", default="model", help=text)
     add_device(parser)
@@ -62,7 +72,8 @@ def run(args) -> Result:
     dtypes = _dtypes(args)
     with steps(args, 8 * len(dtypes)) as step:
         runs = [_verify(args, source, each, device, backend, step) for each in dtypes]
-    # A conversion is judged by its own formula, in whatever runs it; of the others the kernels are in question.
+    # A conversion is judged by its own formula, in whatever runs it; of the others the
+    # kernels are in question.
     if backend != "triton" and not any(conversion for _, conversion in runs):
         runs = [(_as_idle(report, device), None) for report, _ in runs]
     passed = all(report.passed for report, _ in runs)
@@ -74,13 +85,22 @@ def run(args) -> Result:
         "backend_reason": where["reason"],
         "runs": [_data(report, conversion) for report, conversion in runs],
     }
-    parts = [_text(source.name, report, conversion, args.verbose) for report, conversion in runs]
+    parts = [
+        _text(source.name, report, conversion, args.verbose)
+        for report, conversion in runs
+    ]
     (ran,) = where_norms_run([where])
-    return Result(data, "\n\n".join([*parts, fitted(f"The norms ran on {ran}.")]), 0 if passed else 1)
+    return Result(
+        data,
+        "\n\n".join([*parts, fitted(f"The norms ran on {ran}.")]),
+        0 if passed else 1,
+    )
 
 
 def _dtypes(args) -> tuple[str, ...]:
-    """The dtypes to verify in: the one that is asked for, else the stored one; two for a demo."""
+    """The dtypes to verify in: the one that is asked for, else the stored one; two for
+    a demo.
+    """
     dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
     return ("float32", "bfloat16") if dtype == "all" else (DTYPES.get(dtype, dtype),)
 
@@ -125,7 +145,11 @@ def _inputs(args, source, model):
     prompt = read_text(None) if args.prompt is None else args.prompt
     length = prompt_length(model.config, args.max_tokens, args.max_new_tokens)
     ids = models.tokens(model, models.load_tokenizer(source), prompt, length)
-    return {"input_ids": ids, "decoder_input_ids": ids} if model.config.is_encoder_decoder else ids
+    return (
+        {"input_ids": ids, "decoder_input_ids": ids}
+        if model.config.is_encoder_decoder
+        else ids
+    )
 
 
 def _as_idle(report, device):
@@ -149,10 +173,16 @@ def _text(name: str, report, conversion, verbose: bool) -> str:
     text = report.to_text(verbose, name)
     if not conversion:
         return text
-    said = _CONVERTED[_state(conversion)].format(count=len(conversion.norms), doubt=conversion.why_not)
+    said = _CONVERTED[_state(conversion)].format(
+        count=len(conversion.norms), doubt=conversion.why_not
+    )
     return text + "\n" + fitted("  " + said)
 
 
 def _data(report, conversion) -> dict:
     doubt = conversion.why_not if conversion else ""
-    return {**report.to_dict(), "conversion": _state(conversion), "conversion_doubt": doubt}
+    return {
+        **report.to_dict(),
+        "conversion": _state(conversion),
+        "conversion_doubt": doubt,
+    }

@@ -1,7 +1,7 @@
 """LayerNorm checkpoints become RMSNorm checkpoints with the same logits.
 
-`plan_conversion` makes a plan and proves it, `convert_checkpoint` carries it out, and `convert_adapter` converts a LoRA
-adapter of PEFT.
+`plan_conversion` makes a plan and proves it, `convert_checkpoint` carries it out, and
+`convert_adapter` converts a LoRA adapter of PEFT.
 """
 
 from .api import Conversion, convert_adapter, convert_checkpoint, plan_conversion
@@ -10,6 +10,7 @@ from .targets.centred import PlannedConversion
 from .verify.folder import VerificationFailed
 
 __all__ = [
-    "CentringPlan", "Conversion", "ConversionError", "ConversionRefused", "PlannedConversion", "VerificationFailed",
-    "convert_adapter", "convert_checkpoint", "plan_conversion",
+    "CentringPlan", "Conversion", "ConversionError", "ConversionRefused",
+    "PlannedConversion", "VerificationFailed", "convert_adapter", "convert_checkpoint",
+    "plan_conversion",
 ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""The way into conversion: `plan_conversion`, `convert_checkpoint` and, for adapters of PEFT, `convert_adapter`."""
+"""The way into conversion: `plan_conversion`, `convert_checkpoint` and, for adapters of
+PEFT, `convert_adapter`.
+"""
 
 import json
 import os
@@ -31,7 +33,8 @@ class Written:
     Args:
         shards: for each file name, the bytes of its tensors.
         unused: tensors of the source that no tensor of the result is made from.
-        not_copied: files and folders of the source that the result does not have, and why.
+        not_copied: files and folders of the source that the result does not have, and
+            why.
         resumed: how many shards an earlier run had written.
     """
 
@@ -54,7 +57,11 @@ class Written:
         used = set().union(*(tensor.keys() for tensor in made.values()))
         changed, added = (), ()
         if set(source.metadata) == set(layout.shards):  # names are the source's
-            changed = tuple(name for name, tensor in made.items() if name in source.tensors and not _is_copy(tensor))
+            changed = tuple(
+                name
+                for name, tensor in made.items()
+                if name in source.tensors and not _is_copy(tensor)
+            )
             added = tuple(sorted(made.keys() - source.tensors.keys()))
         shards = {name: shard.nbytes for name, shard in layout.shards.items()}
         return cls(
@@ -86,11 +93,17 @@ class Written:
         changes = ""
         if self.changed or self.added:
             changes = f", {len(self.changed)} changed, {len(self.added)} added"
-        lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB{changes}"]
+        lines = [
+            f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB{changes}"
+        ]
         if self.resumed:
-            lines.append(f"{self.resumed} of {len(self.shards)} shards were there from an earlier run")
+            lines.append(
+                f"{self.resumed} of {len(self.shards)} shards were there from an earlier run"
+            )
         if self.unused:
-            lines.append(f"tensors that the result does not need: {', '.join(self.unused)}")
+            lines.append(
+                f"tensors that the result does not need: {', '.join(self.unused)}"
+            )
         for reason in dict.fromkeys(self.not_copied.values()):
             names = [name for name, why in self.not_copied.items() if why == reason]
             lines.append(f"not copied: {', '.join(names)} ({reason})")
@@ -117,7 +130,11 @@ class Conversion:
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {**self.plan.to_dict(), **self.written.to_dict(), "verification": self.verification.to_dict()}
+        return {
+            **self.plan.to_dict(),
+            **self.written.to_dict(),
+            "verification": self.verification.to_dict(),
+        }
 
     def __str__(self) -> str:
         return fitted(f"{self.written}\n{self.verification}")
@@ -135,14 +152,18 @@ def plan_conversion(
     """Return the plan for converting `src` and its proof; nothing is written.
 
     Args:
-        src: a model folder with safetensors, in one file or in shards, which is only read; or a hub id, whose files are
-            downloaded into the hub's cache; or ``"demo:gpt2"``.
-        target: ``"same"``: keep the checkpoint's architecture and centre all that writes to its residual stream.
-            ``"native"``: write an architecture that uses RMSNorm and computes the same, if there is one.
-        allow_pickle: read ``pytorch_model.bin`` if there is no safetensors file, without running code in it.
+        src: a model folder with safetensors, in one file or in shards, which is only
+            read; or a hub id, whose files are downloaded into the hub's cache; or
+            ``"demo:gpt2"``.
+        target: ``"same"``: keep the checkpoint's architecture and centre all that
+            writes to its residual stream. ``"native"``: write an architecture that uses
+            RMSNorm and computes the same, if there is one.
+        allow_pickle: read ``pytorch_model.bin`` if there is no safetensors file,
+            without running code in it.
         trust_remote_code: run the model code that comes with the folder.
         model_class: the class to load it with, instead of the one its config names.
-        inputs: makes keyword arguments of the forward for a model that takes other than token ids and pixels.
+        inputs: makes keyword arguments of the forward for a model that takes other than
+            token ids and pixels.
 
     Raises:
         ConversionRefused: it cannot be converted so; the message says why.
@@ -158,15 +179,30 @@ def plan_conversion(
             return plan_native(source)
         how = Running(trust_remote_code, model_class)
         missing = missing_parameters(folder, how) if source.tensors else []
-        proxy = make_proxy(folder, inputs=inputs, trust_remote_code=trust_remote_code, model_class=model_class)
+        proxy = make_proxy(
+            folder,
+            inputs=inputs,
+            trust_remote_code=trust_remote_code,
+            model_class=model_class,
+        )
         planned = replace(plan_centring(folder, proxy), missing=tuple(missing))
     return _with_note_on_dtypes(planned, source)
 
 
-def _with_note_on_dtypes(planned: PlannedCentring, source: Checkpoint) -> PlannedCentring:
-    """The plan with a note if tensors are stored in a narrower dtype than config.json names."""
-    floats = {tensor.dtype for tensor in source.tensors.values() if tensor.dtype in FLOATS.values()}
-    narrow = sorted(_name(dtype) for dtype in floats if is_narrower(dtype, source.dtype))
+def _with_note_on_dtypes(
+    planned: PlannedCentring, source: Checkpoint
+) -> PlannedCentring:
+    """The plan with a note if tensors are stored in a narrower dtype than config.json
+    names.
+    """
+    floats = {
+        tensor.dtype
+        for tensor in source.tensors.values()
+        if tensor.dtype in FLOATS.values()
+    }
+    narrow = sorted(
+        _name(dtype) for dtype in floats if is_narrower(dtype, source.dtype)
+    )
     if not narrow:
         return planned
     stored, wide = " and ".join(narrow), _name(source.dtype)
@@ -185,9 +221,13 @@ def _name(dtype) -> str:
 def _check(target, model_class, inputs) -> None:
     """Refuse options that do not go together."""
     if target not in TARGETS:
-        raise ConversionRefused(f"target={target!r}: choose one of {', '.join(TARGETS)}")
+        raise ConversionRefused(
+            f"target={target!r}: choose one of {', '.join(TARGETS)}"
+        )
     if target == "native" and model_class:
-        raise ConversionRefused("model_class does not go with target='native', which converts causal language models")
+        raise ConversionRefused(
+            "model_class does not go with target='native', which converts causal language models"
+        )
     if target == "native" and inputs:
         raise ConversionRefused("inputs goes with target='same' alone: pass prompts")
 
@@ -195,15 +235,21 @@ def _check(target, model_class, inputs) -> None:
 def _check_texts(texts) -> None:
     if texts is None:
         return
-    if isinstance(texts, str) or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ConversionRefused(f"prompts={texts!r}: pass a list of texts, none of them empty")
+    if isinstance(texts, str) or not all(
+        isinstance(text, str) and text.strip() for text in texts
+    ):
+        raise ConversionRefused(
+            f"prompts={texts!r}: pass a list of texts, none of them empty"
+        )
 
 
 def _check_plan(planned, target: str) -> None:
     if planned is None:
         return
     if not isinstance(planned, PlannedConversion):
-        raise ConversionRefused(f"planned is a {type(planned).__name__}: pass what plan_conversion returned")
+        raise ConversionRefused(
+            f"planned is a {type(planned).__name__}: pass what plan_conversion returned"
+        )
     if target == "native" and planned.keeps_shards:
         raise ConversionRefused("planned says how to convert: leave out target")
 
@@ -223,27 +269,35 @@ def convert_checkpoint(
     planned: PlannedConversion | None = None,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> Conversion:
-    """Convert a LayerNorm checkpoint into one whose norms may be RMSNorms, with the same logits.
+    """Convert a LayerNorm checkpoint into one whose norms may be RMSNorms, with the
+    same logits.
 
-    LayerNorm of a vector of zero mean is RMSNorm of it (Jiang et al. 2023), so all that writes to the residual stream
-    is centred. The result loads without this package and computes the same. `patch_model` runs its norms as RMSNorm,
-    as its config.json records. The checkpoint streams through: a changed tensor is computed in float64, in slices,
-    and rounded once to its own dtype. All other tensors keep their bytes.
+    LayerNorm of a vector of zero mean is RMSNorm of it (Jiang et al. 2023), so all that
+    writes to the residual stream is centred. The result loads without this package and
+    computes the same. `patch_model` runs its norms as RMSNorm, as its config.json
+    records. The checkpoint streams through: a changed tensor is computed in float64, in
+    slices, and rounded once to its own dtype. All other tensors keep their bytes.
 
     Args:
-        src, target, allow_pickle, trust_remote_code, model_class, inputs: as in `plan_conversion`.
-        dst: the folder to make. It appears whole, at the end. The same call goes on with a run that was killed.
+        src, target, allow_pickle, trust_remote_code, model_class, inputs: as in
+        `plan_conversion`.
+        dst: the folder to make. It appears whole, at the end. The same call goes on
+            with a run that was killed.
         prompts: texts to verify on, if there is a tokenizer.
-        verify: run source and result after writing, and publish only what passes. Of a large checkpoint a few tokens
-            are run; ``"full"`` runs all texts and compares greedy tokens too.
+        verify: run source and result after writing, and publish only what passes. Of a
+            large checkpoint a few tokens are run; ``"full"`` runs all texts and
+            compares greedy tokens too.
         restart: drop the unfinished conversion of something else into the same DST.
         planned: what `plan_conversion` returned for this source, instead of target.
-        progress: called as ``progress(tensors, bytes, total_bytes)`` with the tensors and bytes written so far.
+        progress: called as ``progress(tensors, bytes, total_bytes)`` with the tensors
+            and bytes written so far.
 
     Raises:
         ConversionRefused: the model cannot be converted so.
-        ConversionError: source or destination do not allow it; the message says what to do. DST does not exist then.
-        VerificationFailed: the result does not pass; it stays unpublished, with a report.
+        ConversionError: source or destination do not allow it; the message says what to
+            do. DST does not exist then.
+        VerificationFailed: the result does not pass; it stays unpublished, with a
+            report.
     """
     check_source("src", src)
     check_destination(dst)
@@ -267,9 +321,12 @@ def convert_checkpoint(
     return _carry_out(planned, source, dst, how, restart, progress)
 
 
-def _check_before_writing(planned: PlannedConversion, folder: Path, how: Running) -> None:
+def _check_before_writing(
+    planned: PlannedConversion, folder: Path, how: Running
+) -> None:
     """Refuse a source that could not be verified after the writing."""
-    if planned.missing:  # a new random value for it would differ between source and result
+    if planned.missing:
+        # a new random value for it would differ between source and result
         cure = "add what is missing, or pass verify=False"
         raise ConversionError(f"{folder}: has no {and_more(planned.missing)}: {cure}")
     if how.inputs is None:
@@ -293,21 +350,29 @@ def convert_adapter(
 ) -> Conversion:
     """Convert a LoRA adapter of PEFT whose base `convert_checkpoint` has converted.
 
-    LoRA adds ``B A x`` to the output of a linear. If that writes to the residual stream, B is centred along its output
-    as the weight was. A trained copy of a whole module is centred like the module. `converted` with the result gives
-    the logits of `base` with `src`, and `patch_model` runs both as RMSNorm.
+    LoRA adds ``B A x`` to the output of a linear. If that writes to the residual
+    stream, B is centred along its output as the weight was. A trained copy of a whole
+    module is centred like the module. `converted` with the result gives the logits of
+    `base` with `src`, and `patch_model` runs both as RMSNorm.
 
     Args:
-        src: a folder with adapter_config.json and adapter_model.safetensors, which is only read; or a hub id.
-        dst: the folder to make, as in `convert_checkpoint`. Its adapter_config.json names `converted` as base.
-        base: the model that the adapter was trained on: a folder, a hub id, or ``"demo:gpt2"``.
+        src: a folder with adapter_config.json and adapter_model.safetensors, which is
+            only read; or a hub id.
+        dst: the folder to make, as in `convert_checkpoint`. Its adapter_config.json
+            names `converted` as base.
+        base: the model that the adapter was trained on: a folder, a hub id, or
+            ``"demo:gpt2"``.
         converted: what `convert_checkpoint` made of `base`.
-        model_class: the class that the adapter was trained on, if it is not the one that the base's config names.
-        prompts, restart, allow_pickle, trust_remote_code, inputs, progress: as in `convert_checkpoint`.
-        verify: run both pairs through PEFT, if it is installed, and publish only what passes.
+        model_class: the class that the adapter was trained on, if it is not the one
+            that the base's config names.
+        prompts, restart, allow_pickle, trust_remote_code, inputs, progress: as in
+        `convert_checkpoint`.
+        verify: run both pairs through PEFT, if it is installed, and publish only what
+            passes.
 
     Raises:
-        ConversionRefused: the adapter cannot be converted exactly; the message says which tensor and why.
+        ConversionRefused: the adapter cannot be converted exactly; the message says
+            which tensor and why.
         ConversionError, VerificationFailed: as in `convert_checkpoint`.
     """
     for name, source in (("src", src), ("base", base), ("converted", converted)):
@@ -318,26 +383,51 @@ def convert_adapter(
     adapter = open_checkpoint(folder, allow_pickle=allow_pickle, adapter=True)
     base, converted = folder_of(base, allow_pickle=allow_pickle), folder_of(converted)
     with one_thread():
-        proxy = make_proxy(base, trust_remote_code=trust_remote_code, model_class=model_class, inputs=inputs)
-        planned = plan_adapter(adapter, open_checkpoint(base, allow_pickle=allow_pickle), converted, proxy)
+        proxy = make_proxy(
+            base,
+            trust_remote_code=trust_remote_code,
+            model_class=model_class,
+            inputs=inputs,
+        )
+        planned = plan_adapter(
+            adapter, open_checkpoint(base, allow_pickle=allow_pickle), converted, proxy
+        )
     how = Running(trust_remote_code, model_class, inputs, prompts, verify)
     return _carry_out(planned, adapter, dst, how, restart, progress)
 
 
 def _carry_out(
-    planned: PlannedConversion, source: Checkpoint, dst, how: Running, restart: bool, progress: Callable | None
+    planned: PlannedConversion,
+    source: Checkpoint,
+    dst,
+    how: Running,
+    restart: bool,
+    progress: Callable | None,
 ) -> Conversion:
-    # The verdict if DST appeared in an earlier run, which was killed while it cleaned up.
+    # The verdict if DST appeared in an earlier run, which was killed while it cleaned
+    # up.
     verdict = Verification(True, "verified by the run that wrote it")
 
     def check(folder: Path) -> None:
         nonlocal verdict
         verdict = planned.verify(source.folder, folder, how)
         if not verdict.passed:
-            raise VerificationFailed(f"{dst}: not published, the result fails verification\n{verdict}", verdict)
+            raise VerificationFailed(
+                f"{dst}: not published, the result fails verification\n{verdict}",
+                verdict,
+            )
         planned.describe(folder, verdict)
 
     layout, config = planned.result(source)
     plan = json.dumps(planned.to_dict())
-    resumed = write_checkpoint(source, dst, layout, config, plan=plan, check=check, restart=restart, progress=progress)
+    resumed = write_checkpoint(
+        source,
+        dst,
+        layout,
+        config,
+        plan=plan,
+        check=check,
+        restart=restart,
+        progress=progress,
+    )
     return Conversion(planned, Written.of(dst, source, layout, resumed), verdict)

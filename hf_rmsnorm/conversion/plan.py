@@ -1,4 +1,6 @@
-"""The steps of a conversion, in the checkpoint's own keys: found on a proxy model, carried out by streaming."""
+"""The steps of a conversion, in the checkpoint's own keys: found on a proxy model,
+carried out by streaming.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from pathlib import Path
 
 
 class ConversionRefused(ValueError):
-    """A model cannot be converted; the message is one line that names it, says why and what can be done."""
+    """A model cannot be converted; the message is one line that names it, says why and
+    what can be done.
+    """
 
 
 class ConversionError(Exception):
@@ -48,19 +52,24 @@ def clear_errors(where: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Centre:
-    """Subtract its mean from each block of `block` elements along `axis` of a tensor that writes to the stream."""
+    """Subtract its mean from each block of `block` elements along `axis` of a tensor
+    that writes to the stream.
+    """
 
     key: str
     axis: int
     block: int
-    blocks: tuple[int, ...] | None = None  # indices of the blocks to centre, in order; None for all
+    # indices of the blocks to centre, in order; None for all
+    blocks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Multiply a tensor along `axis` by the one-dimensional tensor `by`, whose own value then becomes ones.
+    """Multiply a tensor along `axis` by the one-dimensional tensor `by`, whose own
+    value then becomes ones.
 
-    So a layer scale is folded into the linear before it; it happens before any `Centre` of the same tensor.
+    So a layer scale is folded into the linear before it; it happens before any `Centre`
+    of the same tensor.
     """
 
     key: str
@@ -70,7 +79,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class Copy:
-    """A new tensor `key` with the value that `source` has in the source checkpoint: an untied head."""
+    """A new tensor `key` with the value that `source` has in the source checkpoint: an
+    untied head.
+    """
 
     key: str
     source: str
@@ -78,7 +89,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class NormRecord:
-    """One norm of the model: its size and eps, and whether it may be an RMSNorm after the conversion."""
+    """One norm of the model: its size and eps, and whether it may be an RMSNorm after
+    the conversion.
+    """
 
     path: str
     hidden_size: int
@@ -89,18 +102,26 @@ class NormRecord:
 
 def rms_norms(norms: Iterable[NormRecord]) -> dict[str, dict]:
     """Module path -> ``{"eps", "hidden_size"}`` of those that become RMSNorms, as the record has them."""
-    return {n.path: {"eps": n.eps, "hidden_size": n.hidden_size} for n in norms if n.becomes_rms}
+    return {
+        n.path: {"eps": n.eps, "hidden_size": n.hidden_size}
+        for n in norms
+        if n.becomes_rms
+    }
 
 
 @dataclass(frozen=True)
 class CentringPlan:
-    """Everything that is done to a checkpoint; a tensor that no step names is copied. Equal plans give equal bytes.
+    """Everything that is done to a checkpoint; a tensor that no step names is copied.
+    Equal plans give equal bytes.
 
     Args:
-        config: keys to set in config.json (``tie_word_embeddings`` and the record of this package).
+        config: keys to set in config.json (``tie_word_embeddings`` and the record of
+            this package).
         undetermined: tensors that no output depends on; they are copied.
-        margins: how clearly residual weights differ from the rest: ``{"invariant_max": ..., "dependent_min": ...}``.
-        notes: sentences for people: what changes besides the norms, ``output_hidden_states differs`` and the like.
+        margins: how clearly residual weights differ from the rest: ``{"invariant_max":
+            ..., "dependent_min": ...}``.
+        notes: sentences for people: what changes besides the norms,
+            ``output_hidden_states differs`` and the like.
     """
 
     centre: tuple[Centre, ...] = ()
@@ -125,11 +146,16 @@ class CentringPlan:
                 data[name] = [kind(**_tuples(step)) for step in data[name]]
             return cls(**_tuples(data))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"this is no conversion plan: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"this is no conversion plan: {type(error).__name__}: {error}"
+            ) from error
 
 
 _STEPS = {"centre": Centre, "scale": Scale, "copy": Copy, "norms": NormRecord}
 
 
 def _tuples(data: dict) -> dict:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in data.items()
+    }

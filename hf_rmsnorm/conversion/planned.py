@@ -1,4 +1,6 @@
-"""Apply a plan to the tensors of a checkpoint and to its config; a plan that does not fit is refused."""
+"""Apply a plan to the tensors of a checkpoint and to its config; a plan that does not
+fit is refused.
+"""
 
 import json
 
@@ -7,8 +9,11 @@ from .plan import Centre, CentringPlan, ConversionError, Copy, Scale
 from .tensors import Centring, Lazy, Scaling, Source, Stored, filled
 
 
-def planned_tensors(plan: CentringPlan, source: Source, where: object) -> dict[str, Lazy]:
-    """Every tensor of the checkpoint that a plan makes of another: scaled, then centred; the others as they are.
+def planned_tensors(
+    plan: CentringPlan, source: Source, where: object
+) -> dict[str, Lazy]:
+    """Every tensor of the checkpoint that a plan makes of another: scaled, then
+    centred; the others as they are.
 
     A step that does not fit the tensors is refused; `where` is the folder, for that.
     """
@@ -50,7 +55,9 @@ def _check_names(plan: CentringPlan, source: Source, where: object) -> None:
 
 
 def _check_equal(copy: Copy, source: Source, where: object) -> None:
-    """Refuse a checkpoint that has a tensor already, with other values than the plan gives it."""
+    """Refuse a checkpoint that has a tensor already, with other values than the plan
+    gives it.
+    """
     if source.read(copy.key).equal(source.read(copy.source)):
         return
     what = f"{copy.key} is there already and differs from {copy.source}, of which the plan makes it a copy"
@@ -66,15 +73,27 @@ def _size(step: Scale | Centre, tensors: dict[str, Lazy], source: Source) -> int
 
 def _of_other_weights(step: Scale | Centre, where: object) -> ConversionError:
     what = f"{step.key} has another shape than the plan says"
-    return ConversionError(f"{where}: {what}: config.json or the plan is of other weights")
+    return ConversionError(
+        f"{where}: {what}: config.json or the plan is of other weights"
+    )
 
 
 def changed_config(config: dict, changes: dict) -> str:
-    """Text of a config with the changes set; dictionaries are merged, except for the record of a conversion."""
+    """Text of a config with the changes set; dictionaries are merged, except for the
+    record of a conversion.
+    """
 
     def merged(config: dict, changes: dict) -> dict:
-        both = (key for key in changes if key != RECORD_KEY and isinstance(config.get(key), dict))
-        inner = {key: merged(config[key], changes[key]) for key in both if isinstance(changes[key], dict)}
+        both = (
+            key
+            for key in changes
+            if key != RECORD_KEY and isinstance(config.get(key), dict)
+        )
+        inner = {
+            key: merged(config[key], changes[key])
+            for key in both
+            if isinstance(changes[key], dict)
+        }
         return {**config, **changes, **inner}
 
     return json.dumps(merged(config, changes), indent=2) + "\n"

@@ -1,4 +1,6 @@
-"""How each tensor of a result is made: read from the source, changed in float64 slice by slice, and rounded."""
+"""How each tensor of a result is made: read from the source, changed in float64 slice
+by slice, and rounded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SLICE = 1 << 18
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One thread for torch: slices are too small for more, and sums are in the same order on every machine."""
+    """One thread for torch: slices are too small for more, and sums are in the same
+    order on every machine.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,7 +50,9 @@ Source = Checkpoint | InMemory
 
 @dataclass(frozen=True)
 class Centring:
-    """Subtracts its mean from each block along an axis; a block of 0 is the whole axis, blocks of None are all."""
+    """Subtracts its mean from each block along an axis; a block of 0 is the whole axis,
+    blocks of None are all.
+    """
 
     axis: int
     block: int = 0
@@ -54,11 +60,17 @@ class Centring:
 
     def apply(self, x: torch.Tensor, source: Source) -> None:
         rows = x.unflatten(self.axis, (-1, self.block or x.shape[self.axis]))
-        for part in [rows] if self.blocks is None else [rows.narrow(self.axis, i, 1) for i in self.blocks]:
+        for part in (
+            [rows]
+            if self.blocks is None
+            else [rows.narrow(self.axis, i, 1) for i in self.blocks]
+        ):
             part -= part.mean(self.axis + 1, keepdim=True)
 
     def changes(self, x: torch.Tensor, source: Source) -> bool:
-        return not is_centred(x, self.axis, self.block or x.shape[self.axis], self.blocks)
+        return not is_centred(
+            x, self.axis, self.block or x.shape[self.axis], self.blocks
+        )
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,9 @@ class Scaling:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of the source: these rows of it, after these steps; without any, it keeps its bytes."""
+    """A tensor of the source: these rows of it, after these steps; without any, it
+    keeps its bytes.
+    """
 
     like: str
     rows: torch.Tensor | None = None
@@ -94,14 +108,20 @@ class Stored:
 
     def keys(self) -> set[str]:
         """The tensors of the source that it is made from."""
-        return {self.like}.union(*(step.by.keys() for step in self.steps if isinstance(step, Scaling)))
+        return {self.like}.union(
+            *(step.by.keys() for step in self.steps if isinstance(step, Scaling))
+        )
 
     def shape(self, source: Source) -> tuple[int, ...]:
         shape = tuple(source.tensors[self.like].shape)
         return shape if self.rows is None else (len(self.rows), *shape[1:])
 
-    def slices(self, source: Source, x: torch.Tensor | None = None) -> Iterator[tuple[tuple, torch.Tensor]]:
-        """(place, float64 values) of the tensor, along an axis that no step runs along, if any."""
+    def slices(
+        self, source: Source, x: torch.Tensor | None = None
+    ) -> Iterator[tuple[tuple, torch.Tensor]]:
+        """(place, float64 values) of the tensor, along an axis that no step runs along,
+        if any.
+        """
         x = source.read(self.like, self.rows) if x is None else x
         taken = {step.axis for step in self.steps}
         free = [axis for axis in range(x.dim()) if axis not in taken]
@@ -110,7 +130,9 @@ class Stored:
         length = max(1, SLICE * count // max(1, x.numel()))
         for start in range(0, count, length):
             part = slice(start, start + length)
-            place = tuple(part if axis == split else slice(None) for axis in range(x.dim()))
+            place = tuple(
+                part if axis == split else slice(None) for axis in range(x.dim())
+            )
             wide = x[place].to(torch.float64, copy=True)
             for step in self.steps:
                 step.apply(wide, source)
@@ -126,18 +148,27 @@ class Stored:
 
     def dtype(self, source: Source) -> torch.dtype:
         """The dtype that the result has it in."""
-        return source.tensors[self.like].dtype if self.is_copy else dtype_of_changed(self.like, source)
+        return (
+            source.tensors[self.like].dtype
+            if self.is_copy
+            else dtype_of_changed(self.like, source)
+        )
 
     def value(self, source: Source) -> torch.Tensor:
         """The tensor in its own dtype."""
         x, dtype = source.read(self.like, self.rows), self.dtype(source)
-        # A tensor that an earlier conversion has centred, and that training has not moved since, keeps its bytes.
-        is_done = RECORD_KEY in source.config and not any(step.changes(x, source) for step in self.steps)
+        # A tensor that an earlier conversion has centred, and that training has not
+        # moved since, keeps its bytes.
+        is_done = RECORD_KEY in source.config and not any(
+            step.changes(x, source) for step in self.steps
+        )
         if x.dtype != dtype or (self.steps and not is_done):
             return self._rounded(x, dtype, source)
         return x
 
-    def _rounded(self, x: torch.Tensor, dtype: torch.dtype, source: Source) -> torch.Tensor:
+    def _rounded(
+        self, x: torch.Tensor, dtype: torch.dtype, source: Source
+    ) -> torch.Tensor:
         made = x if x.dtype == dtype else torch.empty_like(x, dtype=dtype)
         for place, wide in self.slices(source, x):
             narrow = made[place]
@@ -149,13 +180,21 @@ class Stored:
 
 
 def dtype_of_changed(key: str, source: Source) -> torch.dtype:
-    """The dtype of a changed tensor: its own, or the wider one of config.json, in which the result is loaded."""
+    """The dtype of a changed tensor: its own, or the wider one of config.json, in which
+    the result is loaded.
+    """
     stored = source.tensors[key]
     dtype = stored.dtype
     if dtype not in FLOATS.values():
         cure = "it is quantised; convert the unquantised model, then quantise that"
-        raise ConversionError(f"{key} is {getattr(stored, 'code', dtype)} and is to be changed: {cure}")
-    return torch.promote_types(dtype, source.dtype) if is_narrower(dtype, source.dtype) else dtype
+        raise ConversionError(
+            f"{key} is {getattr(stored, 'code', dtype)} and is to be changed: {cure}"
+        )
+    return (
+        torch.promote_types(dtype, source.dtype)
+        if is_narrower(dtype, source.dtype)
+        else dtype
+    )
 
 
 def is_narrower(dtype: torch.dtype, other: torch.dtype | None) -> bool:
@@ -172,7 +211,8 @@ def _not_finite(key: str, wide: torch.Tensor, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A tensor that a function makes whole, in float64; its dtype and its shard are those of `like`.
+    """A tensor that a function makes whole, in float64; its dtype and its shard are
+    those of `like`.
 
     Args:
         parts: the tensors it is made from.

@@ -1,7 +1,8 @@
 """The three small trained models that ship with the package.
 
-Each folder beside this file is an ordinary checkpoint (``config.json``, ``model.safetensors``, tokenizer) of about
-one million parameters, trained from nothing by ``scripts/train_demo.py``; its ``training.json`` says how.
+Each folder beside this file is an ordinary checkpoint (``config.json``,
+``model.safetensors``, tokenizer) of about one million parameters, trained from nothing
+by ``scripts/train_demo.py``; its ``training.json`` says how.
 """
 
 from pathlib import Path
@@ -19,5 +20,7 @@ def demo_path(name: str) -> Path:
         ValueError: ``name`` is not an embedded model.
     """
     if name not in DEMO_MODELS:
-        raise ValueError(f"unknown demo model {name!r}: choose one of {', '.join(DEMO_MODELS)}")
+        raise ValueError(
+            f"unknown demo model {name!r}: choose one of {', '.join(DEMO_MODELS)}"
+        )
     return Path(__file__).resolve().parent / name

@@ -1,1 +1,3 @@
-"""The forwards of patched modules: norms, layers with their sums, attentions with their q and k norms."""
+"""The forwards of patched modules: norms, layers with their sums, attentions with their
+q and k norms.
+"""

@@ -1,7 +1,9 @@
-"""The fused part of a patched attention: q norm, k norm and their rotary embedding in one launch.
+"""The fused part of a patched attention: q norm, k norm and their rotary embedding in
+one launch.
 
-A forward calls these functions once it was compiled again from its own source, by `patching.layers.qk`. The norms wait
-for the rotation: only transposes stand between, and those do not move the last dimension, along which both work.
+A forward calls these functions once it was compiled again from its own source, by
+`patching.layers.qk`. The norms wait for the rotation: only transposes stand between,
+and those do not move the last dimension, along which both work.
 """
 
 import types
@@ -19,7 +21,9 @@ from .norm import launches_for
 from .watch import QK, note, watchers
 
 _is_compiling = torch.compiler.is_compiling
-IN_PAIRS = 0  # a rotary function that takes q and k; others take one tensor and the dimension of its heads, 1 or 2
+# a rotary function that takes q and k; others take one tensor and the dimension of its
+# heads, 1 or 2
+IN_PAIRS = 0
 
 
 class NormPair(NamedTuple):
@@ -35,9 +39,10 @@ class NormPair(NamedTuple):
 class RotaryProof(NamedTuple):
     """What running a rotary function has shown.
 
-    code, defaults: those that were run.
-    ways: by the dimension of the heads, or `IN_PAIRS`: the way of `reference.rotated` in which it rotates, None where
-        it is none of these. The key within is (fewer columns rotate than there are, the tables have another dtype).
+    code, defaults: those that were run. ways: by the dimension of the heads, or
+    `IN_PAIRS`: the way of `reference.rotated` in which it rotates, None where
+        it is none of these. The key within is (fewer columns rotate than there are, the
+        tables have another dtype).
     """
 
     code: types.CodeType
@@ -52,9 +57,11 @@ rotary_proofs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def pair_to_rotate(q_norm, k_norm) -> NormPair | None:
-    """The two norms, if they may be computed where q and k are rotated; None if they are to be called where they stand.
+    """The two norms, if they may be computed where q and k are rotated; None if they
+    are to be called where they stand.
 
-    A norm that has a hook is called at its place in the forward, because the hook sees its input there.
+    A norm that has a hook is called at its place in the forward, because the hook sees
+    its input there.
     """
     if _is_compiling() or under_transform():
         return None
@@ -68,7 +75,9 @@ def pair_to_rotate(q_norm, k_norm) -> NormPair | None:
 
 
 def norm_and_rotate(pair: NormPair | None, rotate: Callable, q, k, cos, sin) -> tuple:
-    """(q, k), normalised by a pair that waits, and rotated as ``rotate(q, k, cos, sin)`` does."""
+    """(q, k), normalised by a pair that waits, and rotated as ``rotate(q, k, cos,
+    sin)`` does.
+    """
     if pair is None:
         return rotate(q, k, cos, sin)
     rotated = _in_one_launch(pair, rotate, IN_PAIRS, q, k, cos, sin)
@@ -80,12 +89,16 @@ def norm_and_rotate(pair: NormPair | None, rotate: Callable, q, k, cos, sin) -> 
 
 
 def norm_both(pair: NormPair | None, q, k) -> tuple:
-    """(q, k), normalised by a pair that waits, where the forward does not come to rotate them."""
+    """(q, k), normalised by a pair that waits, where the forward does not come to
+    rotate them.
+    """
     return (q, k) if pair is None else (pair.q_norm(q), pair.k_norm(k))
 
 
 def norm_and_rotate_one(norm, rotate: Callable, heads_at: int, x, cos, sin):
-    """``rotate(norm(x), cos, sin, unsqueeze_dim=heads_at)``, in one launch where that gives the same bits."""
+    """``rotate(norm(x), cos, sin, unsqueeze_dim=heads_at)``, in one launch where that
+    gives the same bits.
+    """
     pair = pair_to_rotate(norm, norm)
     if pair is not None and type(x) is torch.Tensor and x.dim() == 4:
         q = x.transpose(1, 2) if heads_at == 2 else x
@@ -98,20 +111,30 @@ def norm_and_rotate_one(norm, rotate: Callable, heads_at: int, x, cos, sin):
     return rotate(norm(x), cos, sin, unsqueeze_dim=heads_at)
 
 
-def _in_one_launch(pair: NormPair, rotate: Callable, heads_at: int, q, k, cos, sin) -> tuple | None:
-    """(q, k), normalised and rotated; None where no single launch does that with the same bits."""
+def _in_one_launch(
+    pair: NormPair, rotate: Callable, heads_at: int, q, k, cos, sin
+) -> tuple | None:
+    """(q, k), normalised and rotated; None where no single launch does that with the
+    same bits.
+    """
     if not all(type(t) is torch.Tensor for t in (q, k, cos, sin)):
         return None
     q_weight, k_weight, spec = pair.q_weight, pair.k_weight, pair.spec
     way = _way_of(rotate, heads_at, q, q_weight, spec, cos)
     if way is None:
         return None
-    return run_qk(launches_for(pair.q_norm, spec), (q, k, q_weight, k_weight, cos, sin), way)
+    return run_qk(
+        launches_for(pair.q_norm, spec), (q, k, q_weight, k_weight, cos, sin), way
+    )
 
 
-def _way_of(rotate: Callable, heads_at: int, q, weight, spec: NormSpec, cos) -> str | None:
+def _way_of(
+    rotate: Callable, heads_at: int, q, weight, spec: NormSpec, cos
+) -> str | None:
     """How a function rotates such operands; None if that is not proven."""
-    proof = rotary_proofs.get(rotate) if isinstance(rotate, types.FunctionType) else None
+    proof = (
+        rotary_proofs.get(rotate) if isinstance(rotate, types.FunctionType) else None
+    )
     if proof is None or not proof.still_holds(rotate):
         return None
     in_part = cos.shape[-1] != q.shape[-1]

@@ -1,4 +1,6 @@
-"""The class of a module whose forward was compiled again, and the operands of the norms in that forward."""
+"""The class of a module whose forward was compiled again, and the operands of the norms
+in that forward.
+"""
 
 import threading
 
@@ -13,11 +15,13 @@ _CALL = torch.nn.Module.__call__
 
 
 def operands_ahead(norm, restricted: bool = False) -> tuple | None:
-    """(weight, bias, formula) of a patched norm that may be computed before it is called.
+    """(weight, bias, formula) of a patched norm that may be computed before it is
+    called.
 
-    None if the module is not patched, or has to be called. It has to be called if fusion is off, if its class defines
-    `__call__`, if it has a hook, or if it takes a second input. Unless `restricted`, it has to be called too if more
-    than the shape of its input decides whether a kernel serves it.
+    None if the module is not patched, or has to be called. It has to be called if
+    fusion is off, if its class defines `__call__`, if it has a hook, or if it takes a
+    second input. Unless `restricted`, it has to be called too if more than the shape of
+    its input decides whether a kernel serves it.
     """
     if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
         return None
@@ -54,26 +58,34 @@ _classes_lock = threading.Lock()
 
 
 def fused_layer_class(base: type, fusion) -> type:
-    """A subclass of base, with base's name and module, whose forward is base's own but for a fusion.
+    """A subclass of base, with base's name and module, whose forward is base's own but
+    for a fusion.
 
     Args:
         fusion: hashable; its ``rewrite(base)`` makes the forward.
 
     Raises:
-        CannotRewrite: the forward cannot be compiled again, or is wrapped by what its source does not show.
+        CannotRewrite: the forward cannot be compiled again, or is wrapped by what its
+            source does not show.
         TypeError: base cannot be subclassed.
     """
     key = (base, base.forward, fusion)
     with _classes_lock:
         if key not in _classes:
-            marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion, "_hf_rmsnorm_original": base.forward}
+            marks = {
+                "_hf_rmsnorm_layer_base": base,
+                "_hf_rmsnorm_fusion": fusion,
+                "_hf_rmsnorm_original": base.forward,
+            }
             always = getattr(fusion, "keeps", False)
             owner: list[type] = []
             forward = guarded(fusion.rewrite(base), base, owner, always)
             cls = derive(base, forward, marks, fused_layer_class, fusion)
             owner.append(cls)
             if not wrapped_alike(cls.forward, base.forward):
-                raise CannotRewrite("something has wrapped its forward that its source does not show")
+                raise CannotRewrite(
+                    "something has wrapped its forward that its source does not show"
+                )
             _classes[key] = cls
         return _classes[key]
 

@@ -1,6 +1,8 @@
-"""The norm of an adaptive LayerNorm with the scale and shift behind it, and a gated sum before it.
+"""The norm of an adaptive LayerNorm with the scale and shift behind it, and a gated sum
+before it.
 
-A forward calls these functions once it was compiled again from its own source, by `patching.layers.sums`.
+A forward calls these functions once it was compiled again from its own source, by
+`patching.layers.sums`.
 """
 
 from types import CodeType
@@ -29,14 +31,22 @@ class Factor(NamedTuple):
     value: torch.Tensor
 
 
-# Code of a function that only scales a norm's result -> whether it shifts the result too.
+# Code of a function that only scales a norm's result -> whether it shifts the result
+# too.
 HELPERS: dict[CodeType, bool] = {}
 
 
 def later(x, norm, helper):
-    """``norm(x)``, or an object that computes it with the scale and shift of a helper, for that helper."""
+    """``norm(x)``, or an object that computes it with the scale and shift of a helper,
+    for that helper.
+    """
     shifts = HELPERS.get(getattr(helper, "__code__", None))
-    if shifts is None or _is_compiling() or under_transform() or operands_ahead(norm, restricted=True) is None:
+    if (
+        shifts is None
+        or _is_compiling()
+        or under_transform()
+        or operands_ahead(norm, restricted=True) is None
+    ):
         return norm(x)
     return _Later(x, norm, shifts)
 
@@ -49,7 +59,11 @@ class _Later(NamedTuple):
     shifts: bool
 
     def __mul__(self, factor):
-        return _Scaled(*self[:2], factor) if self.shifts else modulated(self.x, self.norm, Factor(factor))
+        return (
+            _Scaled(*self[:2], factor)
+            if self.shifts
+            else modulated(self.x, self.norm, Factor(factor))
+        )
 
 
 class _Scaled(NamedTuple):
@@ -77,13 +91,18 @@ def modulated(x, norm, scale, *shift):
 
 
 def add_and_modulate(left, right, norm, scale, *shift) -> tuple:
-    """(``left + right``, ``norm(left + right) * (1 + scale) + shift``), in one launch where that gives the same bits.
+    """(``left + right``, ``norm(left + right) * (1 + scale) + shift``), in one launch
+    where that gives the same bits.
 
     Args:
         left, right: summands; at most one is a `Product`.
     """
     x, residual, gate = _parts(left, right)
-    both = None if residual is None else _in_one_launch(norm, x, residual, gate, scale, *shift)
+    both = (
+        None
+        if residual is None
+        else _in_one_launch(norm, x, residual, gate, scale, *shift)
+    )
     if watchers:
         _note(MODULATED_SUM, both is not None, norm, x, residual, gate, scale, *shift)
     if both is not None:
@@ -93,9 +112,11 @@ def add_and_modulate(left, right, norm, scale, *shift) -> tuple:
 
 
 def add_and_modulate_seen(left, right, norm, scale, *shift) -> tuple:
-    """`add_and_modulate` of a sum that something else gets hold of: one by one where gradients are asked for.
+    """`add_and_modulate` of a sum that something else gets hold of: one by one where
+    gradients are asked for.
 
-    In one launch the gradient of the sum, as a hook on it sees it, would lack what comes by the norm.
+    In one launch the gradient of the sum, as a hook on it sees it, would lack what
+    comes by the norm.
     """
     if not torch.is_grad_enabled():
         return add_and_modulate(left, right, norm, scale, *shift)
@@ -118,7 +139,9 @@ def _computed(summand):
 
 
 def _parts(left, right) -> tuple:
-    """(x, residual, gate of x or None) of a sum; residual is None where a summand is no plain tensor."""
+    """(x, residual, gate of x or None) of a sum; residual is None where a summand is no
+    plain tensor.
+    """
     if type(left) is Product:
         left, right = right, left
     if type(right) is not Product:
@@ -133,11 +156,17 @@ def _parts(left, right) -> tuple:
 def _in_one_launch(norm, x, residual, gate, scale, *shift) -> tuple | None:
     """(sum or None, result); None where no single launch gives them with the same bits."""
     operands = _operands(norm, x, residual, gate, scale, *shift)
-    return None if operands is None else modulated_norm(*operands, type(scale) is not Factor)
+    return (
+        None
+        if operands is None
+        else modulated_norm(*operands, type(scale) is not Factor)
+    )
 
 
 def _operands(norm, x, residual, gate, scale, *shift) -> tuple | None:
-    """What `modulated_norm` takes; None where the norm has to be called, or is another formula of this x."""
+    """What `modulated_norm` takes; None where the norm has to be called, or is another
+    formula of this x.
+    """
     if _is_compiling() or under_transform():
         return None
     scale = scale.value if type(scale) is Factor else scale
@@ -151,13 +180,16 @@ def _operands(norm, x, residual, gate, scale, *shift) -> tuple | None:
     recipe = type(norm)._hf_rmsnorm_recipe
     if not _serves(recipe, x, weight, bias, residual):
         return None
-    if recipe.row_major and residual is None:  # as the norm's result is, whatever the strides of x
+    if recipe.row_major and residual is None:
+        # as the norm's result is, whatever the strides of x
         x = x.contiguous()
     return x, weight, bias, spec, scale, *(shift or [None]), residual, gate
 
 
 def _serves(recipe, x, weight, bias, residual) -> bool:
-    """Whether the module computes the recipe's formula of x, or of a sum that is rounded before."""
+    """Whether the module computes the recipe's formula of x, or of a sum that is
+    rounded before.
+    """
     if residual is not None and not recipe.rounds_sum:
         return False
     return recipe.fits(x, weight, bias) and recipe.rows_of(x) is x

@@ -1,7 +1,8 @@
 """The forward that a patched norm runs, and the class that carries it.
 
-A fused class is a subclass of the module's current class that overrides `forward`. So parameters, buffers, hooks,
-`isinstance`, `extra_repr` and saved bytes do not change. `repr` shows that the module is patched.
+A fused class is a subclass of the module's current class that overrides `forward`. So
+parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not change.
+`repr` shows that the module is patched.
 """
 
 import inspect
@@ -31,8 +32,9 @@ _classes_lock = threading.Lock()
 def fused_class(base: type, recipe: Recipe) -> type:
     """A subclass of base, with base's name and module, whose forward is the fused norm.
 
-    A call that the kernels do not serve runs ``base.forward``: another device or dtype, any argument besides the input,
-    or a weight that is absent, on meta or of another shape. The same arguments give the same class again.
+    A call that the kernels do not serve runs ``base.forward``: another device or dtype,
+    any argument besides the input, or a weight that is absent, on meta or of another
+    shape. The same arguments give the same class again.
 
     Args:
         base: the current class of the module, an `nn.Module` subclass.
@@ -74,22 +76,37 @@ class PatchedNorm:
         self.signature = inspect.signature(base.forward)
         self.input_name = list(self.signature.parameters)[1]
         self.launches = Launches(recipe.spec, recipe.suits)
-        # The attribute of eps and its value when it was recognised, if nothing else can change. No name: absent.
-        only_eps = not (recipe.settings or recipe.absent) and (recipe.eps is None or recipe.eps_value is not None)
-        self.eps, self.eps_value = (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
-        # Not asked of the recipe in a call: Dynamo does not trace its cached properties.
-        self.replaces, self.restricted, self.keeps_output = recipe.replaces, recipe.restricted, recipe.keeps_output
+        # The attribute of eps and its value when it was recognised, if nothing else can
+        # change. No name: absent.
+        only_eps = not (recipe.settings or recipe.absent) and (
+            recipe.eps is None or recipe.eps_value is not None
+        )
+        self.eps, self.eps_value = (
+            (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
+        )
+        # Not asked of the recipe in a call: Dynamo does not trace its cached
+        # properties.
+        self.replaces, self.restricted, self.keeps_output = (
+            recipe.replaces,
+            recipe.restricted,
+            recipe.keeps_output,
+        )
         self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
-        in_weight_dtype = recipe.numerics == "vllm" and recipe.spec.rounding == "before_weight"
+        in_weight_dtype = (
+            recipe.numerics == "vllm" and recipe.spec.rounding == "before_weight"
+        )
         self.mixes = in_weight_dtype and recipe.gate is None
-        self.is_usual = not (self.mixes or recipe.gate or recipe.restricted or recipe.row_major)
+        self.is_usual = not (
+            self.mixes or recipe.gate or recipe.restricted or recipe.row_major
+        )
 
     def is_ours(self, module: torch.nn.Module) -> bool:
-        """Whether the module is still patched, and its class and that class's code as they were then.
+        """Whether the module is still patched, and its class and that class's code as
+        they were then.
 
-        This method may be kept while its module is unpatched. The class may get another forward, and the forward other
-        code, as IPython's autoreload does.
+        This method may be kept while its module is unpatched. The class may get another
+        forward, and the forward other code, as IPython's autoreload does.
         """
         return (
             getattr(type(module), "_hf_rmsnorm_recipe", None) is self.recipe
@@ -104,7 +121,9 @@ class PatchedNorm:
         return self.compute_own(module, args, kwargs)
 
     def compute_own(self, module: torch.nn.Module, args: tuple, kwargs: dict):
-        """The module's own forward; or its formula in plain torch, if that is another than the forward's."""
+        """The module's own forward; or its formula in plain torch, if that is another
+        than the forward's.
+        """
         if self.replaces and self.is_ours(module):
             return _in_plain_torch(self, module, args, kwargs)
         return self.base.forward(module, *args, **kwargs)
@@ -131,11 +150,14 @@ def _forward_of(norm: PatchedNorm):
     return forward
 
 
-def read(norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-    """The arguments of `run` for a call; None if the module's own forward has to serve it.
+def read(
+    norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict
+) -> tuple | None:
+    """The arguments of `run` for a call; None if the module's own forward has to serve
+    it.
 
-    x is the rows along the last dimension, the input or a view of it, and the formula of the launches has the eps that
-    the module holds now.
+    x is the rows along the last dimension, the input or a view of it, and the formula
+    of the launches has the eps that the module holds now.
     """
     recipe = norm.recipe
     x, gate = _inputs(args, kwargs, norm.input_name, recipe.gate)
@@ -161,7 +183,9 @@ def read(norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict) 
     return _read_unusual(norm, module, x, weight, bias, gate)
 
 
-def _read_unusual(norm: PatchedNorm, module: torch.nn.Module, x: torch.Tensor, weight, bias, gate) -> tuple | None:
+def _read_unusual(
+    norm: PatchedNorm, module: torch.nn.Module, x: torch.Tensor, weight, bias, gate
+) -> tuple | None:
     """`read` of a norm with another eps, a gate, another layout, limits or two dtypes."""
     recipe = norm.recipe
     spec = recipe.spec_of(module)
@@ -186,17 +210,27 @@ def run_unrounded(module: torch.nn.Module, call: tuple):
     """`run`, of the summands of x before they are rounded, where these are kept."""
     launches, x, weight, bias, *_ = call
     summands = None if _is_compiling() else summands_of(module, x)
-    return run(*call) if summands is None else norm_of_summands(x, *summands, weight, bias, launches.spec)
+    return (
+        run(*call)
+        if summands is None
+        else norm_of_summands(x, *summands, weight, bias, launches.spec)
+    )
 
 
 def run_by_backend(norm: PatchedNorm, call: tuple):
-    """The norm where no kernel is started directly; None where the module's own forward is to compute it."""
+    """The norm where no kernel is started directly; None where the module's own forward
+    is to compute it.
+    """
     launches, x, weight, bias, gate, _, keep_output = call
     spec = launches.spec
-    if (not norm.replaces and left_alone(x)) or not norm.recipe.suits(x, weight, bias, gate):
+    if (not norm.replaces and left_alone(x)) or not norm.recipe.suits(
+        x, weight, bias, gate
+    ):
         return None
     backend = resolve_backend(x, weight, bias, spec, gate)
-    if backend == "original" or (backend == "reference" and not shapes_fit(x, weight, bias, gate, spec)):
+    if backend == "original" or (
+        backend == "reference" and not shapes_fit(x, weight, bias, gate, spec)
+    ):
         return None
     return fused_norm(x, weight, bias, spec, backend, gate, keep_output)
 
@@ -218,7 +252,9 @@ def launches_for(norm: torch.nn.Module, spec: NormSpec) -> Launches:
 
 
 def launches_with(launches: Launches, recipe: Recipe, spec: NormSpec) -> Launches:
-    """The launches of a recipe's norms, of another formula where the module holds another eps."""
+    """The launches of a recipe's norms, of another formula where the module holds
+    another eps.
+    """
     return launches if spec is launches.spec else _of_another_formula(recipe, spec)
 
 
@@ -227,12 +263,18 @@ def _of_another_formula(recipe: Recipe, spec: NormSpec) -> Launches:
     return Launches(spec, recipe.suits)
 
 
-def _in_plain_torch(norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict):
+def _in_plain_torch(
+    norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict
+):
     recipe = norm.recipe
     x, gate = _inputs(args, kwargs, norm.input_name, recipe.gate)
     parameters = operands(module, recipe)
     if x is None or parameters is None or (gate is None) != (recipe.spec.gate is None):
-        what = "RMSNorm that its converted checkpoint records" if recipe.as_rms else f"norm of {recipe.numerics}"
+        what = (
+            "RMSNorm that its converted checkpoint records"
+            if recipe.as_rms
+            else f"norm of {recipe.numerics}"
+        )
         raise TypeError(
             f"{type(module).__name__} runs the {what}, on the input alone and with the eps that it had: unpatch it "
             "to call it in another way"
@@ -264,12 +306,21 @@ def _ungated(spec: NormSpec) -> NormSpec:
 
 @cache
 def _of_two_dtypes(spec: NormSpec, x: torch.dtype, weight: torch.dtype) -> NormSpec:
-    """The formula of a server that multiplies in the weight's dtype and rounds to x's behind that."""
-    return replace(spec, rounding="weight_dtype" if torch.finfo(weight).eps > torch.finfo(x).eps else "once")
+    """The formula of a server that multiplies in the weight's dtype and rounds to x's
+    behind that.
+    """
+    return replace(
+        spec,
+        rounding="weight_dtype"
+        if torch.finfo(weight).eps > torch.finfo(x).eps
+        else "once",
+    )
 
 
 def fused_part(cls: type) -> type | None:
-    """The class in cls's ancestry that `fused_class` made, or None; it differs from cls where others subclassed it."""
+    """The class in cls's ancestry that `fused_class` made, or None; it differs from cls
+    where others subclassed it.
+    """
     return marked(cls, "_hf_rmsnorm_recipe")
 
 
@@ -279,6 +330,8 @@ def recipe_of(module: torch.nn.Module) -> Recipe | None:
 
 
 def fusible_recipe(module: torch.nn.Module) -> Recipe | None:
-    """`recipe_of` a norm that may be computed with what surrounds it; None of any other module."""
+    """`recipe_of` a norm that may be computed with what surrounds it; None of any other
+    module.
+    """
     recipe = recipe_of(module)
     return recipe if recipe is not None and recipe.fuse_residual else None

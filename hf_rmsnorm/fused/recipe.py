@@ -1,4 +1,6 @@
-"""How one norm module is computed: its formula, and the names under which the module keeps the operands."""
+"""How one norm module is computed: its formula, and the names under which the module
+keeps the operands.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,37 +19,50 @@ InputLayout = Literal["last", "channels_first"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to compute one norm module: the formula, and the names under which the module keeps the operands.
+    """How to compute one norm module: the formula, and the names under which the module
+    keeps the operands.
 
     Args:
         spec: the formula, with the eps found when the module was recognised.
         weight, bias: names of the module's attributes, None where the formula has none.
         eps: name of the attribute that holds eps; None if eps is fixed in the code.
-        eps_value: what that attribute held when ``spec.eps`` was found; any other value is read as eps itself.
-        hidden_size: the only size of x's last dimension that a norm without weight accepts; None if any.
-        settings: plain attributes that its forward reads, as (name, value); with others it computes another norm.
-        absent: parameters that the module has a place for and does not hold; with one of them it computes another norm.
+        eps_value: what that attribute held when ``spec.eps`` was found; any other value
+            is read as eps itself.
+        hidden_size: the only size of x's last dimension that a norm without weight
+            accepts; None if any.
+        settings: plain attributes that its forward reads, as (name, value); with others
+            it computes another norm.
+        absent: parameters that the module has a place for and does not hold; with one
+            of them it computes another norm.
         gate: name of the forward's argument that is the gate.
         gate_optional: without a gate, the module computes the same formula ungated.
         one_gate_dtype: proven only for gates of x's dtype.
-        other_input: name of a second input that is no known gate; calls that give it are not fused.
-        layout: the input normalises over its ``"last"`` dimension, or over its second (``"channels_first"``, as
-            `ConvNextLayerNorm`).
-        dims: numbers of dimensions of the input that the formula was proven for; None if any.
-        only_float32: in half precision the module rounds in an order that no `NormSpec` has.
+        other_input: name of a second input that is no known gate; calls that give it
+            are not fused.
+        layout: the input normalises over its ``"last"`` dimension, or over its second
+            (``"channels_first"``, as `ConvNextLayerNorm`).
+        dims: numbers of dimensions of the input that the formula was proven for; None
+            if any.
+        only_float32: in half precision the module rounds in an order that no `NormSpec`
+            has.
         not_under_autocast: under autocast the module computes something else.
-        input_written: something writes to the input in place once the norm has read it, which the module's own backward
-            bears in half precision, where it keeps a float32 copy, and the kernels' does not.
+        input_written: something writes to the input in place once the norm has read it,
+            which the module's own backward bears in half precision, where it keeps a
+            float32 copy, and the kernels' does not.
         row_major: the output is contiguous whatever the strides of the input.
-        as_rms: the module's own forward computes something else, a LayerNorm where a converted checkpoint says
-            RMSNorm: it is never run, and where no kernel serves, `reference_norm` does.
-        numerics: whose order of rounding this is: ``"model"``, or that of a server (`patching.numerics`); then too the
-            module's own forward is never run.
+        as_rms: the module's own forward computes something else, a LayerNorm where a
+            converted checkpoint says RMSNorm: it is never run, and where no kernel
+            serves, `reference_norm` does.
+        numerics: whose order of rounding this is: ``"model"``, or that of a server
+            (`patching.numerics`); then too the module's own forward is never run.
         own: the recipe of the module itself, if it differs.
-        rounds_sum: a residual sum is rounded before it is normalised; else the norm reads it as float32 holds it.
-        memory_efficient: the kernels' backward is to read the norm's output instead of its input.
+        rounds_sum: a residual sum is rounded before it is normalised; else the norm
+            reads it as float32 holds it.
+        memory_efficient: the kernels' backward is to read the norm's output instead of
+            its input.
         input_needed: why it reads the input all the same; "" where it need not.
-        fuse_residual: one launch may compute the norm with what surrounds it: a sum, a rotation, a modulation.
+        fuse_residual: one launch may compute the norm with what surrounds it: a sum, a
+            rotation, a modulation.
 
     Calls that do not meet all this run the module's own forward.
     """
@@ -79,7 +94,9 @@ class Recipe:
     fuse_residual: bool = True
 
     def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
-        """The formula with the eps that module holds now; None if that is no eps, or a setting has changed."""
+        """The formula with the eps that module holds now; None if that is no eps, or a
+        setting has changed.
+        """
         if (self.settings or self.absent) and self.changes(module):
             return None
         if self.eps is None:
@@ -92,7 +109,9 @@ class Recipe:
         return None
 
     def changes(self, module: torch.nn.Module) -> list[str]:
-        """What about the module is no longer as it was when it was recognised, in words; its eps may be another."""
+        """What about the module is no longer as it was when it was recognised, in
+        words; its eps may be another.
+        """
         changed = []
         for name, value in self.settings:  # asked by every call
             now = getattr(module, name, None)
@@ -105,7 +124,9 @@ class Recipe:
 
     @cached_property
     def replaces(self) -> bool:
-        """Whether the module computes something else than its own forward, which is never run then."""
+        """Whether the module computes something else than its own forward, which is
+        never run then.
+        """
         return self.as_rms or self.numerics != "model"
 
     @cached_property
@@ -116,21 +137,37 @@ class Recipe:
 
     @cached_property
     def is_simple(self) -> bool:
-        """Whether this is a norm of one input over its last dimension, and nothing besides."""
+        """Whether this is a norm of one input over its last dimension, and nothing
+        besides.
+        """
         row_major = self.row_major and self.numerics == "model"
-        return not (self.restricted or self.gate or self.other_input or self.spec.group_size or row_major)
+        return not (
+            self.restricted
+            or self.gate
+            or self.other_input
+            or self.spec.group_size
+            or row_major
+        )
 
     @cached_property
     def is_of_rows(self) -> bool:
-        """Whether this is a norm of one input over its last dimension; `rows_of` says of which inputs."""
-        return self.layout == "last" and not (self.gate or self.other_input or self.spec.group_size)
+        """Whether this is a norm of one input over its last dimension; `rows_of` says
+        of which inputs.
+        """
+        return self.layout == "last" and not (
+            self.gate or self.other_input or self.spec.group_size
+        )
 
     def fits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
-        return shapes_fit(x, weight, bias, gate, self.spec) and self.suits(x, weight, bias, gate)
+        return shapes_fit(x, weight, bias, gate, self.spec) and self.suits(
+            x, weight, bias, gate
+        )
 
     def suits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
-        """Whether the module computes the formula of tensors of these dtypes, in rows of this size."""
+        """Whether the module computes the formula of tensors of these dtypes, in rows
+        of this size.
+        """
         if bias is not None and weight is not None and bias.dtype != weight.dtype:
             return False
         if self.one_gate_dtype and gate is not None and gate.dtype != x.dtype:
@@ -140,11 +177,17 @@ class Recipe:
         return not self.spec.functional or one_dtype(self.spec, x, weight, bias)
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x as a view (or copy) of rows along its last dimension; None if this call is for the module itself."""
+        """x as a view (or copy) of rows along its last dimension; None if this call is
+        for the module itself.
+        """
         if (
             (self.dims is not None and x.dim() not in self.dims)
             or (self.only_float32 and x.dtype != torch.float32)
-            or (self.input_written and x.dtype != torch.float32 and torch.is_grad_enabled())
+            or (
+                self.input_written
+                and x.dtype != torch.float32
+                and torch.is_grad_enabled()
+            )
             or (self.not_under_autocast and autocast_enabled(x.device.type))
         ):
             return None
@@ -153,13 +196,16 @@ class Recipe:
         return x
 
     def notes(self) -> str:
-        """The calls that are not fused, and an unusual layout, in words for a report; "" if there are none."""
+        """The calls that are not fused, and an unusual layout, in words for a report;
+        "" if there are none.
+        """
         words = {
             "over dimension 1": self.layout == "channels_first",
             "in float32 only: in half precision it rounds in its own order, by its own forward": self.only_float32,
             "under autocast it runs its own forward": self.not_under_autocast,
             "in half-precision training, where its input is written to, it runs its own forward": self.input_written,
-            f"calls that give {self.other_input!r} run its own forward": self.other_input is not None,
+            f"calls that give {self.other_input!r} run its own forward": self.other_input
+            is not None,
             "as the converted checkpoint says": self.as_rms,
         }
         return "; ".join(text for text, applies in words.items() if applies)
@@ -170,12 +216,23 @@ class Recipe:
         return self.memory_efficient and not self.input_needed
 
     def saving_memory(self, module: torch.nn.Module) -> "Recipe":
-        """Return this recipe under `memory_efficient`, for a module with the parameters that it has now."""
-        weight, bias = (None if name is None else tensor_of(module, name) for name in (self.weight, self.bias))
-        return replace(self, memory_efficient=True, input_needed=input_needed(weight, bias, self.spec))
+        """Return this recipe under `memory_efficient`, for a module with the parameters
+        that it has now.
+        """
+        weight, bias = (
+            None if name is None else tensor_of(module, name)
+            for name in (self.weight, self.bias)
+        )
+        return replace(
+            self,
+            memory_efficient=True,
+            input_needed=input_needed(weight, bias, self.spec),
+        )
 
     def memory_note(self) -> str:
-        """The tensor that the module saves for the backward under `memory_efficient`, in words; "" without that."""
+        """The tensor that the module saves for the backward under `memory_efficient`,
+        in words; "" without that.
+        """
         if not self.memory_efficient:
             return ""
         if self.keeps_output:
@@ -184,35 +241,50 @@ class Recipe:
 
 
 def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
-    """(weight, bias, formula) of a module as it stands, for a call on its input alone; None where it has not all."""
+    """(weight, bias, formula) of a module as it stands, for a call on its input alone;
+    None where it has not all.
+    """
     weight = None if recipe.weight is None else tensor_of(module, recipe.weight)
     bias = None if recipe.bias is None else tensor_of(module, recipe.bias)
     spec = recipe.spec_of(module)
-    if spec is None or (weight is None and recipe.weight) or (bias is None and recipe.bias):
+    if (
+        spec is None
+        or (weight is None and recipe.weight)
+        or (bias is None and recipe.bias)
+    ):
         return None
     return weight, bias, spec
 
 
 def tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    # nn.Module's own attribute look-up takes as long as a kernel launch's bookkeeping; most weights are parameters.
+    # nn.Module's own attribute look-up takes as long as a kernel launch's bookkeeping;
+    # most weights are parameters.
     found = module._parameters.get(name)
     return getattr(module, name) if found is None else found
 
 
 def shapes_fit(x, weight, bias, gate, spec: NormSpec) -> bool:
-    """Whether the plain formula, which would broadcast anything, may compute this; the kernels check for themselves."""
+    """Whether the plain formula, which would broadcast anything, may compute this; the
+    kernels check for themselves.
+    """
     columns = x.shape[-1:]
     parameters = [p for p in (weight, bias) if p is not None]
     return (
         x.is_floating_point()
         and len(columns) == 1
-        and (all(p.shape == columns for p in parameters) or all(p.shape == x.shape[-2:] for p in parameters))
+        and (
+            all(p.shape == columns for p in parameters)
+            or all(p.shape == x.shape[-2:] for p in parameters)
+        )
         and (gate is None or gate.shape == x.shape)
         and (spec.group_size is None or columns[0] % spec.group_size == 0)
     )
 
 
 def one_dtype(spec: NormSpec, x, weight, bias) -> bool:
-    # torch's own operators refuse some mixtures of dtypes: leave those to torch, unless autocast resolves them.
-    same = (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype)
+    # torch's own operators refuse some mixtures of dtypes: leave those to torch, unless
+    # autocast resolves them.
+    same = (weight is None or weight.dtype == x.dtype) and (
+        bias is None or bias.dtype == x.dtype
+    )
     return same or autocasts_functional(spec, x.device.type)

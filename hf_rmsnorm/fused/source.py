@@ -1,7 +1,8 @@
-"""A forward compiled again from its own source, with a few expressions replaced by calls.
+"""A forward compiled again from its own source, with a few expressions replaced by
+calls.
 
-Nothing else changes: the same statements run in the same order, with the globals, defaults, decorators and line numbers
-of the original.
+Nothing else changes: the same statements run in the same order, with the globals,
+defaults, decorators and line numbers of the original.
 """
 
 import ast
@@ -21,7 +22,8 @@ from ..ops.backend import left_alone
 _FACTORY = "_hf_rmsnorm_make"
 _GUARD = "stepping_aside"
 _is_compiling = torch.compiler.is_compiling
-_syntax_trees = threading.Lock()  # Python 3.11 raises SystemError where two threads make syntax trees at once
+# Python 3.11 raises SystemError where two threads make syntax trees at once
+_syntax_trees = threading.Lock()
 
 
 class CannotRewrite(Exception):
@@ -29,17 +31,21 @@ class CannotRewrite(Exception):
 
 
 def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
-    """(the innermost function behind `cls.forward`, its definition, which is everybody's: copy it to change it).
+    """(the innermost function behind `cls.forward`, its definition, which is
+    everybody's: copy it to change it).
 
     Raises:
-        CannotRewrite: the source is not there, or does more than a function compiled alone can.
+        CannotRewrite: the source is not there, or does more than a function compiled
+            alone can.
     """
     function = inspect.unwrap(cls.forward)
     if not inspect.isfunction(function):
         raise CannotRewrite(f"its forward is a {type(function).__name__}")
     definition = definition_of(function.__code__)
     if not all(map(_is_repeatable, definition.decorator_list)):
-        raise CannotRewrite("its forward has a decorator that is made of more than names and constants")
+        raise CannotRewrite(
+            "its forward has a decorator that is made of more than names and constants"
+        )
     return function, definition
 
 
@@ -48,14 +54,17 @@ def definition_of(code: types.CodeType) -> ast.FunctionDef:
     """Return the syntax of a function, which is everybody's: copy it to change it.
 
     Raises:
-        CannotRewrite: its source is not there, or is not that of a function that stands alone.
+        CannotRewrite: its source is not there, or is not that of a function that stands
+            alone.
     """
     if set(code.co_freevars) - {"__class__"}:
         raise CannotRewrite("its forward uses variables of the function around it")
     try:
         with _syntax_trees:
             tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-        now = _compiled("".join(linecache.getlines(code.co_filename))).get((code.co_name, code.co_firstlineno))
+        now = _compiled("".join(linecache.getlines(code.co_filename))).get(
+            (code.co_name, code.co_firstlineno)
+        )
     except (OSError, TypeError, SyntaxError) as error:
         raise CannotRewrite("the source of its forward is not there") from error
     definition = tree.body[0] if len(tree.body) == 1 else None
@@ -66,17 +75,28 @@ def definition_of(code: types.CodeType) -> ast.FunctionDef:
         if isinstance(used, str) and used.startswith("__") and not used.endswith("__"):
             raise CannotRewrite(f"its forward uses the private name {used}")
         if isinstance(node, ast.Name) and used in ("locals", "vars", "eval", "exec"):
-            raise CannotRewrite(f"its forward calls {used}, which may see that it is another")
+            raise CannotRewrite(
+                f"its forward calls {used}, which may see that it is another"
+            )
     if now is None or _gist(now) != _gist(code):
-        raise CannotRewrite("the source of its forward has changed since it was imported")
+        raise CannotRewrite(
+            "the source of its forward has changed since it was imported"
+        )
     return definition
 
 
 def _is_repeatable(decorator: ast.expr) -> bool:
-    """Whether a decorator is the same when it is evaluated again: a dotted name, or a call of one with constants."""
+    """Whether a decorator is the same when it is evaluated again: a dotted name, or a
+    call of one with constants.
+    """
     if isinstance(decorator, ast.Call):
-        arguments = (*decorator.args, *(keyword.value for keyword in decorator.keywords))
-        return all(isinstance(a, ast.Constant) for a in arguments) and _is_repeatable(decorator.func)
+        arguments = (
+            *decorator.args,
+            *(keyword.value for keyword in decorator.keywords),
+        )
+        return all(isinstance(a, ast.Constant) for a in arguments) and _is_repeatable(
+            decorator.func
+        )
     while isinstance(decorator, ast.Attribute):
         decorator = decorator.value
     return isinstance(decorator, ast.Name)
@@ -84,7 +104,9 @@ def _is_repeatable(decorator: ast.expr) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(text: str) -> dict[tuple[str, int], types.CodeType]:
-    """The functions of a module's text by name and line. The whole is compiled: its imports decide on some bytecode."""
+    """The functions of a module's text by name and line. The whole is compiled: its
+    imports decide on some bytecode.
+    """
     found: dict[tuple[str, int], types.CodeType] = {}
     waiting = [compile(text, "", "exec", dont_inherit=True)]
     while waiting:
@@ -96,12 +118,17 @@ def _compiled(text: str) -> dict[tuple[str, int], types.CodeType]:
 
 
 def _gist(code) -> tuple:
-    consts = tuple(_gist(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
+    consts = tuple(
+        _gist(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts
+    )
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
-def guarded(forward: Callable, base: type, owner: list[type], always: bool = False) -> Callable:
-    """A forward that runs the class's own one under `torch.compile`, if it was exchanged, or if no kernel serves x.
+def guarded(
+    forward: Callable, base: type, owner: list[type], always: bool = False
+) -> Callable:
+    """A forward that runs the class's own one under `torch.compile`, if it was
+    exchanged, or if no kernel serves x.
 
     Args:
         owner: will hold the subclass of base that gets this forward.
@@ -114,12 +141,14 @@ def guarded(forward: Callable, base: type, owner: list[type], always: bool = Fal
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
         if _is_compiling() and not always:
-            # Dynamo does not trace `base.forward` of a class that is allowed in graphs, as many of diffusers' are.
+            # Dynamo does not trace `base.forward` of a class that is allowed in graphs,
+            # as many of diffusers' are.
             return super(owner[0], self).forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
         if getattr(x, "is_cpu", False) and not always and left_alone(x):
             return base.forward(self, *args, **kwargs)
-        if base.forward is not original or inner.__code__ is not code:  # autoreload exchanges the code alone
+        if base.forward is not original or inner.__code__ is not code:
+            # autoreload exchanges the code alone
             return base.forward(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
@@ -132,15 +161,20 @@ def name_of_self(function: Callable) -> str:
 
 
 def call(function: str, where: ast.AST, *arguments) -> ast.Call:
-    """``function(*arguments)`` at the place of a node; a string that is an identifier is a name, else a constant."""
+    """``function(*arguments)`` at the place of a node; a string that is an identifier
+    is a name, else a constant.
+    """
     nodes = [a if isinstance(a, ast.AST) else ast.Constant(a) for a in arguments]
     if isinstance(arguments[0], str):
         nodes[0] = ast.Name(arguments[0], ast.Load())
     return ast.copy_location(ast.Call(ast.Name(function, ast.Load()), nodes, []), where)
 
 
-def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable]) -> Callable:
-    """`cls.forward`, compiled from its own source once ``change(definition, name of self)`` has been made to it.
+def compiled_again(
+    cls: type, change: Callable, helpers: Mapping[str, Callable]
+) -> Callable:
+    """`cls.forward`, compiled from its own source once ``change(definition, name of
+    self)`` has been made to it.
 
     Args:
         change: returns the definition to compile.
@@ -152,42 +186,68 @@ def compiled_again(cls: type, change: Callable, helpers: Mapping[str, Callable])
     function, definition = forward_source(cls)
     definition = change(copy.deepcopy(definition), name_of_self(function))
     _without_annotations(definition)
-    # A function around it gives `super()` its class, and keeps the new names out of the module's globals.
+    # A function around it gives `super()` its class, and keeps the new names out of the
+    # module's globals.
     names = ["__class__", *helpers]
-    arguments = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+    arguments = ast.arguments(
+        [], [ast.arg(name) for name in names], None, [], [], None, []
+    )
     body = [definition, ast.Return(ast.Name(definition.name, ast.Load()))]
-    factory = ast.FunctionDef(_FACTORY, arguments, body, decorator_list=[], type_params=[])
+    factory = ast.FunctionDef(
+        _FACTORY, arguments, body, decorator_list=[], type_params=[]
+    )
     tree = ast.fix_missing_locations(ast.Module([factory], []))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    owner = next((c for c in cls.__mro__ if inspect.unwrap(c.__dict__.get("forward")) is function), cls)
+    owner = next(
+        (
+            c
+            for c in cls.__mro__
+            if inspect.unwrap(c.__dict__.get("forward")) is function
+        ),
+        cls,
+    )
     made: dict = {}
     try:
         with _syntax_trees:
             code = compile(tree, function.__code__.co_filename, "exec")
         exec(code, function.__globals__, made)
         forward = made[_FACTORY](owner, *helpers.values())
-    except Exception as error:  # a decorator may use a name of the class's body, and raise anything
-        raise CannotRewrite(f"its forward cannot be compiled again: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        # a decorator may use a name of the class's body, and raise anything
+        raise CannotRewrite(
+            f"its forward cannot be compiled again: {type(error).__name__}: {error}"
+        ) from error
     inner = inspect.unwrap(forward)
-    inner.__defaults__, inner.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-    inner.__qualname__, inner.__annotations__ = function.__qualname__, function.__annotations__
+    inner.__defaults__, inner.__kwdefaults__ = (
+        function.__defaults__,
+        function.__kwdefaults__,
+    )
+    inner.__qualname__, inner.__annotations__ = (
+        function.__qualname__,
+        function.__annotations__,
+    )
     return forward
 
 
 def _without_annotations(definition: ast.FunctionDef) -> None:
-    """Take off annotations and defaults, which may use names of the class's body; the original's are set later."""
+    """Take off annotations and defaults, which may use names of the class's body; the
+    original's are set later.
+    """
     arguments = definition.args
     for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
         argument.annotation = None
     definition.returns = None
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [None if d is None else ast.Constant(None) for d in arguments.kw_defaults]
+    arguments.kw_defaults = [
+        None if d is None else ast.Constant(None) for d in arguments.kw_defaults
+    ]
 
 
 def wrapped_alike(made: Callable, original: Callable) -> bool:
     """Whether the same functions are around a `guarded` forward as around the original.
 
-    A wrapper that `__init_subclass__` puts around the forward of each subclass counts once.
+    A wrapper that `__init_subclass__` puts around the forward of each subclass counts
+    once.
     """
     codes, ours = _wrappers(original), _wrappers(made)
     added = ours[: next((i for i, code in enumerate(ours) if _is_guard(code)), 0)]

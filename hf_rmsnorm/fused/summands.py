@@ -1,7 +1,8 @@
-"""The two summands of a residual sum, kept for a norm that reads their sum before it is rounded.
+"""The two summands of a residual sum, kept for a norm that reads their sum before it is
+rounded.
 
-They are kept with the storage of the sum. So views, `detach` and the tensors that a checkpoint saved lead to them, and
-they are freed with the sum.
+They are kept with the storage of the sum. So views, `detach` and the tensors that a
+checkpoint saved lead to them, and they are freed with the sum.
 """
 
 import warnings
@@ -20,14 +21,22 @@ _warned: weakref.WeakSet = weakref.WeakSet()
 
 class _Summands(NamedTuple):
     version: int | None
-    place: tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of the sum
+    # shape, strides and offset of the sum
+    place: tuple[torch.Size, tuple[int, ...], int]
     left: torch.Tensor
     right: torch.Tensor
     returned: bool
 
 
-def keep_summands(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, returned: bool, again: bool):
-    """Keep the summands of ``total = left + right``; those of a sum that is a summand itself go, as its norm has run.
+def keep_summands(
+    total: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    returned: bool,
+    again: bool,
+):
+    """Keep the summands of ``total = left + right``; those of a sum that is a summand
+    itself go, as its norm has run.
 
     Args:
         returned: a module returns the sum.
@@ -40,11 +49,19 @@ def keep_summands(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, 
             delattr(storage, _HELD)
     if total.dtype in HALF_DTYPES:  # a sum in float32 is not rounded
         parts = (t.detach().expand(total.shape) for t in (left, right))
-        setattr(total.untyped_storage(), _HELD, _Summands(version(total), _place(total), *parts, returned))
+        setattr(
+            total.untyped_storage(),
+            _HELD,
+            _Summands(version(total), _place(total), *parts, returned),
+        )
 
 
-def summands_of(norm: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The summands of x, in its shape; None if none were kept, with one warning if they were kept before."""
+def summands_of(
+    norm: torch.nn.Module, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The summands of x, in its shape; None if none were kept, with one warning if they
+    were kept before.
+    """
     if x.dtype not in HALF_DTYPES or type(x) not in DIRECT_TYPES or under_transform():
         return None
     kept = vars(x.untyped_storage()).get(_HELD)
@@ -67,7 +84,17 @@ def _place(t: torch.Tensor) -> tuple:
     return t.shape, t.stride(), t.storage_offset()
 
 
-def _seen_as(x: torch.Tensor, t: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-    """The part of the summand t that x, a view of the sum in this layout, is of the sum."""
-    laid_out = torch.empty_strided(shape, stride, dtype=t.dtype, device=t.device).copy_(t)
+def _seen_as(
+    x: torch.Tensor,
+    t: torch.Tensor,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    offset: int,
+) -> torch.Tensor:
+    """The part of the summand t that x, a view of the sum in this layout, is of the
+    sum.
+    """
+    laid_out = torch.empty_strided(shape, stride, dtype=t.dtype, device=t.device).copy_(
+        t
+    )
     return laid_out.as_strided(x.shape, x.stride(), x.storage_offset() - offset)

@@ -1,6 +1,8 @@
-"""Functions that replace a residual sum and the norm that reads it: one launch if that gives the same bits.
+"""Functions that replace a residual sum and the norm that reads it: one launch if that
+gives the same bits.
 
-A forward calls these functions once it was compiled again from its own source, by `patching.layers.sums`.
+A forward calls these functions once it was compiled again from its own source, by
+`patching.layers.sums`.
 """
 
 import torch
@@ -26,9 +28,11 @@ def add_and_norm(left, right, norm):
 
 
 def add_and_norm_of_seen(left, right, norm):
-    """`add_and_norm` of a sum that something else gets hold of: one by one where gradients are asked for.
+    """`add_and_norm` of a sum that something else gets hold of: one by one where
+    gradients are asked for.
 
-    In one launch a hook on the sum would see a gradient without the part that comes through the norm.
+    In one launch a hook on the sum would see a gradient without the part that comes
+    through the norm.
     """
     if not torch.is_grad_enabled():
         return add_and_norm(left, right, norm)
@@ -43,14 +47,17 @@ def norm_of_sum(left, right, norm):
 
 
 def add_unrounded(left, right, module: torch.nn.Module, returned: bool = True):
-    """``left + right``, whose summands are kept for a norm that reads the sum before it is rounded.
+    """``left + right``, whose summands are kept for a norm that reads the sum before it
+    is rounded.
 
     Args:
         module: which adds, or reads the sum.
-        returned: a module returns the sum, so that a checkpoint may run what reads it again.
+        returned: a module returns the sum, so that a checkpoint may run what reads it
+            again.
 
     Raises:
-        RuntimeError: the sum is one of a graph that is compiled, exported or transformed, or of other tensors.
+        RuntimeError: the sum is one of a graph that is compiled, exported or
+            transformed, or of other tensors.
     """
     total = left + right
     plain = type(left) is type(right) is type(total) is torch.Tensor
@@ -74,7 +81,11 @@ def _one_by_one(left, right, norm) -> tuple:
 
 def _in_one_launch(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
-    if _is_compiling() or type(left) is not torch.Tensor or type(right) is not torch.Tensor:
+    if (
+        _is_compiling()
+        or type(left) is not torch.Tensor
+        or type(right) is not torch.Tensor
+    ):
         return None
     parameters = operands_ahead(norm)
     if parameters is None:
@@ -83,4 +94,6 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     recipe: Recipe = type(norm)._hf_rmsnorm_recipe
     if not recipe.rounds_sum:
         return None
-    return run(launches_for(norm, spec), right, weight, bias, None, left, recipe.keeps_output)
+    return run(
+        launches_for(norm, spec), right, weight, bias, None, left, recipe.keeps_output
+    )

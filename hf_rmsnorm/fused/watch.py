@@ -1,4 +1,6 @@
-"""Tells `count_launches` of each fused piece that a forward has come to; without such a context nothing is told."""
+"""Tells `count_launches` of each fused piece that a forward has come to; without such a
+context nothing is told.
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +12,8 @@ QK = "q/k norms + rotary embedding"
 MODULATION = "norm + scale and shift"
 MODULATED_SUM = "residual add + norm + scale and shift"
 
-watchers: list[Callable] = []  # a caller asks first whether there are any, so that others pay nothing
+# a caller asks first whether there are any, so that others pay nothing
+watchers: list[Callable] = []
 _is_compiling = torch.compiler.is_compiling
 
 
@@ -21,7 +24,8 @@ def note(piece: str, norms: tuple, x, reason: str = "") -> None:
         piece: one of the names above.
         norms: the patched norms in it.
         x: the input of the first, or a summand of it.
-        reason: why it was not one launch, where that does not follow from the norms and x.
+        reason: why it was not one launch, where that does not follow from the norms and
+            x.
     """
     if _is_compiling():
         return

@@ -1,1 +1,3 @@
-"""Integrations with other libraries, a file for each: Trainers, and trainers configured by YAML."""
+"""Integrations with other libraries, a file for each: Trainers, and trainers configured
+by YAML.
+"""

@@ -1,4 +1,6 @@
-"""A converted model in fine-tuning: kept where LayerNorm and RMSNorm are equal, or trained as RMSNorm and marked so."""
+"""A converted model in fine-tuning: kept where LayerNorm and RMSNorm are equal, or
+trained as RMSNorm and marked so.
+"""
 
 import sys
 import warnings
@@ -7,8 +9,23 @@ import torch
 
 from ..ops.loading import is_dtensor
 from ..patching.api import check_module
-from ..patching.converted import STAYS, Recorded, Weights, conversion_of, moved, outside_of, recorded_model
-from ..record import RECORD_KEY, TRAINED_AS_RMS, ResidualWeights, constraints, own_names, restore_
+from ..patching.converted import (
+    STAYS,
+    Recorded,
+    Weights,
+    conversion_of,
+    moved,
+    outside_of,
+    recorded_model,
+)
+from ..record import (
+    RECORD_KEY,
+    TRAINED_AS_RMS,
+    ResidualWeights,
+    constraints,
+    own_names,
+    restore_,
+)
 
 TRAINED = (
     "a model that is trained as RMSNorm computes LayerNorm, which is another function, where what is saved of it is "
@@ -18,27 +35,31 @@ TRAINED = (
 
 
 class Recentre:
-    """Subtracts the mean that an optimizer's step gave a converted model's residual weights.
+    """Subtracts the mean that an optimizer's step gave a converted model's residual
+    weights.
 
-    A LayerNorm removes that mean, so the logits do not change. Without a mean, RMSNorm computes the same (Jiang et al.
-    2023). Call it after each step, on every process:
+    A LayerNorm removes that mean, so the logits do not change. Without a mean, RMSNorm
+    computes the same (Jiang et al. 2023). Call it after each step, on every process:
 
         >>> recentre = Recentre(model)          # once; after adapters were added  # doctest: +SKIP
         >>> optimizer.step()                                                       # doctest: +SKIP
         >>> recentre()                                                             # doctest: +SKIP
 
-    Means are computed in float64, and parameters are changed in place in their own dtype. The B of a LoRA adapter is
-    centred if it is added to a residual weight. Parameters without gradient are not changed. Under `fully_shard` a
-    parameter that is sharded along the residual stream is gathered, one at a time. A model that has moved already is
-    centred at once.
+    Means are computed in float64, and parameters are changed in place in their own
+    dtype. The B of a LoRA adapter is centred if it is added to a residual weight.
+    Parameters without gradient are not changed. Under `fully_shard` a parameter that is
+    sharded along the residual stream is gathered, one at a time. A model that has moved
+    already is centred at once.
 
     Args:
-        model: a converted model, or one that holds it: under PEFT, DDP, `torch.compile`, `fully_shard`.
+        model: a converted model, or one that holds it: under PEFT, DDP,
+            `torch.compile`, `fully_shard`.
 
     Raises:
         TypeError: this is no module.
-        ValueError: no conversion is recorded; the model was trained as RMSNorm; another module may give the residual
-            stream a mean; or FSDP1 or ZeRO-3 manage the parameters.
+        ValueError: no conversion is recorded; the model was trained as RMSNorm; another
+            module may give the residual stream a mean; or FSDP1 or ZeRO-3 manage the
+            parameters.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -47,10 +68,17 @@ class Recentre:
         tensors = Weights(found.model, found.head)
         if why_not := outside_of(model, found.model) or tensors.hooked(found.record):
             raise ValueError(f"this model cannot be kept centred: {why_not}")
-        self._steps = [(name, *tensors.data[name], how) for name, how in _to_centre(tensors, found.record)]
-        self._shapes = {name: module._parameters[key].shape for name, module, key, _ in self._steps}
+        self._steps = [
+            (name, *tensors.data[name], how)
+            for name, how in _to_centre(tensors, found.record)
+        ]
+        self._shapes = {
+            name: module._parameters[key].shape for name, module, key, _ in self._steps
+        }
         self._model = model
-        if any(is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps):
+        if any(
+            is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps
+        ):
             return
         if moved(tensors, found.record):
             self._run(frozen=True)
@@ -58,15 +86,23 @@ class Recentre:
             raise ValueError(f"this model cannot be kept centred: {why_not}")
 
     def __call__(self) -> None:
-        """Centre the parameters that are trained; raises ValueError where one is no longer here whole."""
+        """Centre the parameters that are trained; raises ValueError where one is no
+        longer here whole.
+        """
         self._run(frozen=False)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError where an optimizer updates copies of the parameters: DeepSpeed's would undo the centring."""
+        """Raise ValueError where an optimizer updates copies of the parameters:
+        DeepSpeed's would undo the centring.
+        """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = {id(p) for p in self._model.parameters()}
-        trained = [(name, module._parameters[key]) for name, module, key, _ in self._steps]
-        missed = [name for name, p in trained if p.requires_grad and id(p) not in stepped]
+        trained = [
+            (name, module._parameters[key]) for name, module, key, _ in self._steps
+        ]
+        missed = [
+            name for name, p in trained if p.requires_grad and id(p) not in stepped
+        ]
         if missed and stepped - ours:
             what = f"this optimizer updates copies of the parameters, and not {missed[0]} itself"
             cure = "use one that updates the parameters, or train as RMSNorm (train_as_rms)"
@@ -78,34 +114,58 @@ class Recentre:
             parameter = module._parameters[key]
             if parameter.shape != self._shapes[name] or parameter.is_meta:
                 cure = "build Recentre after that, under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
-                raise ValueError(f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: {cure}")
+                raise ValueError(
+                    f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: {cure}"
+                )
             if not (frozen or parameter.requires_grad):
                 continue
             sharded = is_dtensor(parameter)
-            across = sharded and any(place.is_shard(how["axis"]) for place in parameter.placements)
-            # A shard has some of the rows whole, unless the parameter is sharded along the residual stream.
-            tensor = parameter.full_tensor() if across else parameter.to_local() if sharded else parameter
+            across = sharded and any(
+                place.is_shard(how["axis"]) for place in parameter.placements
+            )
+            # A shard has some of the rows whole, unless the parameter is sharded along
+            # the residual stream.
+            tensor = (
+                parameter.full_tensor()
+                if across
+                else parameter.to_local()
+                if sharded
+                else parameter
+            )
             restore_(tensor, how)
             if across:
                 from torch.distributed.tensor import distribute_tensor
 
-                shards = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                shards = distribute_tensor(
+                    tensor,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    src_data_rank=None,
+                )
                 parameter.to_local().copy_(shards.to_local())
 
 
 def _check_serves(model: torch.nn.Module, found: Recorded) -> None:
     """Raise ValueError for a model under FSDP1, or one that was trained as RMSNorm."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()):
+    if fsdp is not None and any(
+        isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()
+    ):
         cure = "use FSDP2 (fully_shard), or train as RMSNorm (train_as_rms)"
-        raise ValueError(f"FSDP1 keeps parameters as pieces of a flat one, without rows to centre: {cure}")
+        raise ValueError(
+            f"FSDP1 keeps parameters as pieces of a flat one, without rows to centre: {cure}"
+        )
     if found.followed:
         why = "its weights may have any mean, and taking it off would change what the model computes"
-        raise ValueError(f"this model's config says that it was trained as RMSNorm: {why}")
+        raise ValueError(
+            f"this model's config says that it was trained as RMSNorm: {why}"
+        )
 
 
 def _to_centre(tensors: Weights, record: dict) -> list[tuple[str, dict]]:
-    """(parameter, axis, block and blocks to centre it along) of residual weights, and of what adapters add to them."""
+    """(parameter, axis, block and blocks to centre it along) of residual weights, and
+    of what adapters add to them.
+    """
     own = own_names(tensors)
     names = {new: old for old, new in own.items()}
     steps = [(names[name], how) for name, how in constraints(record, names).items()]
@@ -118,17 +178,20 @@ def _to_centre(tensors: Weights, record: dict) -> list[tuple[str, dict]]:
 
 
 def train_as_rms(model: torch.nn.Module) -> None:
-    """Mark a converted model as one that is trained as RMSNorm. `patch_model` then always runs its norms as RMSNorm.
+    """Mark a converted model as one that is trained as RMSNorm. `patch_model` then
+    always runs its norms as RMSNorm.
 
-    Call it before `patch_model` and before training; the mark is in the config, as ``"computes": "rms_norm"``, and
-    `save_pretrained` keeps it. Adapters do not hold it: mark the base before an adapter is loaded that was trained so.
+    Call it before `patch_model` and before training; the mark is in the config, as
+    ``"computes": "rms_norm"``, and `save_pretrained` keeps it. Adapters do not hold it:
+    mark the base before an adapter is loaded that was trained so.
 
     Args:
         model: a converted model, or one that holds it.
 
     Raises:
         TypeError: this is no module.
-        ValueError: no conversion is recorded; or the model computes something else as RMSNorm, since it has moved.
+        ValueError: no conversion is recorded; or the model computes something else as
+            RMSNorm, since it has moved.
 
     Warns:
         UserWarning: a plain load of the saved model computes LayerNorm; with the cure.
@@ -138,10 +201,18 @@ def train_as_rms(model: torch.nn.Module) -> None:
 
 
 def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
-    """`train_as_rms`, without the warning; `trained`: the weights are known to be trained as RMSNorm already."""
+    """`train_as_rms`, without the warning; `trained`: the weights are known to be
+    trained as RMSNorm already.
+    """
     found = _recorded(model, "train_as_rms")
-    if why_not := "" if trained or found.followed else conversion_of(model).why_not.removeprefix(STAYS):
-        raise ValueError(f"as RMSNorm this model would compute something else than it does now: {why_not}")
+    if (
+        why_not := ""
+        if trained or found.followed
+        else conversion_of(model).why_not.removeprefix(STAYS)
+    ):
+        raise ValueError(
+            f"as RMSNorm this model would compute something else than it does now: {why_not}"
+        )
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, RECORD_KEY, None) == found.record:
@@ -152,5 +223,7 @@ def _recorded(model: torch.nn.Module, function: str) -> Recorded:
     check_module(function, model)
     if (found := recorded_model(model)) is None:
         cure = "make a checkpoint with hf-rmsnorm convert, and load that"
-        raise ValueError(f"the config of this {type(model).__name__} records no conversion: {cure}")
+        raise ValueError(
+            f"the config of this {type(model).__name__} records no conversion: {cure}"
+        )
     return found

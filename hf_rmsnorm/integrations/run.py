@@ -1,9 +1,11 @@
-"""Run a training script, unedited, with `HfRmsNormCallback` in every Trainer that it makes.
+"""Run a training script, unedited, with `HfRmsNormCallback` in every Trainer that it
+makes.
 
     accelerate launch -m hf_rmsnorm.integrations.run [NAME=VALUE ...] SCRIPT.py ARGUMENTS
     accelerate launch -m hf_rmsnorm.integrations.run [NAME=VALUE ...] -m MODULE ARGUMENTS
 
-python, or torchrun, does as well in place of accelerate launch. NAME=VALUE is an argument of the callback:
+python, or torchrun, does as well in place of accelerate launch. NAME=VALUE is an
+argument of the callback:
 """
 
 import os
@@ -40,7 +42,9 @@ def _say(text: str) -> None:
 
 def kinds() -> dict[str, str]:
     """Option -> the kind of its value, from the signature of `patch_model`."""
-    found = {name: _kind(parameter.annotation) for name, parameter in PATCH_OPTIONS.items()}
+    found = {
+        name: _kind(parameter.annotation) for name, parameter in PATCH_OPTIONS.items()
+    }
     return found | {"recentre": FLAG, "train_as_rms": FLAG}
 
 
@@ -56,7 +60,12 @@ def _kind(annotation) -> str:
 def usage() -> str:
     takes = kinds() | {"numerics": f"one of {', '.join(NUMERICS)}"}
     width = max(map(len, takes))
-    return "\n".join([__doc__, *(f"    {name:<{width}} = {values}" for name, values in takes.items())])
+    return "\n".join(
+        [
+            __doc__,
+            *(f"    {name:<{width}} = {values}" for name, values in takes.items()),
+        ]
+    )
 
 
 def parse(words: list[str]) -> tuple[dict, Program]:
@@ -69,7 +78,9 @@ def parse(words: list[str]) -> tuple[dict, Program]:
     while words and _is_option(words[0]):
         name, value = words.pop(0).split("=", 1)
         if name in options:
-            raise Wrong(f"{name} is there twice: put commas between globs, or leave one out")
+            raise Wrong(
+                f"{name} is there twice: put commas between globs, or leave one out"
+            )
         options[name] = _value(name, value)
     is_module = words[:1] == ["-m"]
     if is_module:
@@ -78,7 +89,9 @@ def parse(words: list[str]) -> tuple[dict, Program]:
         raise Wrong(f"there is nothing to run: name SCRIPT.py or -m MODULE; {HELP}")
     name = words[0]
     if name.startswith("-"):
-        raise Wrong(f"{name} is no option: options are NAME=VALUE, without dashes; {HELP}")
+        raise Wrong(
+            f"{name} is no option: options are NAME=VALUE, without dashes; {HELP}"
+        )
     program = Program(name, is_module, words)
     _check_is_there(program)
     return options, program
@@ -101,7 +114,9 @@ def _check_is_there(program: Program) -> None:
     name = program.name
     if not program.is_module:
         if not os.path.isfile(name):
-            raise Wrong(f"there is no file {name}: name SCRIPT.py or -m MODULE, after NAME=VALUE")
+            raise Wrong(
+                f"there is no file {name}: name SCRIPT.py or -m MODULE, after NAME=VALUE"
+            )
         return
     try:
         spec = find_spec(name)
@@ -111,7 +126,9 @@ def _check_is_there(program: Program) -> None:
     except (ImportError, ValueError) as error:
         raise Wrong(f"cannot run -m {name}: {error}") from None
     if spec is None:
-        raise Wrong(f"there is no module {name}: name SCRIPT.py or -m MODULE, after NAME=VALUE")
+        raise Wrong(
+            f"there is no module {name}: name SCRIPT.py or -m MODULE, after NAME=VALUE"
+        )
 
 
 def main() -> int:
@@ -132,12 +149,16 @@ def main() -> int:
         if program.is_module:
             runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(program.name))  # it was the current folder, for -m
+            # it was the current folder, for -m
+            sys.path[0] = os.path.dirname(os.path.abspath(program.name))
             runpy.run_path(program.name, run_name="__main__")
     finally:
         DEFAULT_CALLBACKS.remove(callback)
         if not callback.has_seen_a_trainer:
-            print(f"hf_rmsnorm: {program.name} made no Trainer here: call patch_model(model) in it", file=sys.stderr)
+            print(
+                f"hf_rmsnorm: {program.name} made no Trainer here: call patch_model(model) in it",
+                file=sys.stderr,
+            )
     return 0
 
 

@@ -17,47 +17,58 @@ from ..patching.converted import conversion_of
 from ..paths import did_you_mean
 from .finetuned import TRAINED, Recentre, mark_as_rms
 
-logger = logging.get_logger("transformers.integrations.hf_rmsnorm")  # whose level and handlers are Transformers'
+# whose level and handlers are Transformers'
+logger = logging.get_logger("transformers.integrations.hf_rmsnorm")
 PATCH_OPTIONS = dict(inspect.signature(patch_model).parameters)
 del PATCH_OPTIONS["model"]
 
 
 class HfRmsNormCallback(TrainerCallback):
-    """Patches the model of a `transformers.Trainer`, or of one derived from it as TRL's are.
+    """Patches the model of a `transformers.Trainer`, or of one derived from it as TRL's
+    are.
 
-    The model is patched when the Trainer has been made, before it is wrapped or compiled. A model of `model_init` is
-    patched when its training begins. A converted model is checked again after a checkpoint was resumed. No model is
-    patched twice, and the Trainer saves the bytes and names of the unpatched model. Norms that ``use_liger_kernel``
-    replaces stay Liger's, with a warning.
+    The model is patched when the Trainer has been made, before it is wrapped or
+    compiled. A model of `model_init` is patched when its training begins. A converted
+    model is checked again after a checkpoint was resumed. No model is patched twice,
+    and the Trainer saves the bytes and names of the unpatched model. Norms that
+    ``use_liger_kernel`` replaces stay Liger's, with a warning.
 
-    For each Trainer the main process prints one line on stderr: how many norms were swapped, and where they run.
+    For each Trainer the main process prints one line on stderr: how many norms were
+    swapped, and where they run.
 
-    The callback does not see a model that is assigned to ``trainer.model`` later, or a reference model of TRL: call
-    `patch_model` on these.
+    The callback does not see a model that is assigned to ``trainer.model`` later, or a
+    reference model of TRL: call `patch_model` on these.
 
     Args:
-        recentre: for a converted model: centre its residual weights after each optimizer step, so that LayerNorm and
-            RMSNorm stay equal (`Recentre`).
-        train_as_rms: for a converted model: record in its config that it is trained as RMSNorm (`train_as_rms`). A
-            warning at each save explains what a plain load computes.
-        options: keyword arguments of `patch_model`. Options that are not named stay as an earlier patch has set them.
+        recentre: for a converted model: centre its residual weights after each
+            optimizer step, so that LayerNorm and RMSNorm stay equal (`Recentre`).
+        train_as_rms: for a converted model: record in its config that it is trained as
+            RMSNorm (`train_as_rms`). A warning at each save explains what a plain load
+            computes.
+        options: keyword arguments of `patch_model`. Options that are not named stay as
+            an earlier patch has set them.
 
     Attributes:
         report: of the last patch; also logged, at level INFO, once for equal ones.
 
     Raises:
-        TypeError: an option that `patch_model` does not know, or a flag that is not a bool.
-        ValueError: recentre and train_as_rms together; an unknown numerics; and, from the Trainer, what
-            those two and `patch_model` raise.
+        TypeError: an option that `patch_model` does not know, or a flag that is not a
+            bool.
+        ValueError: recentre and train_as_rms together; an unknown numerics; and, from
+            the Trainer, what those two and `patch_model` raise.
 
     Example:
         >>> from hf_rmsnorm import HfRmsNormCallback
         >>> trainer = Trainer(model, args, callbacks=[HfRmsNormCallback()])  # doctest: +SKIP
     """
 
-    def __init__(self, *, recentre: bool = False, train_as_rms: bool = False, **options):
+    def __init__(
+        self, *, recentre: bool = False, train_as_rms: bool = False, **options
+    ):
         if recentre and train_as_rms:
-            raise ValueError("recentre and train_as_rms contradict each other: choose one")
+            raise ValueError(
+                "recentre and train_as_rms contradict each other: choose one"
+            )
         for name, flag in (("recentre", recentre), ("train_as_rms", train_as_rms)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is {flag!r}: pass True or False")
@@ -65,14 +76,19 @@ class HfRmsNormCallback(TrainerCallback):
             _check_name(name)
         check_options(**options)
         self.report: PatchReport | None = None
-        self._recentre_wanted, self._trained_as_rms, self._options = recentre, train_as_rms, options
+        self._recentre_wanted, self._trained_as_rms, self._options = (
+            recentre,
+            train_as_rms,
+            options,
+        )
         self._recentre: Recentre | None = None
         self._saves_trained = False
         self._patched: weakref.ref[torch.nn.Module] | None = None
         self._logged = self._said = ""
 
     def __getstate__(self):
-        # A search by Ray pickles the Trainer with its callbacks; the model is another one there.
+        # A search by Ray pickles the Trainer with its callbacks; the model is another
+        # one there.
         return {**self.__dict__, "_patched": None, "_recentre": None}
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
@@ -80,10 +96,14 @@ class HfRmsNormCallback(TrainerCallback):
         self._said = ""  # another Trainer says it again
         self._say(args, state)
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(
+        self, args, state, control, model=None, optimizer=None, **kwargs
+    ):
         self._patch(model, resumed=state.global_step > 0, again=args.use_liger_kernel)
         self._say(args, state)
-        if args.use_liger_kernel and any("liger_kernel" in norm.reason for norm in self.report.skipped):
+        if args.use_liger_kernel and any(
+            "liger_kernel" in norm.reason for norm in self.report.skipped
+        ):
             cure = "liger_kernel_config={'rms_norm': False} keeps its other kernels"
             logger.warning(f"use_liger_kernel took norms: {cure}")
         if self._recentre_wanted:
@@ -96,7 +116,9 @@ class HfRmsNormCallback(TrainerCallback):
         if as_rms and not (self._recentre_wanted or conversion.trained):
             what = "this converted model trains as RMSNorm, and what is saved loads as LayerNorm"
             cure = "give HfRmsNormCallback recentre=True or train_as_rms=True"
-            logger.warning(f"{what}: another function where its residual weights were trained; {cure}")
+            logger.warning(
+                f"{what}: another function where its residual weights were trained; {cure}"
+            )
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         if self._recentre is not None:
@@ -110,7 +132,9 @@ class HfRmsNormCallback(TrainerCallback):
         self._recentre = None
         self.on_save(args, state, control)  # it may be saved now, which is no event
 
-    def _patch(self, model: torch.nn.Module, resumed: bool, again: bool = False) -> None:
+    def _patch(
+        self, model: torch.nn.Module, resumed: bool, again: bool = False
+    ) -> None:
         if self._trained_as_rms:
             mark_as_rms(model, trained=resumed)
         elif self._recentre_wanted:
@@ -132,7 +156,9 @@ class HfRmsNormCallback(TrainerCallback):
             logger.info(self._logged)
             conversion = conversion_of(model)
             if conversion is not None and conversion.why_not:
-                logger.warning(f"each norm that the conversion recorded {conversion.why_not}")
+                logger.warning(
+                    f"each norm that the conversion recorded {conversion.why_not}"
+                )
 
     def _say(self, args, state) -> None:
         line = swapped_line(self.report, args.device)
@@ -142,7 +168,9 @@ class HfRmsNormCallback(TrainerCallback):
 
 
 class EndingCallback(HfRmsNormCallback):
-    """`HfRmsNormCallback` for options that no script has: where they do not fit a model, one line ends the program."""
+    """`HfRmsNormCallback` for options that no script has: where they do not fit a
+    model, one line ends the program.
+    """
 
     has_seen_a_trainer = False
 
@@ -167,11 +195,14 @@ def _ending(is_main_process: bool):
 
 
 def swapped_line(report: PatchReport, device: torch.device) -> str:
-    """One line: how many norms were swapped, and where they run; `device` is the Trainer's."""
+    """One line: how many norms were swapped, and where they run; `device` is the
+    Trainer's.
+    """
     count = len(report.swapped)
     line = f"hf_rmsnorm: {count} {'norm' if count == 1 else 'norms'} swapped, {len(report.skipped)} skipped"
     records = report.devices
-    if records and all(record["device"] == "cpu" for record in records):  # a sharded model is put on its GPU later
+    if records and all(record["device"] == "cpu" for record in records):
+        # a sharded model is put on its GPU later
         records = [runs_on(device)]
     return "; ".join([line, *(f"runs on {text}" for text in where_norms_run(records))])
 
@@ -181,4 +212,6 @@ def _check_name(name: str) -> None:
         return
     known = [*PATCH_OPTIONS, "recentre", "train_as_rms"]
     cure = did_you_mean(name, known) or f"; choose among {', '.join(known)}"
-    raise TypeError(f"HfRmsNormCallback takes the arguments of patch_model, and there is no {name!r}{cure}")
+    raise TypeError(
+        f"HfRmsNormCallback takes the arguments of patch_model, and there is no {name!r}{cure}"
+    )

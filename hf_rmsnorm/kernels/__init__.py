@@ -1,1 +1,3 @@
-"""Triton kernels and their launch. Importing this package does not import triton; `launch` does."""
+"""Triton kernels and their launch. Importing this package does not import triton;
+`launch` does.
+"""

@@ -2,20 +2,30 @@
 
     dx = rstd * (g - xhat * mean(g * xhat) [- mean(g) if centered]),  dweight = sum(dy * xhat),  dbias = sum(dy)
 
-An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A gate after the norm multiplies dy first; one
-before it multiplies what dx becomes.
+An eps outside the root multiplies mean(g * xhat) by (RMS + eps) / RMS. A gate after the
+norm multiplies dy first; one before it multiplies what dx becomes.
 
-Parameter gradients are summed in float32, in a fixed order and without atomics: each program of a persistent grid
-keeps one partial row in registers, and `reduce_partials` adds the rows. A result whose pointer is None is not computed.
+Parameter gradients are summed in float32, in a fixed order and without atomics: each
+program of a persistent grid keeps one partial row in registers, and `reduce_partials`
+adds the rows. A result whose pointer is None is not computed.
 
-FROM_OUTPUT: X is the norm's output y, and xhat = (y - bias) / (weight_offset + weight); MEAN is not read. Not with a
-gate or an eps outside the root.
+FROM_OUTPUT: X is the norm's output y, and xhat = (y - bias) / (weight_offset + weight);
+MEAN is not read. Not with a gate or an eps outside the root.
 """
 
 import triton
 import triton.language as tl
 
-from .device import activation, hat_of_output, known, load, round_hat, row_offsets, scale_of, store
+from .device import (
+    activation,
+    hat_of_output,
+    known,
+    load,
+    round_hat,
+    row_offsets,
+    scale_of,
+    store,
+)
 
 
 @triton.jit
@@ -36,29 +46,50 @@ def sums(g, along, CENTERED: tl.constexpr):
 
 @triton.jit
 def weight_scale(
-    w, W, X, at, col_mask, tile, tiles, WHOLE: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    RELOAD_W: tl.constexpr, GATE: tl.constexpr, STAGES: tl.constexpr,
+    w, W, X, at, col_mask, tile, tiles, WHOLE: tl.constexpr, OFFSET: tl.constexpr,
+    ROUND_OFFSET: tl.constexpr, RELOAD_W: tl.constexpr, GATE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The factor of xhat, in float32, from w, the weight in registers; if RELOAD_W, the weight is loaded here."""
+    """The factor of xhat, in float32, from w, the weight in registers; if RELOAD_W, the
+    weight is loaded here.
+    """
     if RELOAD_W:
         # Not loaded ahead: it would take as much shared memory as x.
-        always = tile < tiles if STAGES > 1 and GATE is None and W.dtype == X.dtype else True
+        always = (
+            tile < tiles if STAGES > 1 and GATE is None and W.dtype == X.dtype else True
+        )
         w = load(W + at, col_mask, WHOLE, always)
     return scale_of(w, W, OFFSET, ROUND_OFFSET)
 
 
 @triton.jit
 def hats(
-    x, X, W, B, MEAN, w, rows, row_mask, rstd, at, col_mask, tile, tiles, WHOLE: tl.constexpr, ONE_ROW: tl.constexpr,
-    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
-    SCALED: tl.constexpr, RELOAD_W: tl.constexpr, STAGES: tl.constexpr, FROM_OUTPUT: tl.constexpr,
+    x, X, W, B, MEAN, w, rows, row_mask, rstd, at, col_mask, tile, tiles,
+    WHOLE: tl.constexpr, ONE_ROW: tl.constexpr, CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
+    SCALED: tl.constexpr, RELOAD_W: tl.constexpr, STAGES: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
-    """(x less its mean, xhat), xhat not yet multiplied by rstd if SCALED; both from the output if FROM_OUTPUT."""
+    """(x less its mean, xhat), xhat not yet multiplied by rstd if SCALED; both from the
+    output if FROM_OUTPUT.
+    """
     if FROM_OUTPUT:
         scale = None
         if W is not None:
             scale = weight_scale(
-                w, W, X, at, col_mask, tile, tiles, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W, None, STAGES
+                w,
+                W,
+                X,
+                at,
+                col_mask,
+                tile,
+                tiles,
+                WHOLE,
+                OFFSET,
+                ROUND_OFFSET,
+                RELOAD_W,
+                None,
+                STAGES,
             )
         xhat = hat_of_output(x, scale, B, at, col_mask, WHOLE)
     else:
@@ -82,14 +113,18 @@ def gated(x, gate, G, GATE: tl.constexpr, AFTER: tl.constexpr):
 
 @triton.jit
 def store_gate_gradient(
-    DG_AT, g, slope, xhat, X, w, W, B, at, mask, col_mask, DENSE: tl.constexpr, WHOLE: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, RELOAD_W: tl.constexpr,
-    GATE: tl.constexpr,
+    DG_AT, g, slope, xhat, X, w, W, B, at, mask, col_mask, DENSE: tl.constexpr,
+    WHOLE: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr, RELOAD_W: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a gate after the norm: dy times the gated y, times the gate's slope."""
+    """The gradient of a gate after the norm: dy times the gated y, times the gate's
+    slope.
+    """
     y = round_hat(xhat, X, W, ROUNDING)
     if W is not None:
-        y = y * weight_scale(w, W, X, at, col_mask, 0, 0, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W, GATE, 1)
+        y = y * weight_scale(
+            w, W, X, at, col_mask, 0, 0, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W, GATE, 1
+        )
     if B is not None:
         y = y + load(B + at, col_mask, WHOLE).to(tl.float32)
     store(DG_AT, g * y * slope, mask, DENSE)
@@ -97,16 +132,21 @@ def store_gate_gradient(
 
 @triton.jit
 def input_gradient(
-    g, dh, x, xhat, rstd, filled, eps, N: tl.constexpr, GAPS: tl.constexpr, CENTERED: tl.constexpr,
-    EPS_OUTSIDE: tl.constexpr, BY_X: tl.constexpr, SCALED: tl.constexpr, EARLY_DH: tl.constexpr,
+    g, dh, x, xhat, rstd, filled, eps, N: tl.constexpr, GAPS: tl.constexpr,
+    CENTERED: tl.constexpr, EPS_OUTSIDE: tl.constexpr, BY_X: tl.constexpr,
+    SCALED: tl.constexpr, EARLY_DH: tl.constexpr,
 ):  # fmt: skip
-    """dx of a tile, with dh added if EARLY_DH. BY_X: x takes the place of xhat, as fewer values are live then."""
+    """dx of a tile, with dh added if EARLY_DH. BY_X: x takes the place of xhat, as
+    fewer values are live then.
+    """
     if EARLY_DH:
         early = g * rstd[:, None] + dh.to(tl.float32)
     total, along = sums(known(g, filled, GAPS), known(g * xhat, filled, GAPS), CENTERED)
     along = along * (1.0 / N)
     if EPS_OUTSIDE:
-        along = along * eps_outside_factor(tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N), eps)
+        along = along * eps_outside_factor(
+            tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N), eps
+        )
     if EARLY_DH:  # which rstd has multiplied
         g, total, along = early, total * rstd, along * rstd
     if CENTERED:
@@ -120,7 +160,9 @@ def input_gradient(
 
 @triton.jit
 def through_gate(dx, factor, slope, DG, first, at, mask, DENSE: tl.constexpr):
-    """The gradient of x from that of x times a gate before the norm; stores that of the gate."""
+    """The gradient of x from that of x times a gate before the norm; stores that of the
+    gate.
+    """
     if DG is not None:
         store(DG + first + at, dx * slope, mask, DENSE)
     return dx * factor
@@ -135,26 +177,32 @@ def store_sum(PARTIALS, values, first, cols, N: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def norm_backward(
-    DY, X, W, B, G, DH, RSTD, MEAN, DX, DW, DB, DG, rows_total,
-    dy_len, dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr,
-    HEADS: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, GATE: tl.constexpr,
-    STAGES: tl.constexpr, RELOAD_W: tl.constexpr, GAPS: tl.constexpr, FROM_OUTPUT: tl.constexpr,
+    DY, X, W, B, G, DH, RSTD, MEAN, DX, DW, DB, DG, rows_total, dy_len,
+    dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
+    other_len, other_outer: tl.int64, other_inner: tl.int64, eps, N: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr,
+    HEADS: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr,
+    ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
+    GATE: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
+    GAPS: tl.constexpr, FROM_OUTPUT: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
 
     Args:
-        DY, X: rows of unit stride, addressed as in `norm_forward`, each with its own inner length.
-        G, DH: rows of the gate, and of a gradient that is added to dx before it is rounded, or None. Only one is given,
-            at the address other_*.
-        W: (HEADS, N) or None. B: the same, and given only where a gate's gradient or FROM_OUTPUT needs it.
-        RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None if not CENTERED, and if FROM_OUTPUT.
+        DY, X: rows of unit stride, addressed as in `norm_forward`, each with its own
+            inner length.
+        G, DH: rows of the gate, and of a gradient that is added to dx before it is
+            rounded, or None. Only one is given, at the address other_*.
+        W: (HEADS, N) or None. B: the same, and given only where a gate's gradient or
+            FROM_OUTPUT needs it.
+        RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None if not
+            CENTERED, and if FROM_OUTPUT.
         DX, DG: (rows_total, N), contiguous, or None.
-        DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is the head.
+        DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is
+            the head.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
-        RELOAD_W: wide rows: load the weight in every step instead of holding it, so that nothing spills.
+        RELOAD_W: wide rows: load the weight in every step instead of holding it, so
+            that nothing spills.
         FLAT: as in `row_offsets`.
         GAPS: columns behind which the registers of every thread hold nothing; or 0.
     """
@@ -163,15 +211,22 @@ def norm_backward(
     filled = (cols < GAPS)[None, :]
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     AFTER: tl.constexpr = GATE is not None and GATE != "silu_before"
-    # A prefetched dh of wide rows is added before the sum: after it, registers would hold one row more.
+    # A prefetched dh of wide rows is added before the sum: after it, registers would
+    # hold one row more.
     EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1
     # If xhat is not rounded, rstd multiplies dy once, instead of each of its factors.
     BY_X: tl.constexpr = (RELOAD_W or CENTERED) and not FROM_OUTPUT
-    SCALED: tl.constexpr = CENTERED and ROUNDING == "once" and ROWS == 1 and not (AFTER or FROM_OUTPUT or RELOAD_W)
+    SCALED: tl.constexpr = (
+        CENTERED
+        and ROUNDING == "once"
+        and ROWS == 1
+        and not (AFTER or FROM_OUTPUT or RELOAD_W)
+    )
     head = tl.program_id(1) if HEADS != 1 else 0
     # A whole tile gives the weight x's layout, as in `norm_forward`.
     tile_cols = tl.broadcast_to((head * N + cols)[None, :], (ROWS, BLOCK))
-    # From the tile's first element: the addresses of x were computed stages earlier, and would be held till here.
+    # From the tile's first element: the addresses of x were computed stages earlier,
+    # and would be held till here.
     dx_at = tl.arange(0, ROWS)[:, None] * (HEADS * N) + cols[None, :]
     w = None
     if W is not None and not RELOAD_W:
@@ -179,7 +234,9 @@ def norm_backward(
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
     db = tl.zeros((ROWS, BLOCK), tl.float32)
     tiles = tl.cdiv(rows_total, ROWS * HEADS)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(
+        tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
+    ):
         rows = tile * ROWS + tl.arange(0, ROWS)
         if HEADS != 1:
             rows = rows * HEADS + head
@@ -190,7 +247,9 @@ def norm_backward(
         first = (tl.cast(tile, tl.int64) * (ROWS * HEADS) + head) * N
         x = load(X + x_at + cols[None, :], mask, DENSE)
         dy = load(DY + dy_at + cols[None, :], mask, DENSE)
-        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
+        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[
+            :, None
+        ]
         if G is not None:
             gate = load(G + other_at + cols[None, :], mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
@@ -198,15 +257,17 @@ def norm_backward(
         if G is not None:
             x, factor, slope = gated(x, gate, G, GATE, AFTER)
         x, xhat = hats(
-            x, X, W, B, MEAN, w, rows, row_mask, rstd, tile_cols, col_mask, tile, tiles, BLOCK == N, ROWS == 1,
-            CENTERED, OFFSET, ROUND_OFFSET, EPS_OUTSIDE, SCALED, RELOAD_W, STAGES, FROM_OUTPUT,
+            x, X, W, B, MEAN, w, rows, row_mask, rstd, tile_cols, col_mask, tile, tiles,
+            BLOCK == N, ROWS == 1, CENTERED, OFFSET, ROUND_OFFSET, EPS_OUTSIDE, SCALED,
+            RELOAD_W, STAGES, FROM_OUTPUT,
         )  # fmt: skip
         g = dy.to(tl.float32)
         if AFTER:
             if DG is not None:
                 store_gate_gradient(
-                    DG + first + dx_at, g, slope, xhat, X, w, W, B, tile_cols, mask, col_mask, DENSE, BLOCK == N,
-                    OFFSET, ROUND_OFFSET, ROUNDING, RELOAD_W, GATE,
+                    DG + first + dx_at, g, slope, xhat, X, w, W, B, tile_cols, mask,
+                    col_mask, DENSE, BLOCK == N, OFFSET, ROUND_OFFSET, ROUNDING,
+                    RELOAD_W, GATE,
                 )  # fmt: skip
             g = g * factor
         if DB is not None:
@@ -218,18 +279,45 @@ def norm_backward(
         if DX is not None or (DG is not None and not AFTER):
             if W is not None:
                 g = g * weight_scale(
-                    w, W, X, tile_cols, col_mask, tile, tiles, BLOCK == N, OFFSET, ROUND_OFFSET, RELOAD_W, GATE, STAGES
+                    w,
+                    W,
+                    X,
+                    tile_cols,
+                    col_mask,
+                    tile,
+                    tiles,
+                    BLOCK == N,
+                    OFFSET,
+                    ROUND_OFFSET,
+                    RELOAD_W,
+                    GATE,
+                    STAGES,
                 )
             dh = None
             if EARLY_DH:
                 dh = load(DH + other_at + cols[None, :], mask, DENSE)
             dx = input_gradient(
-                g, dh, x, xhat, rstd, filled, eps, N, GAPS, CENTERED, EPS_OUTSIDE, BY_X, SCALED, EARLY_DH
+                g,
+                dh,
+                x,
+                xhat,
+                rstd,
+                filled,
+                eps,
+                N,
+                GAPS,
+                CENTERED,
+                EPS_OUTSIDE,
+                BY_X,
+                SCALED,
+                EARLY_DH,
             )
             if GATE == "silu_before":
                 dx = through_gate(dx, factor, slope, DG, first, dx_at, mask, DENSE)
             if DH is not None and not EARLY_DH:
-                dx = dx + load(DH + other_at + cols[None, :], mask, DENSE).to(tl.float32)
+                dx = dx + load(DH + other_at + cols[None, :], mask, DENSE).to(
+                    tl.float32
+                )
             if DX is not None:
                 store(DX + first + dx_at, dx, mask, DENSE)
     partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N
@@ -238,12 +326,18 @@ def norm_backward(
 
 
 @triton.jit
-def reduce_partials(PARTIALS, OUT, parts, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def reduce_partials(
+    PARTIALS, OUT, parts, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     """OUT[n] = sum over p of PARTIALS[p, n], in a fixed order, cast to OUT's dtype."""
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.range(0, parts, ROWS):
         rows = first + tl.arange(0, ROWS)
         mask = (rows < parts)[:, None] & (cols < N)[None, :]
-        total += tl.load(PARTIALS + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :], mask=mask, other=0.0)
+        total += tl.load(
+            PARTIALS + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :],
+            mask=mask,
+            other=0.0,
+        )
     tl.store(OUT + cols, tl.sum(total, axis=0).to(OUT.dtype.element_ty), mask=cols < N)

@@ -1,4 +1,6 @@
-"""Triton functions, the objects that start a compiled one, and the device that they run on."""
+"""Triton functions, the objects that start a compiled one, and the device that they run
+on.
+"""
 
 import inspect
 import threading
@@ -18,44 +20,69 @@ VECTOR = 8  # elements: 16 bytes of bf16, the widest load
 INTERPRETED = not isinstance(device.load, triton.runtime.JITFunction)
 INTERPRETER_SMS = 2  # small, so that the interpreter walks the persistent loops too
 INTERPRETER_SHARED = 232_448
-# Triton versions of which the arguments of a launch were checked: of the launcher in C, and of `compiled[grid]`.
+# Triton versions of which the arguments of a launch were checked: of the launcher in C,
+# and of `compiled[grid]`.
 KNOWN_LAUNCHERS = triton.__version__.startswith(("3.7.", "3.9."))
 KNOWN_COMPILED = triton.__version__.startswith(("3.6.", "3.7.", "3.9."))
-_interpreter_lock = threading.RLock()  # Triton's interpreter keeps its program index in a global
+# Triton's interpreter keeps its program index in a global
+_interpreter_lock = threading.RLock()
 _hooks = triton.knobs.runtime
 
 
 class Kernel:
     """One Triton function in its two variants.
 
-    The aligned variant may assume that every pointer is a multiple of 16 bytes; the other assumes nothing. No integer
-    is specialised on its value, so these two are all there is per set of compile-time constants and dtypes. The 64-bit
-    parameters are strides, and arrive divided by the constant UNIT. Pointers come first among the parameters.
+    The aligned variant may assume that every pointer is a multiple of 16 bytes; the
+    other assumes nothing. No integer is specialised on its value, so these two are all
+    there is per set of compile-time constants and dtypes. The 64-bit parameters are
+    strides, and arrive divided by the constant UNIT. Pointers come first among the
+    parameters.
 
     Args:
-        contracts: a product and the sum behind it may become one instruction: where the formula rounds no product.
+        contracts: a product and the sum behind it may become one instruction: where the
+            formula rounds no product.
     """
 
     def __init__(self, function, contracts: bool = False):
         parameters = inspect.signature(function.fn).parameters
         self.name = function.__name__
         self.contracts = contracts
-        self.pointers = [name for name, p in parameters.items() if name.isupper() and p.annotation is p.empty]
+        self.pointers = [
+            name
+            for name, p in parameters.items()
+            if name.isupper() and p.annotation is p.empty
+        ]
         self.fixed = [name for name in parameters if name not in self.pointers]
-        self.strides = [name for name in self.fixed if parameters[name].annotation is tl.int64]
+        self.strides = [
+            name for name in self.fixed if parameters[name].annotation is tl.int64
+        ]
         self.variants = {True: function, False: function}
         self._failed_on: set[torch.device] = set()
         if not INTERPRETED:
-            constants = [name for name in self.fixed if parameters[name].annotation is tl.constexpr]
+            constants = [
+                name
+                for name in self.fixed
+                if parameters[name].annotation is tl.constexpr
+            ]
             numbers = [name for name in self.fixed if name not in constants]
             self.variants[True] = triton.jit(function.fn, do_not_specialize=numbers)
-            self.variants[False] = triton.jit(function.fn, do_not_specialize=[*self.pointers, *numbers])
+            self.variants[False] = triton.jit(
+                function.fn, do_not_specialize=[*self.pointers, *numbers]
+            )
 
-    def bind(self, grid: tuple[int, int, int], num_warps: int, named: dict, device: torch.device, aligned: bool):
+    def bind(
+        self,
+        grid: tuple[int, int, int],
+        num_warps: int,
+        named: dict,
+        device: torch.device,
+        aligned: bool,
+    ):
         """A `Start` of this kernel.
 
         Args:
-            named: by name, every parameter but the pointers and UNIT; strides in elements.
+            named: by name, every parameter but the pointers and UNIT; strides in
+                elements.
             aligned: all pointers will be multiples of 16 bytes.
 
         Raises:
@@ -64,12 +91,21 @@ class Kernel:
         unlike = {*named, "UNIT"} ^ {*self.fixed, "UNIT"}
         if unlike:
             raise TypeError(f"{self.name} is not bound by {', '.join(sorted(unlike))}")
-        aligned = aligned and all(named[name] % VECTOR == 0 for name in ("N", *self.strides))
+        aligned = aligned and all(
+            named[name] % VECTOR == 0 for name in ("N", *self.strides)
+        )
         unit = VECTOR if aligned else 1
         values = {**named, "UNIT": unit}
         for name in self.strides:
             values[name] = named[name] // unit
-        return Start(self, grid, num_warps, tuple(values[name] for name in self.fixed), device, aligned)
+        return Start(
+            self,
+            grid,
+            num_warps,
+            tuple(values[name] for name in self.fixed),
+            device,
+            aligned,
+        )
 
     def available(self, device: torch.device) -> None:
         """Raise `KernelUnavailable` if loading this kernel has failed before."""
@@ -77,12 +113,16 @@ class Kernel:
             raise KernelUnavailable(failed[device])
 
     def fail(self, device: torch.device, error: Exception) -> KernelUnavailable:
-        """The `KernelUnavailable` for an error of loading this kernel, which is not tried again."""
+        """The `KernelUnavailable` for an error of loading this kernel, which is not
+        tried again.
+        """
         self._failed_on.add(device)
         return unavailable(error)
 
     def load(self, start: "Start", operands: tuple) -> Callable[[tuple], None]:
-        """Compile this kernel, load it on the current device, and return the function that launches it."""
+        """Compile this kernel, load it on the current device, and return the function
+        that launches it.
+        """
         grid, tail, options = start.grid, start.tail, self.options(start)
         variant = self.variants[start.aligned]
         if INTERPRETED:
@@ -90,7 +130,9 @@ class Kernel:
         compiled = self.compile(start, operands)
         try:
             run = compiled.run
-        except Exception:  # as in a CUDA graph that is captured; Triton would take the kernel for loaded
+        except Exception:
+            # as in a CUDA graph that is captured; Triton would take the kernel for
+            # loaded
             compiled._run = None
             raise
         if not KNOWN_COMPILED:
@@ -102,24 +144,39 @@ class Kernel:
 
     def compile(self, start: "Start", operands: tuple):
         """The kernel that Triton compiled for such operands, or has compiled before."""
-        return self.variants[start.aligned].warmup(*operands, *start.tail, grid=start.grid, **self.options(start))
+        return self.variants[start.aligned].warmup(
+            *operands, *start.tail, grid=start.grid, **self.options(start)
+        )
 
     def options(self, start: "Start") -> dict:
         """Triton's compile options."""
-        # Not where rows are not vectorised: a thread may then have but one product of a row, and would add its own
-        # unrounded and its neighbours' rounded, so that threads did not agree on the sum.
-        return {"num_warps": start.num_warps, "enable_fp_fusion": start.aligned and self.contracts}
+        # Not where rows are not vectorised: a thread may then have but one product of a
+        # row, and would add its own unrounded and its neighbours' rounded, so that
+        # threads did not agree on the sum.
+        return {
+            "num_warps": start.num_warps,
+            "enable_fp_fusion": start.aligned and self.contracts,
+        }
 
 
 class Start:
     """Starts a kernel with a grid and arguments that are fixed.
 
     Attributes:
-        on: ``on(operands)`` starts it on these pointers, the quickest way there is. The first time it is compiled, or
-            found compiled; a `KernelUnavailable` says that it cannot be, and nothing has run.
+        on: ``on(operands)`` starts it on these pointers, the quickest way there is. The
+            first time it is compiled, or found compiled; a `KernelUnavailable` says
+            that it cannot be, and nothing has run.
     """
 
-    def __init__(self, kernel: Kernel, grid: tuple, num_warps: int, tail: tuple, device: torch.device, aligned: bool):
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: tuple,
+        num_warps: int,
+        tail: tuple,
+        device: torch.device,
+        aligned: bool,
+    ):
         self.kernel = kernel
         self.grid = grid
         self.num_warps = num_warps
@@ -127,12 +184,16 @@ class Start:
         self.device = device
         self.aligned = aligned
         self.index = None if INTERPRETED else device.index
-        self.current = current_device(device.type) if self.index is not None else lambda: None
+        self.current = (
+            current_device(device.type) if self.index is not None else lambda: None
+        )
         self.on: Callable[[tuple], None] = self.with_care
         self._launch: Callable[[tuple], None] | None = None
 
     def with_care(self, operands: tuple) -> None:
-        """Start the kernel, also if it is not loaded, launches are counted or watched, or another device is current."""
+        """Start the kernel, also if it is not loaded, launches are counted or watched,
+        or another device is current.
+        """
         if self.current() != self.index:
             with torch.get_device_module(self.device.type).device(self.device):
                 return self.with_care(operands)
@@ -161,7 +222,9 @@ def _interpreted(function: Callable, tail: tuple) -> Callable[[tuple], None]:
 
 
 def _is_plain(run) -> bool:
-    """Whether a launcher of Triton's is the one for NVIDIA, of a kernel that needs no memory besides its operands."""
+    """Whether a launcher of Triton's is the one for NVIDIA, of a kernel that needs no
+    memory besides its operands.
+    """
     if type(run).__name__ != "CudaLauncher" or getattr(run, "gsan_enabled", False):
         return False
     return run.global_scratch_size == run.profile_scratch_size == 0
@@ -170,8 +233,8 @@ def _is_plain(run) -> bool:
 def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
     """A function that calls the launcher in C while nothing watches launches.
 
-    Quicker than `compiled[grid]`, which at each call asks for the device, builds the arguments of Triton's launch hooks
-    and asks for scratch memory twice.
+    Quicker than `compiled[grid]`, which at each call asks for the device, builds the
+    arguments of Triton's launch hooks and asks for scratch memory twice.
     """
     (x, y, z), tail, with_care = careful.grid, careful.tail, careful.with_care
     current, here = careful.current, careful.index
@@ -187,10 +250,11 @@ def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
         if watched or counting.active or current() != here:
             with_care(operands)
             return
-        # The five of None: the arguments of hooks, two hooks, and the scratch memory of the kernel and of its profile.
+        # The five of None: the arguments of hooks, two hooks, and the scratch memory of
+        # the kernel and of its profile.
         start(
-            x, y, z, stream_of(index), function, cooperative, dependent, metadata, None, None, None, None, None,
-            annotations, signature, (*operands, *tail),
+            x, y, z, stream_of(index), function, cooperative, dependent, metadata, None,
+            None, None, None, None, annotations, signature, (*operands, *tail),
         )  # fmt: skip
 
     return launch
@@ -198,9 +262,14 @@ def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
 
 @cache
 def current_device(device_type: str) -> Callable[[], int]:
-    """A function of the current device's index, without torch's checks: a tensor there has initialised it."""
+    """A function of the current device's index, without torch's checks: a tensor there
+    has initialised it.
+    """
     known = {"cuda": "_cuda_getDevice", "xpu": "_xpu_getDevice"}.get(device_type, "")
-    return getattr(torch._C, known, None) or torch.get_device_module(device_type).current_device
+    return (
+        getattr(torch._C, known, None)
+        or torch.get_device_module(device_type).current_device
+    )
 
 
 @cache
@@ -209,6 +278,8 @@ def device_limits(device_type: str, index: int | None) -> tuple[int, int]:
     if INTERPRETED:
         return INTERPRETER_SMS, INTERPRETER_SHARED
     properties = torch.get_device_module(device_type).get_device_properties(index)
-    sms = getattr(properties, "multi_processor_count", None) or getattr(properties, "gpu_subslice_count", 64)
+    sms = getattr(properties, "multi_processor_count", None) or getattr(
+        properties, "gpu_subslice_count", 64
+    )
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536
     return sms, shared

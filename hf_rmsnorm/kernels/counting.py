@@ -1,4 +1,6 @@
-"""Counts of kernel launches. A direct launch passes no dispatcher, so no profiler of operators shows it."""
+"""Counts of kernel launches. A direct launch passes no dispatcher, so no profiler of
+operators shows it.
+"""
 
 import threading
 from collections import Counter
@@ -11,7 +13,9 @@ active: list[Counter] = []  # those that count now
 
 @contextmanager
 def counting_into(counter: Counter) -> Iterator[None]:
-    """Inside, count each launch of this package's kernels, in all threads, in `counter` by the kernel's name."""
+    """Inside, count each launch of this package's kernels, in all threads, in `counter`
+    by the kernel's name.
+    """
     with _lock:
         active.append(counter)
     try:

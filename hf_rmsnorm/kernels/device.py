@@ -5,31 +5,42 @@ import triton.language as tl
 
 
 @triton.jit
-def row_offsets(rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr, FLAT: tl.constexpr = 0):
+def row_offsets(
+    rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr, FLAT: tl.constexpr = 0
+):
     """Offset in elements of each row of a tensor; row r is at (r // inner, r % inner).
 
-    FLAT: the elements of a row if no gaps are between rows; else 0. One address then serves all operands of a kernel.
-    To compute the addresses otherwise takes a seventh of a backward's instructions.
+    FLAT: the elements of a row if no gaps are between rows; else 0. One address then
+    serves all operands of a kernel. To compute the addresses otherwise takes a seventh
+    of a backward's instructions.
 
-    Strides arrive divided by UNIT, so that the compiler can see that they are multiples of it: that is what makes
-    16-byte loads possible without one compile per stride. Products are 64-bit: a tensor may pass 2^31 elements. The
-    division is unsigned: a signed one costs the backward 16 registers more.
+    Strides arrive divided by UNIT, so that the compiler can see that they are multiples
+    of it: that is what makes 16-byte loads possible without one compile per stride.
+    Products are 64-bit: a tensor may pass 2^31 elements. The division is unsigned: a
+    signed one costs the backward 16 registers more.
     """
     if FLAT:
         return tl.cast(rows, tl.int64) * FLAT
     else:
         rows = tl.cast(rows, tl.uint32)
         inner = tl.cast(inner, tl.uint32)
-        # The interpreter passes a small integer as 32 bits whatever the signature says, so both factors are cast.
-        outer = tl.cast(rows // inner, tl.int64) * (tl.cast(outer_stride, tl.int64) * UNIT)
-        return outer + tl.cast(rows % inner, tl.int64) * (tl.cast(inner_stride, tl.int64) * UNIT)
+        # The interpreter passes a small integer as 32 bits whatever the signature says,
+        # so both factors are cast.
+        outer = tl.cast(rows // inner, tl.int64) * (
+            tl.cast(outer_stride, tl.int64) * UNIT
+        )
+        return outer + tl.cast(rows % inner, tl.int64) * (
+            tl.cast(inner_stride, tl.int64) * UNIT
+        )
 
 
 @triton.jit
 def load(pointers, mask, DENSE: tl.constexpr, always=True):
-    """Load, without a mask where the tile covers only valid elements; masked lanes read as zero.
+    """Load, without a mask where the tile covers only valid elements; masked lanes read
+    as zero.
 
-    always: True in each step of a loop, by a test that the compiler does not see through: so it does not load ahead.
+    always: True in each step of a loop, by a test that the compiler does not see
+    through: so it does not load ahead.
     """
     if always:
         values = tl.load(pointers) if DENSE else tl.load(pointers, mask=mask, other=0.0)
@@ -40,16 +51,22 @@ def load(pointers, mask, DENSE: tl.constexpr, always=True):
 
 @triton.jit
 def wide(x):
-    """x in float32. A bfloat16 is its upper half: written so, the assembler takes one instruction, not two."""
+    """x in float32. A bfloat16 is its upper half: written so, the assembler takes one
+    instruction, not two.
+    """
     if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(
+            tl.float32, bitcast=True
+        )
     else:
         return x.to(tl.float32)
 
 
 @triton.jit
 def store(pointers, values, mask, DENSE: tl.constexpr):
-    """Store in the pointer's element type, without a mask where the tile covers only valid elements."""
+    """Store in the pointer's element type, without a mask where the tile covers only
+    valid elements.
+    """
     if DENSE:
         tl.store(pointers, values.to(pointers.dtype.element_ty))
     else:
@@ -58,7 +75,9 @@ def store(pointers, values, mask, DENSE: tl.constexpr):
 
 @triton.jit
 def known(values, mask, GAPS: tl.constexpr):
-    """Zero behind the row: the registers there then cost no instruction, as the compiler knows their value."""
+    """Zero behind the row: the registers there then cost no instruction, as the
+    compiler knows their value.
+    """
     return tl.where(mask, values, 0.0) if GAPS else values
 
 
@@ -83,7 +102,9 @@ def normalised(x, rstd, X, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
-    """Round the normalised x where the formula does it before the weight; always returns float32 values."""
+    """Round the normalised x where the formula does it before the weight; always
+    returns float32 values.
+    """
     if ROUNDING == "weight_dtype":
         xhat = xhat.to(W.dtype.element_ty).to(tl.float32)
     elif ROUNDING != "once":
@@ -93,7 +114,9 @@ def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_product(y, X, W, ROUNDING: tl.constexpr):
-    """Round xhat * weight if that product is a tensor, of the promoted dtype of its factors."""
+    """Round xhat * weight if that product is a tensor, of the promoted dtype of its
+    factors.
+    """
     if ROUNDING == "weight_dtype":
         y = y.to(W.dtype.element_ty).to(tl.float32)
     elif ROUNDING != "once" and W.dtype.element_ty == X.dtype.element_ty:
@@ -103,7 +126,9 @@ def round_product(y, X, W, ROUNDING: tl.constexpr):
 
 @triton.jit
 def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
-    """The factor applied to xhat, in float32: weight + OFFSET, that sum rounded where the formula rounds it."""
+    """The factor applied to xhat, in float32: weight + OFFSET, that sum rounded where
+    the formula rounds it.
+    """
     scale = w.to(tl.float32)
     if OFFSET != 0.0:
         scale = scale + OFFSET
@@ -114,7 +139,8 @@ def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
 
 @triton.jit
 def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr):
-    """xhat from the norm's output y, in float32: (y - bias) / scale; zero in masked columns. scale None: no weight.
+    """xhat from the norm's output y, in float32: (y - bias) / scale; zero in masked
+    columns. scale None: no weight.
 
     A scale of zero counts as one: y has lost xhat there, and xhat is then zero.
     """
@@ -127,7 +153,9 @@ def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr):
 
 @triton.jit
 def activation(z, G, GATE: tl.constexpr):
-    """(factor, its derivative) of a gate's value z, in float32; 1 + z is rounded to the dtype that z has in G."""
+    """(factor, its derivative) of a gate's value z, in float32; 1 + z is rounded to the
+    dtype that z has in G.
+    """
     sigmoid = tl.sigmoid(z)
     if GATE == "modulate_after":
         factor = (1.0 + z).to(G.dtype.element_ty).to(tl.float32)

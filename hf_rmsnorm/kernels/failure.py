@@ -1,4 +1,6 @@
-"""Why a kernel cannot be compiled, built or loaded on a machine, and what to do about it."""
+"""Why a kernel cannot be compiled, built or loaded on a machine, and what to do about
+it.
+"""
 
 import errno
 import re
@@ -11,7 +13,9 @@ import torch
 COMPILER = "install a C compiler, gcc for one, or name yours: CC=/path/to/gcc"
 HEADERS = "install the headers of Python (python3-dev, or python3-devel), or name another C compiler: CC=/path/to/gcc"
 PTXAS = "name the one of a CUDA toolkit, or of Triton's wheel: TRITON_PTXAS_PATH=/path/to/ptxas"
-SOURCES = "install hf_rmsnorm with its .py files: Triton compiles kernels from their source"
+SOURCES = (
+    "install hf_rmsnorm with its .py files: Triton compiles kernels from their source"
+)
 DRIVER = "name the folder of the GPU driver's libcuda.so.1: TRITON_LIBCUDA_PATH=/path/to/folder"
 CACHE = "name a folder on a local disk that has space and can be written to: TRITON_CACHE_DIR=/path/to/folder"
 UNKNOWN = (
@@ -27,44 +31,70 @@ _CURES = (
     (r"libcuda", DRIVER),
     (r"\[Errno|cache|shared object", CACHE),
 )
-# Errors of a driver about its GPU, which any next call gets too; not those about the code that it has to load.
+# Errors of a driver about its GPU, which any next call gets too; not those about the
+# code that it has to load.
 _OF_THE_DEVICE = re.compile(
     r"(CUDA|HIP|driver) error|Triton Error \[(?!.*(PTX|image|symbol|function))|out of memory|illegal memory access"
     r"|misaligned address|device-side assert|launch failure|captur",
     re.IGNORECASE,
 )
-_DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-_OF_THE_CACHE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE}
-_OF_THE_MOMENT = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}  # another try may succeed
+_DEVICE_ERRORS = (
+    MemoryError,
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
+_OF_THE_CACHE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ESTALE,
+}
+# another try may succeed
+_OF_THE_MOMENT = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 _MOST = 300  # characters of a cause
 
-# By device, the text of the first failure there. A kernel that failed is not tried again.
+# By device, the text of the first failure there. A kernel that failed is not tried
+# again.
 failed: dict[torch.device, str] = {}
 
 
 class KernelUnavailable(RuntimeError):
-    """A kernel could not be compiled, built or loaded, so nothing has run. Its text is the cause, and then the cure."""
+    """A kernel could not be compiled, built or loaded, so nothing has run. Its text is
+    the cause, and then the cure.
+    """
 
 
 def unavailable(error: Exception) -> KernelUnavailable:
     """An error of Triton, the compiler or the loader as one line with its cure."""
     cause = _cause(error).rstrip(".")
-    return KernelUnavailable(f"kernels cannot be compiled here: {cause}\nWhat to do: {_cure(error, cause)}")
+    return KernelUnavailable(
+        f"kernels cannot be compiled here: {cause}\nWhat to do: {_cure(error, cause)}"
+    )
 
 
 def _cure(error: Exception, cause: str) -> str:
     if isinstance(error, OSError) and error.errno in _OF_THE_CACHE:
         return CACHE
-    return next((cure for pattern, cure in _CURES if re.search(pattern, cause, re.IGNORECASE)), UNKNOWN)
+    return next(
+        (cure for pattern, cure in _CURES if re.search(pattern, cause, re.IGNORECASE)),
+        UNKNOWN,
+    )
 
 
 def is_of_the_device(error: Exception) -> bool:
-    """Whether an error says something of the device or of the moment, and nothing of a kernel to be compiled."""
+    """Whether an error says something of the device or of the moment, and nothing of a
+    kernel to be compiled.
+    """
     if isinstance(error, OSError) and error.errno in _OF_THE_MOMENT:
         return True
     if isinstance(error, _DEVICE_ERRORS) or type(error).__name__ == "InterpreterError":
         return True
-    return isinstance(error, RuntimeError) and _OF_THE_DEVICE.search(str(error)) is not None
+    return (
+        isinstance(error, RuntimeError)
+        and _OF_THE_DEVICE.search(str(error)) is not None
+    )
 
 
 def _cause(error: Exception) -> str:
@@ -78,8 +108,14 @@ def _cause(error: Exception) -> str:
 
 
 def _failed_command(error: subprocess.CalledProcessError) -> str:
-    command = [error.cmd] if isinstance(error.cmd, str) else [str(word) for word in error.cmd]
+    command = (
+        [error.cmd] if isinstance(error.cmd, str) else [str(word) for word in error.cmd]
+    )
     said = f"{command[0]} ended with exit code {error.returncode}"
     header = Path(sysconfig.get_path("include"), "Python.h")
     builds_for_python = "ptxas" not in command[0]
-    return f"{said}: {header} is not there" if builds_for_python and not header.exists() else said[:_MOST]
+    return (
+        f"{said}: {header} is not there"
+        if builds_for_python and not header.exists()
+        else said[:_MOST]
+    )

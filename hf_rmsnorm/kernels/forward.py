@@ -1,7 +1,8 @@
 """The forward kernel: one tile of whole rows per program.
 
-Every size, rounding, presence of an operand (a None pointer) and FLAT is a compile-time constant; row counts, the inner
-length and strides are not: a new batch or sequence length compiles nothing where rows lie as they did.
+Every size, rounding, presence of an operand (a None pointer) and FLAT is a compile-time
+constant; row counts, the inner length and strides are not: a new batch or sequence
+length compiles nothing where rows lie as they did.
 """
 
 import triton
@@ -23,7 +24,9 @@ from .device import (
 
 @triton.jit
 def plus_residual(x, RES, at, mask, H, DENSE: tl.constexpr):
-    """residual + x, of float32 x: with an H, rounded once to its dtype as PyTorch's addition rounds it."""
+    """residual + x, of float32 x: with an H, rounded once to its dtype as PyTorch's
+    addition rounds it.
+    """
     h = load(RES + at, mask, DENSE).to(tl.float32) + x
     return h if H is None else h.to(H.dtype.element_ty)
 
@@ -33,11 +36,14 @@ def affine(
     xhat, X, W, B, cols, col_mask, DENSE: tl.constexpr,
     OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """weight and bias applied to xhat (float32, columns last) with the formula's rounding; float32 out."""
+    """weight and bias applied to xhat (float32, columns last) with the formula's
+    rounding; float32 out.
+    """
     y = round_hat(xhat, X, W, ROUNDING)
     if W is not None:
         w = load(W + cols, col_mask, DENSE)
-        # The product of two rounded factors is computed in their dtype, two in one instruction, if w is left as it is.
+        # The product of two rounded factors is computed in their dtype, two in one
+        # instruction, if w is left as it is.
         y = y * scale_of(wide(w) if ROUNDING == "once" else w, W, OFFSET, ROUND_OFFSET)
         if B is not None:
             y = round_product(y, X, W, ROUNDING)
@@ -48,7 +54,9 @@ def affine(
 
 @triton.jit
 def mean_of(x, N: tl.constexpr):
-    """Mean of each row of x, divided where a product with 1 / N could be another value for a constant row."""
+    """Mean of each row of x, divided where a product with 1 / N could be another value
+    for a constant row.
+    """
     total = tl.sum(x, axis=1)
     if N & (N - 1) == 0:
         return total * (1.0 / N)
@@ -58,26 +66,34 @@ def mean_of(x, N: tl.constexpr):
 
 @triton.jit
 def norm_forward(
-    X, W, B, G, SHIFT, FACTOR, RES, H, Y, RSTD, MEAN, rows_total, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    other_len, other_outer: tl.int64, other_inner: tl.int64, eps,
-    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr,
-    HEADS: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
+    X, W, B, G, SHIFT, FACTOR, RES, H, Y, RSTD, MEAN, rows_total, x_len,
+    x_outer: tl.int64, x_inner: tl.int64, other_len, other_outer: tl.int64,
+    other_inner: tl.int64, eps, N: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr, HEADS: tl.constexpr,
+    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
     ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """One program normalises ROWS whole rows of N elements held in registers.
 
     Args:
-        X: rows of unit stride, row r at (r // x_len) * x_outer * UNIT + (r % x_len) * x_inner * UNIT.
-        W, B: (HEADS, N) or None; row r has the parameters r % HEADS, and program_id(1) says which rows those are.
+        X: rows of unit stride, row r at (r // x_len) * x_outer * UNIT + (r % x_len) *
+            x_inner * UNIT.
+        W, B: (HEADS, N) or None; row r has the parameters r % HEADS, and program_id(1)
+            says which rows those are.
         G: rows of the gate, or of the scale of a modulation, or None.
-        SHIFT: rows of the shift of a modulation, at the addresses of G, in Y's dtype as all operands then; or None.
-        FACTOR: rows at the addresses of G by which x is multiplied before it is added to RES; or None.
-        RES: rows of the residual, or None. With it the norm is that of H = residual + x; or, where H is None, of that
-            sum before it is rounded. With a G, RES is contiguous.
-        other_len, other_outer, other_inner: address of G, or else of RES, as x_len, x_outer, x_inner of X.
+        SHIFT: rows of the shift of a modulation, at the addresses of G, in Y's dtype as
+            all operands then; or None.
+        FACTOR: rows at the addresses of G by which x is multiplied before it is added
+            to RES; or None.
+        RES: rows of the residual, or None. With it the norm is that of H = residual +
+            x; or, where H is None, of that sum before it is rounded. With a G, RES is
+            contiguous.
+        other_len, other_outer, other_inner: address of G, or else of RES, as x_len,
+            x_outer, x_inner of X.
         H: (rows_total, N), contiguous, in the dtype of that sum; or None.
         Y: (rows_total, N), contiguous.
-        RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also where not CENTERED).
+        RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also
+            where not CENTERED).
         FLAT: as in `row_offsets`.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -92,21 +108,35 @@ def norm_forward(
             B += head * N
     col_mask = cols < N
     row_mask = rows < rows_total
-    # A one-row tile never hangs over the last row: the grid is exact. Columns alone tell which registers hold nothing.
+    # A one-row tile never hangs over the last row: the grid is exact. Columns alone
+    # tell which registers hold nothing.
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     mask = col_mask[None, :] if ROWS == 1 else row_mask[:, None] & col_mask[None, :]
-    x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None] + cols[None, :]
-    # From the tile's first element, not as x's are, which would be held in registers until Y is stored.
+    x_at = (
+        row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None] + cols[None, :]
+    )
+    # From the tile's first element, not as x's are, which would be held in registers
+    # until Y is stored.
     y_at = tl.arange(0, ROWS)[:, None] * (HEADS * N) + cols[None, :]
     first = (tl.cast(tl.program_id(0), tl.int64) * (ROWS * HEADS) + head) * N
     x = load(X + x_at, mask, DENSE)
-    # A sum of two is computed in their dtype, two in one instruction; single elements would take registers.
+    # A sum of two is computed in their dtype, two in one instruction; single elements
+    # would take registers.
     x = wide(x) if RES is None and UNIT != 1 else x.to(tl.float32)
-    other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None] + cols[None, :]
+    other_at = (
+        row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
+        + cols[None, :]
+    )
     if RES is not None:
         if FACTOR is not None:
-            x = (x * load(FACTOR + other_at, mask, DENSE).to(tl.float32)).to(X.dtype.element_ty).to(tl.float32)
-        h = plus_residual(x, RES, other_at if G is None else first + y_at, mask, H, DENSE)
+            x = (
+                (x * load(FACTOR + other_at, mask, DENSE).to(tl.float32))
+                .to(X.dtype.element_ty)
+                .to(tl.float32)
+            )
+        h = plus_residual(
+            x, RES, other_at if G is None else first + y_at, mask, H, DENSE
+        )
         if H is not None:
             store(H + first + y_at, h, mask, DENSE)
             X = H  # its dtype is that of the normalised tensor
@@ -115,18 +145,23 @@ def norm_forward(
         factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), G, GATE)
         if GATE == "silu_before":
             x = x * factor
-    # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and no trip through shared memory.
+    # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and
+    # no trip through shared memory.
     tile = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))
     if CENTERED:
         mean = mean_of(x, N)
         x = x - mean[:, None]
         if BLOCK != N:
             x = tl.where(col_mask[None, :], x, 0.0)
-        # Sums of equal values are exact where 24 bits hold N times as many as x has; so are those of values about as
-        # large, as the elements of a row are where its mean is large.
-        EXACT: tl.constexpr = 1 << (23 - X.dtype.element_ty.fp_mantissa_width) >= N and (RES is None or H is not None)
+        # Sums of equal values are exact where 24 bits hold N times as many as x has; so
+        # are those of values about as large, as the elements of a row are where its
+        # mean is large.
+        EXACT: tl.constexpr = 1 << (
+            23 - X.dtype.element_ty.fp_mantissa_width
+        ) >= N and (RES is None or H is not None)
         if GATE == "silu_before" or not EXACT:
-            # The mean of the rest corrects the rounding of a large mean; a constant row becomes exactly zero.
+            # The mean of the rest corrects the rounding of a large mean; a constant row
+            # becomes exactly zero.
             rest = mean_of(x, N)
             mean = mean + rest
             x = x - rest[:, None]
@@ -139,12 +174,27 @@ def norm_forward(
     if MEAN is not None:
         tl.store(MEAN + rows, mean, mask=row_mask)
     xhat = normalised(x, rstd[:, None], X, ROUNDING)
-    y = affine(xhat, X, W, B, tile, col_mask[None, :], BLOCK == N, OFFSET, ROUND_OFFSET, ROUNDING)
+    y = affine(
+        xhat,
+        X,
+        W,
+        B,
+        tile,
+        col_mask[None, :],
+        BLOCK == N,
+        OFFSET,
+        ROUND_OFFSET,
+        ROUNDING,
+    )
     if G is not None and GATE != "silu_before":
         if W is not None:
             y = round_product(y, X, W, ROUNDING)
         if GATE == "modulate_after" or GATE == "multiply_after":  # each operator rounds
-            y = (y.to(Y.dtype.element_ty).to(tl.float32) * factor).to(Y.dtype.element_ty).to(tl.float32)
+            y = (
+                (y.to(Y.dtype.element_ty).to(tl.float32) * factor)
+                .to(Y.dtype.element_ty)
+                .to(tl.float32)
+            )
             if SHIFT is not None:
                 y = y + load(SHIFT + other_at, mask, DENSE).to(tl.float32)
         else:

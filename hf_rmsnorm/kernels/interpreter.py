@@ -5,17 +5,23 @@ from contextlib import contextmanager
 
 @contextmanager
 def faithful_interpreter():
-    """Make Triton's interpreter round to bfloat16 and add rows as GPUs do, for the length of one launch.
+    """Make Triton's interpreter round to bfloat16 and add rows as GPUs do, for the
+    length of one launch.
 
-    It truncates, and hardware rounds to nearest even. Along all but the last dimension it adds one element after the
-    other, and threads add in pairs: a sum of many loses bits. It also replaces the functions of triton.language at
-    every call of a helper, which took a third of its time: here once for each module that names them.
+    It truncates, and hardware rounds to nearest even. Along all but the last dimension
+    it adds one element after the other, and threads add in pairs: a sum of many loses
+    bits. It also replaces the functions of triton.language at every call of a helper,
+    which took a third of its time: here once for each module that names them.
     """
     import numpy as np
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
-    original, patch, patched = interpreter._convert_float, interpreter._patch_lang, set()
+    original, patch, patched = (
+        interpreter._convert_float,
+        interpreter._patch_lang,
+        set(),
+    )
     reductions, add = interpreter.ReduceOps, interpreter.ReduceOps.sum
 
     def convert(data, source, target, rounding_mode):
@@ -40,17 +46,30 @@ def faithful_interpreter():
         return reduction.to_tensor(data[0], tile.dtype)
 
     def patch_once(function):
-        names = tuple(any(module is value for value in function.__globals__.values()) for module in (tl, tl.core))
+        names = tuple(
+            any(module is value for value in function.__globals__.values())
+            for module in (tl, tl.core)
+        )
         if names not in patched:
             patched.add(names)
             scope = patch(function)  # which undoes the next line too
-            tl.tensor.__index__ = lambda x: int(x.handle.data.item())  # Triton 3.6 has what NumPy 2.4 refuses
+            # Triton 3.6 has what NumPy 2.4 refuses
+            tl.tensor.__index__ = lambda x: int(x.handle.data.item())
             return scope
 
-    # Under the lock no other launch sees the replacement. No warnings about inf and nan: they come from the inputs.
-    interpreter._convert_float, interpreter._patch_lang, reductions.sum = convert, patch_once, add_in_pairs
+    # Under the lock no other launch sees the replacement. No warnings about inf and
+    # nan: they come from the inputs.
+    interpreter._convert_float, interpreter._patch_lang, reductions.sum = (
+        convert,
+        patch_once,
+        add_in_pairs,
+    )
     try:
         with np.errstate(all="ignore"):
             yield
     finally:
-        interpreter._convert_float, interpreter._patch_lang, reductions.sum = original, patch, add
+        interpreter._convert_float, interpreter._patch_lang, reductions.sum = (
+            original,
+            patch,
+            add,
+        )

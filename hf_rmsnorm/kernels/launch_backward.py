@@ -9,7 +9,15 @@ from torch import Tensor
 from ..formula import NormSpec
 from . import compiled
 from .launch import MODULATE, NORM_BACKWARD, REDUCE_PARTIALS, formula_constants, gate_of
-from .rows import RowAddress, blank, copied_in_order, flat_like, heads_of, in_order, output_layout
+from .rows import (
+    RowAddress,
+    blank,
+    copied_in_order,
+    flat_like,
+    heads_of,
+    in_order,
+    output_layout,
+)
 from .serves import require
 from .sizes import BackwardCase, BackwardConfig, backward_config, reduce_config
 
@@ -20,8 +28,8 @@ class BackwardOperands(NamedTuple):
     Args:
         dy: (..., hidden_size) of any strides.
         x, weight, bias, gate: as in the forward.
-        dh: another gradient of x, of x's shape and any strides, which is added to dx before that is rounded; or None.
-            Not with a gate.
+        dh: another gradient of x, of x's shape and any strides, which is added to dx
+            before that is rounded; or None. Not with a gate.
         rstd, mean: results of the forward.
     """
 
@@ -40,7 +48,9 @@ class BackwardOperands(NamedTuple):
         return self.gate if self.dh is None else self.dh
 
 
-def reads_bias(spec: NormSpec, gate: Tensor | None, need: tuple, from_output: bool) -> bool:
+def reads_bias(
+    spec: NormSpec, gate: Tensor | None, need: tuple, from_output: bool
+) -> bool:
     """Whether a backward reads the values of the bias; else only how many there are."""
     after = (gate_of(spec, gate, MODULATE) or "").endswith("_after")
     return from_output or (after and need[3])
@@ -53,7 +63,8 @@ class NormBackward:
         operands: `BackwardOperands`.
         aligned: those that are read start at multiples of 16 bytes.
         need: whether dx, dweight, dbias and (with a gate) dgate are wanted.
-        from_output: x is the result of the forward, in the dtype and with the order of rows of its input; mean is None.
+        from_output: x is the result of the forward, in the dtype and with the order of
+            rows of its input; mean is None.
         modulation: as in `NormForward`.
 
     Raises:
@@ -61,8 +72,8 @@ class NormBackward:
     """
 
     def __init__(
-        self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...], from_output: bool = False,
-        modulation: str = MODULATE,
+        self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...],
+        from_output: bool = False, modulation: str = MODULATE,
     ):  # fmt: skip
         require(spec, "rows", *(("from the output",) if from_output else ()))
         operands = BackwardOperands(*operands)
@@ -71,7 +82,9 @@ class NormBackward:
         self.rows, self.modulation = math.prod(x.shape[:-1]), modulation
         self.need_x, self.need_weight, self.need_bias, self.need_gate = need
         self.reads_bias = reads_bias(spec, operands.gate, need, from_output)
-        self.order, self.memory_format, self.flat_output = output_layout(x, spec, weight, heads)
+        self.order, self.memory_format, self.flat_output = output_layout(
+            x, spec, weight, heads
+        )
         self.like_input = self.memory_format == torch.preserve_format
         self.dy_rows = RowAddress.of(operands.dy, self.order)
         self.x_rows = RowAddress.of(x, self.order)
@@ -84,15 +97,29 @@ class NormBackward:
         parts = max(1, min(tiles, sms * config.programs_per_sm // heads))
         self.partials = blank(x.device, parts, heads * size)
         needs_sums = self.need_weight or self.need_bias
-        self.sums_apart = config.sums_apart and needs_sums and (self.need_x or self.need_gate)
+        self.sums_apart = (
+            config.sums_apart and needs_sums and (self.need_x or self.need_gate)
+        )
         self.sum_weight = self.sum_bias = None
         if self.rows:
             named = self._arguments(spec, operands, config, heads)
-            bound = (parts, heads, 1), config.num_warps, {**named, "FROM_OUTPUT": from_output}, x.device, aligned
-            self.starts = [NORM_BACKWARD.bind(*bound) for _ in range(1 + self.sums_apart)]
-            self.sum_weight, self.sum_bias = (_sum_of_partials(x.device, parts, heads * size) for _ in range(2))
+            bound = (
+                (parts, heads, 1),
+                config.num_warps,
+                {**named, "FROM_OUTPUT": from_output},
+                x.device,
+                aligned,
+            )
+            self.starts = [
+                NORM_BACKWARD.bind(*bound) for _ in range(1 + self.sums_apart)
+            ]
+            self.sum_weight, self.sum_bias = (
+                _sum_of_partials(x.device, parts, heads * size) for _ in range(2)
+            )
 
-    def _config(self, spec: NormSpec, operands: BackwardOperands, from_output: bool) -> BackwardConfig:
+    def _config(
+        self, spec: NormSpec, operands: BackwardOperands, from_output: bool
+    ) -> BackwardConfig:
         x, weight = operands.x, operands.weight
         _, shared = compiled.device_limits(x.device.type, x.device.index)
         shift = operands.bias if self.reads_bias else None
@@ -110,7 +137,13 @@ class NormBackward:
         )
         return backward_config(case)
 
-    def _arguments(self, spec: NormSpec, operands: BackwardOperands, config: BackwardConfig, heads: int) -> dict:
+    def _arguments(
+        self,
+        spec: NormSpec,
+        operands: BackwardOperands,
+        config: BackwardConfig,
+        heads: int,
+    ) -> dict:
         size = operands.x.shape[-1]
         addresses = self.dy_rows, self.x_rows, self.other_rows
         flat = config.flat and all(rows.flat(self.rows, size) for rows in addresses)
@@ -132,10 +165,16 @@ class NormBackward:
         }
 
     def launch(self, dy, x, weight, bias, gate, dh, rstd, mean):
-        """(dx, dweight, dbias, dgate), None where not wanted; the sums of those of parameters have a fixed order."""
+        """(dx, dweight, dbias, dgate), None where not wanted; the sums of those of
+        parameters have a fixed order.
+        """
         dx = dw = db = dg = None
         if self.need_x:
-            dx = torch.empty_like(x) if self.like_input else torch.empty_like(x, memory_format=self.memory_format)
+            dx = (
+                torch.empty_like(x)
+                if self.like_input
+                else torch.empty_like(x, memory_format=self.memory_format)
+            )
         if self.need_gate:
             dg = torch.empty_like(x, dtype=gate.dtype, memory_format=self.memory_format)
         if not self.rows:
@@ -173,7 +212,10 @@ class NormBackward:
         if self.x_rows.copy:
             read = read._replace(x=copied_in_order(read.x, order))
         if self.other_rows.copy:
-            read = read._replace(gate=copied_in_order(read.gate, order), dh=copied_in_order(read.dh, order))
+            read = read._replace(
+                gate=copied_in_order(read.gate, order),
+                dh=copied_in_order(read.dh, order),
+            )
         if self.flat_output:
             self._start(read, dx, dw, db, dg)
             return
@@ -186,7 +228,12 @@ class NormBackward:
 
 def _sum_of_partials(device: torch.device, parts: int, hidden_size: int):
     config = reduce_config(hidden_size)
-    named = {"parts": parts, "N": hidden_size, "BLOCK": config.block, "ROWS": config.rows}
+    named = {
+        "parts": parts,
+        "N": hidden_size,
+        "BLOCK": config.block,
+        "ROWS": config.rows,
+    }
     grid = (-(-hidden_size // config.block), 1, 1)
     return REDUCE_PARTIALS.bind(grid, config.num_warps, named, device, aligned=True)
 

@@ -1,4 +1,6 @@
-"""Launches of the norms of queries and keys with their rotary embedding: as `launch` has those of rows."""
+"""Launches of the norms of queries and keys with their rotary embedding: as `launch`
+has those of rows.
+"""
 
 import math
 from typing import NamedTuple
@@ -28,7 +30,8 @@ class QKOperands(NamedTuple):
     Args:
         q, k: (batch, heads, length, head_dim), columns of unit stride, of one dtype.
         q_weight, k_weight: (head_dim,), contiguous, of one dtype; or None both.
-        cos, sin: (batch or 1, length, turned columns), of one dtype and the same strides.
+        cos, sin: (batch or 1, length, turned columns), of one dtype and the same
+            strides.
     """
 
     q: Tensor
@@ -54,7 +57,9 @@ class QKOperands(NamedTuple):
 
 
 def _arguments(spec: NormSpec, operands: QKOperands) -> dict:
-    """The arguments that forward and backward have in common, by name, but for the strides of q and k."""
+    """The arguments that forward and backward have in common, by name, but for the
+    strides of q and k.
+    """
     q, k, cos = operands.q, operands.k, operands.cos
     batch, q_heads, length, head_dim = q.shape
     config = qk_config(head_dim)
@@ -77,9 +82,12 @@ def _arguments(spec: NormSpec, operands: QKOperands) -> dict:
 def _strides(name: str, x: Tensor, strides: tuple[int, ...]) -> dict[str, int]:
     """The strides of a tensor of x's shape, by the names of the kernels' parameters.
 
-    A dimension of one element may have any stride, also one that no vector divides; 0 takes its place.
+    A dimension of one element may have any stride, also one that no vector divides; 0
+    takes its place.
     """
-    real = [stride if size > 1 else 0 for stride, size in zip(strides, x.shape, strict=True)]
+    real = [
+        stride if size > 1 else 0 for stride, size in zip(strides, x.shape, strict=True)
+    ]
     batch, head, position, _ = real
     return {f"{name}_batch": batch, f"{name}_head": head, f"{name}_position": position}
 
@@ -87,7 +95,8 @@ def _strides(name: str, x: Tensor, strides: tuple[int, ...]) -> dict[str, int]:
 def _output_strides(x: Tensor, cos: Tensor, way: str) -> tuple[int, ...]:
     """The strides that eager's operators give a rotated x."""
     with _disable_current_modes():
-        # `rotate_half` ends in a concatenation, and so does a rotary embedding of fewer columns.
+        # `rotate_half` ends in a concatenation, and so does a rotary embedding of fewer
+        # columns.
         concatenated = torch.empty(x.shape, device="meta", dtype=x.dtype)
         if cos.shape[-1] != x.shape[-1] or way == "joined":
             return concatenated.stride()
@@ -100,7 +109,8 @@ def _empty(x: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class QKForward:
-    """The forward of a formula on queries and keys with this layout; it reads none of their values.
+    """The forward of a formula on queries and keys with this layout; it reads none of
+    their values.
 
     Args:
         operands: `QKOperands`.
@@ -112,7 +122,14 @@ class QKForward:
         NotImplementedError: the kernels do not compute this formula.
     """
 
-    def __init__(self, spec: NormSpec, operands: tuple, aligned: bool, stats: bool = True, way: str = ""):
+    def __init__(
+        self,
+        spec: NormSpec,
+        operands: tuple,
+        aligned: bool,
+        stats: bool = True,
+        way: str = "",
+    ):
         require(spec, "queries and keys")
         operands = QKOperands(*operands)
         q, k, cos = operands.q, operands.k, operands.cos
@@ -137,29 +154,43 @@ class QKForward:
                 "ONCE": way == "once",
             }
             grid = (sum(operands.tiles()), 1, 1)
-            self.start = QK_NORM_FORWARD.bind(grid, qk_config(q.shape[-1]).num_warps, named, q.device, aligned)
+            self.start = QK_NORM_FORWARD.bind(
+                grid, qk_config(q.shape[-1]).num_warps, named, q.device, aligned
+            )
 
     def launch(self, *operands):
-        """(q', k', rstd): rstd is float32, one for each row of q and then of k; or None."""
+        """(q', k', rstd): rstd is float32, one for each row of q and then of k; or
+        None.
+        """
         q, k = operands[:2]
         yq = _empty(q, self.q_strides, self.dtype)
         yk = _empty(k, self.k_strides, self.dtype)
-        rstd = torch.empty(self.rows, dtype=torch.float32, device=self.device) if self.stats else None
+        rstd = (
+            torch.empty(self.rows, dtype=torch.float32, device=self.device)
+            if self.stats
+            else None
+        )
         self.start.on((*operands, yq, yk, rstd))
         return yq, yk, rstd
 
     def as_saved(self, saved: tuple, dq: Tensor | None, dk: Tensor | None) -> tuple:
-        """The operands and rstd as the kernels read them: columns of unit stride, the others without gaps.
+        """The operands and rstd as the kernels read them: columns of unit stride, the
+        others without gaps.
 
         Raises:
             RuntimeError: one has another shape, dtype or device than the forward read.
         """
         of_q, of_k, *_ = self.saved
-        gradients = Saved("the gradient of q", of_q.shape), Saved("the gradient of k", of_k.shape)
+        gradients = (
+            Saved("the gradient of q", of_q.shape),
+            Saved("the gradient of k", of_k.shape),
+        )
         require_saved(self.device, (*gradients, *self.saved), (dq, dk, *saved))
         q, k, q_weight, k_weight, cos, sin, rstd = saved
         q, k = unit_stride(q), unit_stride(k)
-        q_weight, k_weight = (t if t is None else t.contiguous() for t in (q_weight, k_weight))
+        q_weight, k_weight = (
+            t if t is None else t.contiguous() for t in (q_weight, k_weight)
+        )
         if cos.stride(-1) != 1 or cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
         return q, k, q_weight, k_weight, cos, sin, rstd.contiguous()
@@ -171,23 +202,35 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 class QKBackward:
-    """The backward of a formula on queries and keys with this layout, and the sum of its partial gradients.
+    """The backward of a formula on queries and keys with this layout, and the sum of
+    its partial gradients.
 
     Args:
-        operands: (dq, dk, q, k, q_weight, k_weight, cos, sin, rstd). dq and dk are gradients of q' and k', with columns
-            of unit stride; rstd is a result of the forward.
+        operands: (dq, dk, q, k, q_weight, k_weight, cos, sin, rstd). dq and dk are
+            gradients of q' and k', with columns of unit stride; rstd is a result of the
+            forward.
         aligned: all but rstd start at multiples of 16 bytes.
         need: whether gradients of q, k and their weights are wanted.
         way: how the forward has rotated them.
     """
 
-    def __init__(self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...], way: str = ""):
+    def __init__(
+        self,
+        spec: NormSpec,
+        operands: tuple,
+        aligned: bool,
+        need: tuple[bool, ...],
+        way: str = "",
+    ):
         dq, dk, *read, _ = operands
         read = QKOperands(*read)
         q, k, cos = read.q, read.k, read.cos
         self.need = need
         self.rows = sum(read.rows())
-        self.q_strides, self.k_strides = without_data(q).stride(), without_data(k).stride()
+        self.q_strides, self.k_strides = (
+            without_data(q).stride(),
+            without_data(k).stride(),
+        )
         if not self.rows:
             return
         head_dim = q.shape[-1]
@@ -208,14 +251,26 @@ class QKBackward:
             "STAGES": qk_stages(itemsize, shared),
         }
         grid = (q_parts + k_parts, 1, 1)
-        self.start = QK_NORM_BACKWARD.bind(grid, qk_config(head_dim).num_warps, named, q.device, aligned)
+        self.start = QK_NORM_BACKWARD.bind(
+            grid, qk_config(head_dim).num_warps, named, q.device, aligned
+        )
         config = reduce_config(head_dim)
-        named = {"q_parts": q_parts, "k_parts": k_parts, "N": head_dim, "BLOCK": config.block, "ROWS": config.rows}
+        named = {
+            "q_parts": q_parts,
+            "k_parts": k_parts,
+            "N": head_dim,
+            "BLOCK": config.block,
+            "ROWS": config.rows,
+        }
         grid = (-(-head_dim // config.block), 2, 1)
-        self.sum = QK_REDUCE_PARTIALS.bind(grid, config.num_warps, named, q.device, True)
+        self.sum = QK_REDUCE_PARTIALS.bind(
+            grid, config.num_warps, named, q.device, True
+        )
 
     def launch(self, *operands):
-        """The gradients of q, k and their weights, None where not wanted; the sums have a fixed order."""
+        """The gradients of q, k and their weights, None where not wanted; the sums have
+        a fixed order.
+        """
         _, _, q, k, q_weight, k_weight, *_ = operands
         need_q, need_k, need_q_weight, need_k_weight = self.need
         dxq = dxk = partials = None
@@ -227,7 +282,9 @@ class QKBackward:
         weights = [dw for dw in (dwq, dwk) if dw is not None]
         if self.rows:
             if weights:
-                partials = torch.empty(sum(self.parts), q.shape[-1], dtype=torch.float32, device=q.device)
+                partials = torch.empty(
+                    sum(self.parts), q.shape[-1], dtype=torch.float32, device=q.device
+                )
             self.start.on((*operands, dxq, dxk, partials))
             if weights:
                 self.sum.on((partials, dwq, dwk))
@@ -238,7 +295,9 @@ class QKBackward:
 
 
 def shares(tiles: list[int], programs: int) -> tuple[int, int]:
-    """How many programs walk the tiles of q and of k: in proportion, and at least one for any tile."""
+    """How many programs walk the tiles of q and of k: in proportion, and at least one
+    for any tile.
+    """
     of_q, of_k = tiles
     programs = min(programs, of_q + of_k)
     if not of_k:

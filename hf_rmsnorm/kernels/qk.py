@@ -1,9 +1,11 @@
-"""Kernels for the norms of queries and keys with the rotary embedding behind them: both tensors in one launch.
+"""Kernels for the norms of queries and keys with the rotary embedding behind them: both
+tensors in one launch.
 
-A row is one head of one position: row r of a (batch, heads, length, N) tensor is head r % heads of token r // heads.
-Every operand is addressed by its own three strides, so that transposed and sliced views need no copy. Lengths and
-strides are run-time arguments. The first programs take the rows of q and the others those of k; each side has its own
-copy of the code, so that the compiler knows the pointer of each access.
+A row is one head of one position: row r of a (batch, heads, length, N) tensor is head r
+% heads of token r // heads. Every operand is addressed by its own three strides, so
+that transposed and sliced views need no copy. Lengths and strides are run-time
+arguments. The first programs take the rows of q and the others those of k; each side
+has its own copy of the code, so that the compiler knows the pointer of each access.
 """
 
 import triton
@@ -15,7 +17,9 @@ from .forward import affine
 
 @triton.jit
 def divided(value, divisor, inverse):
-    """(quotient, remainder) of values below 2^31; inverse: its `reciprocal`, which pays where many are divided."""
+    """(quotient, remainder) of values below 2^31; inverse: its `reciprocal`, which pays
+    where many are divided.
+    """
     divisor = tl.cast(divisor, tl.uint32)
     quotient = value // divisor if inverse is None else tl.umulhi(value, inverse)
     rest = value - quotient * divisor
@@ -27,7 +31,9 @@ def divided(value, divisor, inverse):
 
 @triton.jit
 def places(rows, length, heads, inverse_length, inverse_heads):
-    """(batch, position, head) of each row; unsigned, because a signed division costs registers."""
+    """(batch, position, head) of each row; unsigned, because a signed division costs
+    registers.
+    """
     tokens, head = divided(tl.cast(rows, tl.uint32), heads, inverse_heads)
     batch, position = divided(tokens, length, inverse_length)
     return batch, position, head
@@ -35,7 +41,9 @@ def places(rows, length, heads, inverse_length, inverse_heads):
 
 @triton.jit
 def offsets(place, strides, UNIT: tl.constexpr):
-    """Offset in elements of each row, as a column; the three strides arrive divided by UNIT, as in `row_offsets`."""
+    """Offset in elements of each row, as a column; the three strides arrive divided by
+    UNIT, as in `row_offsets`.
+    """
     at = tl.cast(place[0], tl.int64) * (tl.cast(strides[0], tl.int64) * UNIT)
     at += tl.cast(place[1], tl.int64) * (tl.cast(strides[1], tl.int64) * UNIT)
     at += tl.cast(place[2], tl.int64) * (tl.cast(strides[2], tl.int64) * UNIT)
@@ -56,7 +64,9 @@ def rounded(value, X):
 
 @triton.jit
 def as_output(y, X, W, ROUNDING: tl.constexpr):
-    """A norm's result, in float32, with the rounding of a tensor that holds it before it is rotated."""
+    """A norm's result, in float32, with the rounding of a tensor that holds it before
+    it is rotated.
+    """
     if W is not None:
         y = round_product(y, X, W, ROUNDING)
     return rounded(y, X) if W is None or ROUNDING == "once" else y
@@ -64,10 +74,12 @@ def as_output(y, X, W, ROUNDING: tl.constexpr):
 
 @triton.jit
 def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
-    """(columns, masks) of the two halves of rows: two columns that turn with each other have one place in both.
+    """(columns, masks) of the two halves of rows: two columns that turn with each other
+    have one place in both.
 
-    Of the R columns that rotate, the first half has the first R / 2 and the second half the next R / 2. The other
-    columns are split in the same way. So a thread has both columns of a pair, and nothing is read or normalised twice.
+    Of the R columns that rotate, the first half has the first R / 2 and the second half
+    the next R / 2. The other columns are split in the same way. So a thread has both
+    columns of a pair, and nothing is read or normalised twice.
     """
     HALF: tl.constexpr = (N + 1) // 2
     low = place
@@ -80,7 +92,9 @@ def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def turned(value, other, cos, sin, Y, PLUS: tl.constexpr, ONCE: tl.constexpr):
-    """value * cos +- other * sin, every operator rounded to Y's dtype; ONCE: none of them rounded."""
+    """value * cos +- other * sin, every operator rounded to Y's dtype; ONCE: none of
+    them rounded.
+    """
     along = value * cos
     across = other * sin
     if not ONCE:
@@ -92,10 +106,12 @@ def turned(value, other, cos, sin, Y, PLUS: tl.constexpr, ONCE: tl.constexpr):
 
 @triton.jit
 def rotated(
-    x, z, COS, SIN, at, low, high, turns, mask, Y, N: tl.constexpr, R: tl.constexpr, BACK: tl.constexpr,
-    ONCE: tl.constexpr,
+    x, z, COS, SIN, at, low, high, turns, mask, Y, N: tl.constexpr, R: tl.constexpr,
+    BACK: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The halves x and z, turned by the tables at `at`; BACK: by the transposed map, which takes a gradient back."""
+    """The halves x and z, turned by the tables at `at`; BACK: by the transposed map,
+    which takes a gradient back.
+    """
     mask = mask & turns
     cos = load(COS + at + low, mask, False).to(tl.float32)
     cos_z = load(COS + at + high, mask, False).to(tl.float32)
@@ -111,14 +127,18 @@ def rotated(
 
 @triton.jit
 def rows_forward(
-    X, W, COS, SIN, Y, RSTD, tile, stats_at, rows_total, length, heads, of_x, of_y, of_tables, eps,
-    N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    OFFSET: tl.constexpr, ROUNDING: tl.constexpr, ONCE: tl.constexpr,
+    X, W, COS, SIN, Y, RSTD, tile, stats_at, rows_total, length, heads, of_x, of_y,
+    of_tables, eps, N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch, position and head."""
+    """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch,
+    position and head.
+    """
     rows = tile * ROWS + tl.arange(0, ROWS)
     row_mask = rows < rows_total
-    # The columns as whole tiles give weights, cos and sin x's layout: 16-byte loads, no trip through shared memory.
+    # The columns as whole tiles give weights, cos and sin x's layout: 16-byte loads, no
+    # trip through shared memory.
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     low, high, low_cols, high_cols = halves(cols, BLOCK, N, R)
     low_mask = row_mask[:, None] & low_cols
@@ -126,19 +146,44 @@ def rows_forward(
     place = places(rows, length, heads, None, None)
     x_at = X + offsets(place, of_x, UNIT)
     x = load(x_at + low, low_mask, False).to(tl.float32)
-    z = load(x_at + high, high_mask, False).to(tl.float32)  # the other half, as everywhere below
+    # the other half, as everywhere below
+    z = load(x_at + high, high_mask, False).to(tl.float32)
     square = mean_of_rows(x * x + z * z, N)
     rstd = reciprocal_root(square, eps, False)
     if RSTD is not None:
         tl.store(RSTD + stats_at + rows, rstd, mask=row_mask)
     DENSE: tl.constexpr = 2 * BLOCK == N
     ROUND_OFFSET: tl.constexpr = ROUNDING != "once"
-    y = affine(x * rstd[:, None], X, W, None, low, low_cols, DENSE, OFFSET, ROUND_OFFSET, ROUNDING)
-    z = affine(z * rstd[:, None], X, W, None, high, high_cols, DENSE, OFFSET, ROUND_OFFSET, ROUNDING)
+    y = affine(
+        x * rstd[:, None],
+        X,
+        W,
+        None,
+        low,
+        low_cols,
+        DENSE,
+        OFFSET,
+        ROUND_OFFSET,
+        ROUNDING,
+    )
+    z = affine(
+        z * rstd[:, None],
+        X,
+        W,
+        None,
+        high,
+        high_cols,
+        DENSE,
+        OFFSET,
+        ROUND_OFFSET,
+        ROUNDING,
+    )
     y = as_output(y, X, W, ROUNDING)
     z = as_output(z, X, W, ROUNDING)
     at = offsets(place, of_tables, UNIT)
-    y, z = rotated(y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, False, ONCE)
+    y, z = rotated(
+        y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, False, ONCE
+    )
     y_at = Y + offsets(place, of_y, UNIT)
     tl.store(y_at + low, y.to(Y.dtype.element_ty), mask=low_mask)
     tl.store(y_at + high, z.to(Y.dtype.element_ty), mask=high_mask)
@@ -147,22 +192,23 @@ def rows_forward(
 @triton.jit
 def qk_norm_forward(
     Q, K, WQ, WK, COS, SIN, YQ, YK, RSTD, tokens, length, q_heads, k_heads,
-    q_batch: tl.int64, q_position: tl.int64, q_head: tl.int64,
-    k_batch: tl.int64, k_position: tl.int64, k_head: tl.int64,
-    yq_batch: tl.int64, yq_position: tl.int64, yq_head: tl.int64,
-    yk_batch: tl.int64, yk_position: tl.int64, yk_head: tl.int64,
-    rotary_batch: tl.int64, rotary_position: tl.int64, eps,
-    N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    q_batch: tl.int64, q_position: tl.int64, q_head: tl.int64, k_batch: tl.int64,
+    k_position: tl.int64, k_head: tl.int64, yq_batch: tl.int64, yq_position: tl.int64,
+    yq_head: tl.int64, yk_batch: tl.int64, yk_position: tl.int64, yk_head: tl.int64,
+    rotary_batch: tl.int64, rotary_position: tl.int64, eps, N: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
     OFFSET: tl.constexpr, ROUNDING: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program normalises and rotates a tile of ROWS rows of q or of k.
 
     Args:
-        Q, K: (batch, heads, length, N), columns of unit stride, addressed by *_batch, *_position and *_head.
+        Q, K: (batch, heads, length, N), columns of unit stride, addressed by *_batch,
+            *_position and *_head.
         WQ, WK: (N,), or None both.
         COS, SIN: (batch or 1, length, R): the first R columns rotate, as `halves` says.
         YQ, YK: the results, addressed as Q and K.
-        RSTD: float32, one for each row of q and then of k; None where no backward follows.
+        RSTD: float32, one for each row of q and then of k; None where no backward
+            follows.
         tokens: batch * length.
         BLOCK: columns of half a row, rounded up to a power of two.
         ONCE: the rotation is rounded only when it is stored; else after each operator.
@@ -174,12 +220,12 @@ def qk_norm_forward(
     if tile < q_tiles:
         rows_forward(
             Q, WQ, COS, SIN, YQ, RSTD, tile, 0, q_rows, length, q_heads,
-            (q_batch, q_position, q_head), (yq_batch, yq_position, yq_head), of_tables, eps,
-            N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE,
+            (q_batch, q_position, q_head), (yq_batch, yq_position, yq_head), of_tables,
+            eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE,
         )  # fmt: skip
     else:
         rows_forward(
-            K, WK, COS, SIN, YK, RSTD, tile - q_tiles, q_rows, tokens * k_heads, length, k_heads,
-            (k_batch, k_position, k_head), (yk_batch, yk_position, yk_head), of_tables, eps,
-            N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE,
+            K, WK, COS, SIN, YK, RSTD, tile - q_tiles, q_rows, tokens * k_heads, length,
+            k_heads, (k_batch, k_position, k_head), (yk_batch, yk_position, yk_head),
+            of_tables, eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE,
         )  # fmt: skip

@@ -1,4 +1,6 @@
-"""The backward of the norms of queries and keys, and of the rotary embedding behind them."""
+"""The backward of the norms of queries and keys, and of the rotary embedding behind
+them.
+"""
 
 import triton
 import triton.language as tl
@@ -16,17 +18,22 @@ def reciprocal(divisor):
 
 @triton.jit
 def rows_backward(
-    DY, X, W, COS, SIN, RSTD, DX, DW, part, parts, stats_at, rows_total, length, heads, of_dy, of_x, of_dx, of_tables,
-    N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    OFFSET: tl.constexpr, ROUNDING: tl.constexpr, ONCE: tl.constexpr, STAGES: tl.constexpr,
+    DY, X, W, COS, SIN, RSTD, DX, DW, part, parts, stats_at, rows_total, length, heads,
+    of_dy, of_x, of_dx, of_tables, N: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr, ONCE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every `parts`-th tile of one side from `part` on; DW is where this program's partial sums go."""
+    """Every `parts`-th tile of one side from `part` on; DW is where this program's
+    partial sums go.
+    """
     DENSE: tl.constexpr = 2 * BLOCK == N
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     low, high, low_cols, high_cols = halves(cols, BLOCK, N, R)
     if W is not None:
         scale = scale_of(load(W + low, low_cols, DENSE), W, OFFSET, ROUNDING != "once")
-        scale_z = scale_of(load(W + high, high_cols, DENSE), W, OFFSET, ROUNDING != "once")
+        scale_z = scale_of(
+            load(W + high, high_cols, DENSE), W, OFFSET, ROUNDING != "once"
+        )
     if DW is not None:
         dw = tl.zeros((ROWS, BLOCK), tl.float32)
         dw_z = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -40,12 +47,28 @@ def rows_backward(
         place = places(rows, length, heads, inverse_length, inverse_heads)
         x_at = X + offsets(place, of_x, UNIT)
         x = load(x_at + low, low_mask, False).to(tl.float32)
-        z = load(x_at + high, high_mask, False).to(tl.float32)  # the other half, as in the forward
+        # the other half, as in the forward
+        z = load(x_at + high, high_mask, False).to(tl.float32)
         dy_at = DY + offsets(place, of_dy, UNIT)
         g = load(dy_at + low, low_mask, False).to(tl.float32)
         g_z = load(dy_at + high, high_mask, False).to(tl.float32)
         at = offsets(place, of_tables, UNIT)
-        g, g_z = rotated(g, g_z, COS, SIN, at, low, high, cols < R // 2, low_mask, DY, N, R, True, ONCE)
+        g, g_z = rotated(
+            g,
+            g_z,
+            COS,
+            SIN,
+            at,
+            low,
+            high,
+            cols < R // 2,
+            low_mask,
+            DY,
+            N,
+            R,
+            True,
+            ONCE,
+        )
         if ONCE:
             g = rounded(g, DY)
             g_z = rounded(g_z, DY)
@@ -53,7 +76,8 @@ def rows_backward(
         xhat = x * rstd
         zhat = z * rstd
         if DW is not None:
-            # By name: the compiler contracts nothing where products of the rotation are to be rounded.
+            # By name: the compiler contracts nothing where products of the rotation are
+            # to be rounded.
             dw = tl.fma(g, round_hat(xhat, X, W, ROUNDING), dw)
             dw_z = tl.fma(g_z, round_hat(zhat, X, W, ROUNDING), dw_z)
         if DX is not None:
@@ -74,26 +98,29 @@ def rows_backward(
 
 @triton.jit
 def qk_norm_backward(
-    DYQ, DYK, Q, K, WQ, WK, COS, SIN, RSTD, DXQ, DXK, DW, q_parts, tokens, length, q_heads, k_heads,
-    dyq_batch: tl.int64, dyq_position: tl.int64, dyq_head: tl.int64,
-    dyk_batch: tl.int64, dyk_position: tl.int64, dyk_head: tl.int64,
-    q_batch: tl.int64, q_position: tl.int64, q_head: tl.int64,
-    k_batch: tl.int64, k_position: tl.int64, k_head: tl.int64,
-    dxq_batch: tl.int64, dxq_position: tl.int64, dxq_head: tl.int64,
+    DYQ, DYK, Q, K, WQ, WK, COS, SIN, RSTD, DXQ, DXK, DW, q_parts, tokens, length,
+    q_heads, k_heads, dyq_batch: tl.int64, dyq_position: tl.int64, dyq_head: tl.int64,
+    dyk_batch: tl.int64, dyk_position: tl.int64, dyk_head: tl.int64, q_batch: tl.int64,
+    q_position: tl.int64, q_head: tl.int64, k_batch: tl.int64, k_position: tl.int64,
+    k_head: tl.int64, dxq_batch: tl.int64, dxq_position: tl.int64, dxq_head: tl.int64,
     dxk_batch: tl.int64, dxk_position: tl.int64, dxk_head: tl.int64,
-    rotary_batch: tl.int64, rotary_position: tl.int64,
-    N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    OFFSET: tl.constexpr, ROUNDING: tl.constexpr, ONCE: tl.constexpr, STAGES: tl.constexpr,
+    rotary_batch: tl.int64, rotary_position: tl.int64, N: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr, ONCE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs: the first `q_parts` walk the rows of q, the others those of k.
+    """Persistent programs: the first `q_parts` walk the rows of q, the others those of
+    k.
 
     Arguments as in `qk_norm_forward`, and besides:
 
     Args:
         DYQ, DYK: gradients of the results, addressed as Q and K.
-        DXQ, DXK: gradients of q and k, addressed as Q and K; both None where neither is wanted.
-        DW: (programs, N) float32 partial sums of both weights, those of q first; or None.
-        ONCE: the gradient is rounded when it has been rotated back; else after each operator.
+        DXQ, DXK: gradients of q and k, addressed as Q and K; both None where neither is
+            wanted.
+        DW: (programs, N) float32 partial sums of both weights, those of q first; or
+            None.
+        ONCE: the gradient is rounded when it has been rotated back; else after each
+            operator.
         STAGES: software pipeline depth of the loop.
     """
     part = tl.program_id(0)
@@ -103,24 +130,39 @@ def qk_norm_backward(
     of_tables = (rotary_batch, rotary_position, 0)
     if part < q_parts:
         rows_backward(
-            DYQ, Q, WQ, COS, SIN, RSTD, DXQ, DW, part, q_parts, 0, q_rows, length, q_heads,
-            (dyq_batch, dyq_position, dyq_head), (q_batch, q_position, q_head), (dxq_batch, dxq_position, dxq_head),
-            of_tables, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE, STAGES,
+            DYQ, Q, WQ, COS, SIN, RSTD, DXQ, DW, part, q_parts, 0, q_rows, length,
+            q_heads, (dyq_batch, dyq_position, dyq_head), (q_batch, q_position, q_head),
+            (dxq_batch, dxq_position, dxq_head), of_tables, N, R, BLOCK, ROWS, UNIT,
+            OFFSET, ROUNDING, ONCE, STAGES,
         )  # fmt: skip
     else:
         rows_backward(
-            DYK, K, WK, COS, SIN, RSTD, DXK, DW, part - q_parts, tl.num_programs(0) - q_parts,
-            q_rows, tokens * k_heads, length, k_heads,
-            (dyk_batch, dyk_position, dyk_head), (k_batch, k_position, k_head), (dxk_batch, dxk_position, dxk_head),
-            of_tables, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE, STAGES,
+            DYK, K, WK, COS, SIN, RSTD, DXK, DW, part - q_parts,
+            tl.num_programs(0) - q_parts, q_rows, tokens * k_heads, length, k_heads,
+            (dyk_batch, dyk_position, dyk_head), (k_batch, k_position, k_head),
+            (dxk_batch, dxk_position, dxk_head), of_tables, N, R, BLOCK, ROWS, UNIT,
+            OFFSET, ROUNDING, ONCE, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
-def qk_reduce_partials(PARTIALS, DWQ, DWK, q_parts, k_parts, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """`reduce_partials` of both weights: of q the first `q_parts` rows, of k the `k_parts` behind them."""
+def qk_reduce_partials(
+    PARTIALS,
+    DWQ,
+    DWK,
+    q_parts,
+    k_parts,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """`reduce_partials` of both weights: of q the first `q_parts` rows, of k the
+    `k_parts` behind them.
+    """
     if tl.program_id(1) == 0:
         if DWQ is not None:
             reduce_partials(PARTIALS, DWQ, q_parts, N, BLOCK, ROWS)
     elif DWK is not None:
-        reduce_partials(PARTIALS + tl.cast(q_parts, tl.int64) * N, DWK, k_parts, N, BLOCK, ROWS)
+        reduce_partials(
+            PARTIALS + tl.cast(q_parts, tl.int64) * N, DWK, k_parts, N, BLOCK, ROWS
+        )

@@ -1,4 +1,6 @@
-"""How the rows of a tensor are addressed, so that strided views (q and k inside a packed projection) need no copy."""
+"""How the rows of a tensor are addressed, so that strided views (q and k inside a
+packed projection) need no copy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Shape = tuple[int, ...]
 
 
 class RowAddress(NamedTuple):
-    """Row r starts at (r // length) * outer + (r % length) * inner elements: in place, or in a `copy` made first."""
+    """Row r starts at (r // length) * outer + (r % length) * inner elements: in place,
+    or in a `copy` made first.
+    """
 
     length: int = 1
     outer: int = 0
@@ -24,7 +28,9 @@ class RowAddress(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor | None, order: Shape | None) -> RowAddress:
-        """Where the kernels read the rows of t, taken in `order`; a t of None has no rows."""
+        """Where the kernels read the rows of t, taken in `order`; a t of None has no
+        rows.
+        """
         if t is None:
             return cls()
         address = row_address(t.shape, t.stride(), order)
@@ -39,11 +45,17 @@ class RowAddress(NamedTuple):
 
     def arguments(self, name: str) -> dict[str, int]:
         """The address as the kernels' parameters."""
-        return {f"{name}_len": self.length, f"{name}_outer": self.outer, f"{name}_inner": self.inner}
+        return {
+            f"{name}_len": self.length,
+            f"{name}_outer": self.outer,
+            f"{name}_inner": self.inner,
+        }
 
 
 def memory_order(shape: Shape, strides: Shape) -> Shape | None:
-    """The leading dimensions from the slowest to the fastest, or None if they have that order already."""
+    """The leading dimensions from the slowest to the fastest, or None if they have that
+    order already.
+    """
     if strides[-1] != 1 and shape[-1] != 1:
         return None  # such rows are copied, and a copy has its own order
 
@@ -56,7 +68,9 @@ def memory_order(shape: Shape, strides: Shape) -> Shape | None:
 
 
 def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress | None:
-    """Address of the rows in `order` (None: that of the dimensions), or None where two levels do not reach them."""
+    """Address of the rows in `order` (None: that of the dimensions), or None where two
+    levels do not reach them.
+    """
     if strides[-1] != 1 and shape[-1] != 1:
         return None
     levels: list[tuple[int, int]] = []
@@ -77,7 +91,9 @@ def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress
 
 
 def flat_strides(shape: Shape, strides: Shape, order: Shape | None) -> bool:
-    """Whether no gaps are between the rows, taken in `order` (None: that of the dimensions)."""
+    """Whether no gaps are between the rows, taken in `order` (None: that of the
+    dimensions).
+    """
     expected = shape[-1]
     if strides[-1] != 1 and shape[-1] != 1:
         return False
@@ -89,10 +105,11 @@ def flat_strides(shape: Shape, strides: Shape, order: Shape | None) -> bool:
 
 
 def row_order(x: torch.Tensor, spec: NormSpec, heads: int) -> Shape | None:
-    """The leading dimensions of x in the order in which the kernels number its rows, or None if they have it already.
+    """The leading dimensions of x in the order in which the kernels number its rows, or
+    None if they have it already.
 
-    It is that of the dimensions if the output is row-major, and if each head has its weight: a kernel computes the head
-    from the row's number.
+    It is that of the dimensions if the output is row-major, and if each head has its
+    weight: a kernel computes the head from the row's number.
     """
     if spec.functional or heads > 1 or x.is_contiguous():
         return None
@@ -107,18 +124,27 @@ def heads_of(*parameters: torch.Tensor | None) -> int:
     return 1
 
 
-def output_layout(x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, heads: int):
-    """(order in which rows are numbered, memory format of the output, whether that output is flat in this order)."""
+def output_layout(
+    x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, heads: int
+):
+    """(order in which rows are numbered, memory format of the output, whether that
+    output is flat in this order).
+    """
     if spec.functional:
         return None, torch.contiguous_format, True
     order = row_order(x, spec, heads)
     output = without_data(x)
-    if heads > 1 and weight is not None:  # a weight of heads takes part in the order of the product
+    if heads > 1 and weight is not None:
+        # a weight of heads takes part in the order of the product
         with _disable_current_modes():
             product = without_data(weight) * output
         if product.is_contiguous():
             return order, torch.contiguous_format, True
-    return order, torch.preserve_format, flat_strides(tuple(x.shape), output.stride(), order)
+    return (
+        order,
+        torch.preserve_format,
+        flat_strides(tuple(x.shape), output.stride(), order),
+    )
 
 
 def without_data(x: torch.Tensor) -> torch.Tensor:
@@ -130,12 +156,17 @@ def without_data(x: torch.Tensor) -> torch.Tensor:
 def sum_without_data(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """``residual + x`` on the meta device, for its strides and dtype."""
     with _disable_current_modes():
-        left, right = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (residual, x))
+        left, right = (
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            for t in (residual, x)
+        )
         return left + right
 
 
 def blank(device: torch.device, *shape: int) -> torch.Tensor:
-    """A tensor of float32 in the memory of one element: ``empty_like`` it is the quickest way to one of this shape."""
+    """A tensor of float32 in the memory of one element: ``empty_like`` it is the
+    quickest way to one of this shape.
+    """
     with _disable_current_modes(), torch.inference_mode(False):
         return _element(device).expand(shape)
 

@@ -1,14 +1,14 @@
 """Which formulas each family of kernels computes, in the words of `NormSpec.axes`.
 
-The kernels refuse every other formula. So a new field or value of `NormSpec` is never computed as another formula: add
-it to the kernels first, and then here.
+The kernels refuse every other formula. So a new field or value of `NormSpec` is never
+computed as another formula: add it to the kernels first, and then here.
 """
 
 from ..formula import NormSpec
 
 _ROWS = frozenset({
-    "centered", "has_bias", "weight_offset", "functional", "eps_outside", "rounding=before_weight",
-    "rounding=weight_dtype", "rounding=rstd",
+    "centered", "has_bias", "weight_offset", "functional", "eps_outside",
+    "rounding=before_weight", "rounding=weight_dtype", "rounding=rstd",
 })  # fmt: skip
 SERVES = {
     "rows": _ROWS | {"gate=silu_before", "gate=silu_after", "gate=sigmoid_after"},
@@ -28,7 +28,11 @@ def unserved(spec: NormSpec, *families: str) -> str | None:
 
 
 def require(spec: NormSpec, *families: str) -> None:
-    """Raise `NotImplementedError` for a formula that reached a launch which does not compute it."""
+    """Raise `NotImplementedError` for a formula that reached a launch which does not
+    compute it.
+    """
     missing = unserved(spec, *families)
     if missing is not None:
-        raise NotImplementedError(f"{missing}, which the kernels for {' and '.join(families)} do not compute")
+        raise NotImplementedError(
+            f"{missing}, which the kernels for {' and '.join(families)} do not compute"
+        )

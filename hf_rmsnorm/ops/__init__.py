@@ -6,6 +6,6 @@ from .norm import fused_add_norm, fused_norm, layer_norm, rms_norm
 from .settings import chosen_backend, use_backend
 
 __all__ = [
-    "chosen_backend", "fused_add_norm", "fused_norm", "input_needed", "layer_norm", "resolve_backend", "rms_norm",
-    "runs_on", "use_backend",
+    "chosen_backend", "fused_add_norm", "fused_norm", "input_needed", "layer_norm",
+    "resolve_backend", "rms_norm", "runs_on", "use_backend",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Which backend computes a call: the Triton kernels, the formula in plain torch, or the module's own forward.
+"""Which backend computes a call: the Triton kernels, the formula in plain torch, or the
+module's own forward.
 
 `runs_on` answers that of a device, `why_not` and `why_not_qk` of a call, in words.
 """
@@ -21,14 +22,16 @@ from .launches import forget_launches
 from .settings import chosen, insists, settings
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_ROWS = 2**31 - 2**16  # row numbers are 32-bit, and the last tile may reach past the last row
+# row numbers are 32-bit, and the last tile may reach past the last row
+MAX_ROWS = 2**31 - 2**16
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 
 _is_compiling = torch.compiler.is_compiling
 _Tensor = torch.Tensor
 _is_tracing = torch._C._is_tracing
 _lists_rms_norm = TORCH_RELEASE >= (2, 12)
-_left: dict[tuple, str] = {}  # devices whose kernels cannot be loaded, (type, index), and why
+# devices whose kernels cannot be loaded, (type, index), and why
+_left: dict[tuple, str] = {}
 _failing = threading.Lock()
 
 
@@ -51,7 +54,8 @@ def _nvidia_refusal(index: int | None) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability >= (7, 5):
         return None
-    if capability == (7, 0) and "sm_70" in torch.cuda.get_arch_list():  # a V100: newer builds of torch leave it out
+    if capability == (7, 0) and "sm_70" in torch.cuda.get_arch_list():
+        # a V100: newer builds of torch leave it out
         return None
     number = ".".join(map(str, capability))
     served = "7.5 (T4, RTX 20) and newer, and a V100 with a torch built for sm_70"
@@ -67,12 +71,15 @@ def device_refusal(device_type: str, index: int | None = None) -> str | None:
 
 
 def give_up(error: KernelUnavailable, device: torch.device) -> None:
-    """Leave a device to plain torch from now on, as its kernels cannot be loaded; a warning says so once.
+    """Leave a device to plain torch from now on, as its kernels cannot be loaded; a
+    warning says so once.
 
-    Within a backward, forwards are left when it ends: a checkpoint runs some of them again, as they were.
+    Within a backward, forwards are left when it ends: a checkpoint runs some of them
+    again, as they were.
 
     Raises:
-        KernelUnavailable: the error, where `use_backend("triton")` insists on the kernels.
+        KernelUnavailable: the error, where `use_backend("triton")` insists on the
+            kernels.
     """
     if insists():
         raise error
@@ -82,7 +89,9 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
     if torch._C._current_graph_task_id() == -1:
         _leave(device)
     else:
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_leave, device))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            partial(_leave, device)
+        )
     if first:
         then = f"On {device} patched modules run their own forward from now on; after the cure, start Python again."
         warnings.warn(f"hf_rmsnorm: {error}\n{then}", stacklevel=2)
@@ -94,29 +103,47 @@ def _leave(device: torch.device) -> None:
 
 
 def left_alone(x: torch.Tensor) -> bool:
-    """Whether no kernel runs on x's device. Each forward asks this first, so it is cheap."""
+    """Whether no kernel runs on x's device. Each forward asks this first, so it is
+    cheap.
+    """
     if chosen.backend != "auto" or type(x) is not _Tensor:
         return False
-    return (device_refusal("cpu") if x.is_cpu else device_refusal(x.device.type, x.device.index)) is not None
+    return (
+        device_refusal("cpu")
+        if x.is_cpu
+        else device_refusal(x.device.type, x.device.index)
+    ) is not None
 
 
 def runs_on(device: torch.device | str) -> dict[str, str]:
-    """What computes patched norms on a device by default. Reports, the callback and every command print this.
+    """What computes patched norms on a device by default. Reports, the callback and
+    every command print this.
 
     Returns:
-        ``"device"``; ``"backend"``, which is ``"triton"`` or ``"original"``; and ``"reason"``, the same in words.
+        ``"device"``; ``"backend"``, which is ``"triton"`` or ``"original"``; and
+        ``"reason"``, the same in words.
     """
     device = torch.device(device)
     refusal = device_refusal(device.type, device.index)
     if refusal is not None:
-        return {"device": str(device), "backend": "original", "reason": f"plain PyTorch ({refusal})"}
+        return {
+            "device": str(device),
+            "backend": "original",
+            "reason": f"plain PyTorch ({refusal})",
+        }
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    reason = "Triton kernels in Triton's interpreter, exact but slow" if interpreted else "fused Triton kernels"
+    reason = (
+        "Triton kernels in Triton's interpreter, exact but slow"
+        if interpreted
+        else "fused Triton kernels"
+    )
     return {"device": str(device), "backend": "triton", "reason": reason}
 
 
 def where_norms_run(records: Iterable[dict[str, str]]) -> list[str]:
-    """A sentence for all devices of `runs_on` records where the same computes the norms."""
+    """A sentence for all devices of `runs_on` records where the same computes the
+    norms.
+    """
     devices: dict[str, list[str]] = {}
     for record in records:
         devices.setdefault(record["reason"], []).append(record["device"])
@@ -124,7 +151,8 @@ def where_norms_run(records: Iterable[dict[str, str]]) -> list[str]:
 
 
 @torch.compiler.assume_constant_result
-def _is_exporting() -> bool:  # asked of Dynamo itself, before torch 2.13, it is True in whatever is compiled
+# asked of Dynamo itself, before torch 2.13, it is True in whatever is compiled
+def _is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
@@ -135,11 +163,17 @@ def _is_exported() -> bool:
 
 def compiles_original() -> bool:
     """Whether a graph is being compiled that holds the model's own code."""
-    return _is_compiling() and settings.while_compiling == "original" and chosen.backend == "auto"
+    return (
+        _is_compiling()
+        and settings.while_compiling == "original"
+        and chosen.backend == "auto"
+    )
 
 
 def why_not(spec: NormSpec, x, weight, bias, gate=None, residual=None) -> str | None:
-    """Why the kernels do not serve the norm of x, or of ``residual + x``, or None where they do."""
+    """Why the kernels do not serve the norm of x, or of ``residual + x``, or None where
+    they do.
+    """
     if x.is_nested:
         return "x is a nested tensor"
     return (
@@ -204,16 +238,24 @@ def _why_not_other(x, gate, residual) -> str | None:
     for name, other in (("gate", gate), ("residual", residual)):
         if other is None:
             continue
-        if other.dtype not in KERNEL_DTYPES or other.shape != x.shape or other.device != x.device:
+        if (
+            other.dtype not in KERNEL_DTYPES
+            or other.shape != x.shape
+            or other.device != x.device
+        ):
             where = f"{other.dtype} of shape {tuple(other.shape)} on {other.device}"
             return f"{name} is {where}, x {tuple(x.shape)} on {x.device}"
-    if residual is not None and promoted(x.dtype, residual.dtype) not in (x.dtype, residual.dtype):
+    if residual is not None and promoted(x.dtype, residual.dtype) not in (
+        x.dtype,
+        residual.dtype,
+    ):
         return f"the sum of {x.dtype} and {residual.dtype} is neither"
     return None
 
 
 def _why_not_so_many(spec: NormSpec, x, weight, bias) -> str | None:
-    if _is_compiling():  # it would bound a dynamic batch, and the operator asks again at run time
+    if _is_compiling():
+        # it would bound a dynamic batch, and the operator asks again at run time
         return None
     of_heads = any(p is not None and p.dim() == 2 for p in (weight, bias))
     # Heads multiply the rows that the last tile may reach past the end.
@@ -224,10 +266,12 @@ def _why_not_so_many(spec: NormSpec, x, weight, bias) -> str | None:
 
 
 def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
-    """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call to the layer's own forward.
+    """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call
+    to the layer's own forward.
 
     Raises:
-        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve the call.
+        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve
+            the call.
     """
     if chosen.backend == "reference":
         return "reference"
@@ -242,8 +286,14 @@ def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
 
 
 def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
-    """Whether F.layer_norm, or F.rms_norm, computes in float32: is it on an accelerator's autocast list for that?"""
-    return device_type != "cpu" and autocast_enabled(device_type) and (spec.centered or _lists_rms_norm)
+    """Whether F.layer_norm, or F.rms_norm, computes in float32: is it on an
+    accelerator's autocast list for that?
+    """
+    return (
+        device_type != "cpu"
+        and autocast_enabled(device_type)
+        and (spec.centered or _lists_rms_norm)
+    )
 
 
 def autocast_to_float32(spec: NormSpec, *tensors):
@@ -293,7 +343,11 @@ def _why_not_heads(q, k) -> str | None:
     if q.dim() != 4 or k.dim() != 4:
         return "q or k is not (batch, heads, length, head_dim)"
     head_dim = q.shape[3]
-    if q.shape[::2] != k.shape[::2] or head_dim != k.shape[3] or not 1 <= head_dim <= MAX_HEAD_DIM:
+    if (
+        q.shape[::2] != k.shape[::2]
+        or head_dim != k.shape[3]
+        or not 1 <= head_dim <= MAX_HEAD_DIM
+    ):
         return f"q is {tuple(q.shape)} and k {tuple(k.shape)}; heads are 1 to {MAX_HEAD_DIM} wide"
     if q.stride(3) != 1 or k.stride(3) != 1:
         return "columns with gaps"
@@ -305,13 +359,20 @@ def _why_not_heads(q, k) -> str | None:
 def _why_not_weights_of_heads(q, weights: tuple) -> str | None:
     head_dim = q.shape[3]
     for weight in weights:
-        if weight is not None and (weight.shape != (head_dim,) or not weight.is_contiguous()):
+        if weight is not None and (
+            weight.shape != (head_dim,) or not weight.is_contiguous()
+        ):
             return f"a weight of shape {tuple(weight.shape)} and strides {weight.stride()} for heads of {head_dim}"
     return None
 
 
 def _why_not_tables(q, cos, sin) -> str | None:
-    if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride() or cos.stride(2) != 1:
+    if (
+        cos.dim() != 3
+        or cos.shape != sin.shape
+        or cos.stride() != sin.stride()
+        or cos.stride(2) != 1
+    ):
         return "cos and sin are not (batch or 1, length, columns) in one layout"
     batch, _, length, head_dim = q.shape
     tables, positions, columns = cos.shape

@@ -1,4 +1,6 @@
-"""Which calls start a kernel directly: those on plain tensors, in a thread where nothing watches the operators."""
+"""Which calls start a kernel directly: those on plain tensors, in a thread where
+nothing watches the operators.
+"""
 
 import torch
 from torch.autograd import forward_ad
@@ -16,7 +18,9 @@ _count_modes = torch._C._len_torch_dispatch_stack
 
 
 def autocast_enabled(device_type: str) -> bool:
-    """Whether autocast is on for this type of device; not for one that has no autocast, as meta."""
+    """Whether autocast is on for this type of device; not for one that has no autocast,
+    as meta.
+    """
     try:
         return torch.is_autocast_enabled(device_type)
     except RuntimeError:  # unknown device type for autocast
@@ -24,19 +28,28 @@ def autocast_enabled(device_type: str) -> bool:
 
 
 def is_direct(*tensors: torch.Tensor | None) -> bool:
-    """Whether a kernel may read these tensors' memory: none is of a subclass, and nothing records the operators."""
+    """Whether a kernel may read these tensors' memory: none is of a subclass, and
+    nothing records the operators.
+    """
     plain = all(t is None or type(t) in DIRECT_TYPES for t in tensors)
     return plain and not (_count_modes() and _recorded())
 
 
 def _recorded() -> bool:
-    """Whether a mode that records or fakes operators is active; one that merely watches them does not count."""
+    """Whether a mode that records or fakes operators is active; one that merely watches
+    them does not count.
+    """
     keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+    return any(
+        torch._C._get_dispatch_mode(k) is not None
+        for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
+    )
 
 
 def starts_kernels(x: torch.Tensor) -> bool:
-    """Whether an eager call on x, in this thread as it is now, may start a kernel instead of calling operators."""
+    """Whether an eager call on x, in this thread as it is now, may start a kernel
+    instead of calling operators.
+    """
     return (
         not _is_compiling()
         and type(x) in DIRECT_TYPES
@@ -48,7 +61,9 @@ def starts_kernels(x: torch.Tensor) -> bool:
 
 
 def under_transform() -> bool:
-    """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need operators they can see through."""
+    """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need
+    operators they can see through.
+    """
     return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
 
 
@@ -61,10 +76,16 @@ def asks_by_parameters_alone(graded: bool, *summands: torch.Tensor | None) -> bo
 
 
 def version(t: torch.Tensor | None) -> int | None:
-    """What every write to a tensor moves that is not past autograd; None where it has none."""
+    """What every write to a tensor moves that is not past autograd; None where it has
+    none.
+    """
     return None if t is None or t.is_inference() else t._version
 
 
 def state(t: torch.Tensor | None) -> tuple | None:
     """The version and the address, which ``.data = other`` moves alone."""
-    return None if t is None else (version(t), t.data_ptr() if type(t) in DIRECT_TYPES else 0)
+    return (
+        None
+        if t is None
+        else (version(t), t.data_ptr() if type(t) in DIRECT_TYPES else 0)
+    )

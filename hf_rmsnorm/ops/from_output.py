@@ -1,8 +1,10 @@
-"""When a norm may save its output for the backward, in place of its input: the next linear layer saves it anyway.
+"""When a norm may save its output for the backward, in place of its input: the next
+linear layer saves it anyway.
 
-``xhat = (y - bias) / (weight_offset + weight)`` then replaces the normalised input, with the rounding of y. So no
-scale may be so small that y has lost xhat, and no bias so large that y is mostly bias. That is decided once, when a
-model is patched. A scale that becomes zero later counts as one in the backward, where its xhat is zero.
+``xhat = (y - bias) / (weight_offset + weight)`` then replaces the normalised input,
+with the rounding of y. So no scale may be so small that y has lost xhat, and no bias so
+large that y is mostly bias. That is decided once, when a model is patched. A scale that
+becomes zero later counts as one in the backward, where its xhat is zero.
 """
 
 import torch
@@ -13,13 +15,21 @@ from .direct import DIRECT_TYPES, is_direct
 
 LEAST_SCALE = 1e-3  # of the largest
 SMALLEST_SCALE = 2.0**-14  # below it float16 keeps fewer bits of y than of xhat
-LEAST_COLUMNS = 32  # in fewer, dx may be the small difference of two numbers of which y gives one
-MOST_BIAS = 4.0  # times the scale: as large as the largest elements of a row, whose rounding there is in any case
-MOST_COLUMNS_WITH_BIAS = 8_192  # in more, the sums of dweight and dbias do not fit into registers
+# in fewer, dx may be the small difference of two numbers of which y gives one
+LEAST_COLUMNS = 32
+# times the scale: as large as the largest elements of a row, whose rounding there is in
+# any case
+MOST_BIAS = 4.0
+# in more, the sums of dweight and dbias do not fit into registers
+MOST_COLUMNS_WITH_BIAS = 8_192
 
 
-def input_needed(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec) -> str:
-    """Return why a norm with these parameters keeps its input; "" where its output serves. Synchronises with a GPU."""
+def input_needed(
+    weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec
+) -> str:
+    """Return why a norm with these parameters keeps its input; "" where its output
+    serves. Synchronises with a GPU.
+    """
     refusal = unserved(spec, "from the output")
     if refusal is not None:
         return refusal
@@ -32,20 +42,30 @@ def input_needed(weight: torch.Tensor | None, bias: torch.Tensor | None, spec: N
         return ""
     scale = (weight.detach().float() + spec.weight_offset).abs()
     least, largest = (t.item() for t in scale.aminmax())
-    if not least >= max(LEAST_SCALE * largest, SMALLEST_SCALE):  # so too where one is NaN
+    if not least >= max(LEAST_SCALE * largest, SMALLEST_SCALE):
+        # so too where one is NaN
         return f"a weight is below {LEAST_SCALE:g} of the largest"
-    if bias is not None and not (bias.detach().float().abs() <= MOST_BIAS * scale).all():
+    if (
+        bias is not None
+        and not (bias.detach().float().abs() <= MOST_BIAS * scale).all()
+    ):
         return f"a bias is above {MOST_BIAS:g} times its weight"
     return ""
 
 
 def _has_values(t: torch.Tensor) -> bool:
-    """Whether a parameter's values can be read here: it is no shard, not on meta, and DeepSpeed has not taken it."""
+    """Whether a parameter's values can be read here: it is no shard, not on meta, and
+    DeepSpeed has not taken it.
+    """
     return type(t) in DIRECT_TYPES and not t.is_meta and t.numel() > 0
 
 
-def serves_as_input(y: torch.Tensor, x: torch.Tensor, weight, bias, spec: NormSpec) -> bool:
-    """Whether the backward can read y in the place of x: the same dtype, rows in the same order, and no short ones."""
+def serves_as_input(
+    y: torch.Tensor, x: torch.Tensor, weight, bias, spec: NormSpec
+) -> bool:
+    """Whether the backward can read y in the place of x: the same dtype, rows in the
+    same order, and no short ones.
+    """
     return (
         y.dtype == x.dtype
         and (spec.functional or y.stride() == x.stride())

@@ -1,4 +1,6 @@
-"""The one cache of launches: what starts the kernels of a formula, by a key of the tensors that it is for."""
+"""The one cache of launches: what starts the kernels of a formula, by a key of the
+tensors that it is for.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -17,15 +19,16 @@ _all: weakref.WeakSet = weakref.WeakSet()
 class Launches:
     """Launch key -> what allocates the outputs and starts the kernels, or None where the kernels do not serve.
 
-    Forwards, with or without a residual sum, a gate or a modulation, and their backwards are in one dictionary, each
-    under the key of what arrives. It is no dictionary itself: Dynamo would guard on its items.
+    Forwards, with or without a residual sum, a gate or a modulation, and their
+    backwards are in one dictionary, each under the key of what arrives. It is no
+    dictionary itself: Dynamo would guard on its items.
 
     Args:
         spec: the formula.
-        fits: ``fits(x, weight, bias, gate)`` says whether the formula is what such tensors are to be computed by;
-            asked once for each key.
-        modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is ``1 + scale``,
-            ``"multiply_after"`` the scale alone.
+        fits: ``fits(x, weight, bias, gate)`` says whether the formula is what such
+            tensors are to be computed by; asked once for each key.
+        modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is
+            ``1 + scale``, ``"multiply_after"`` the scale alone.
 
     Attributes:
         kept: the dictionary.
@@ -33,7 +36,12 @@ class Launches:
 
     MOST = 8_192  # generation with a growing prompt makes one per length
 
-    def __init__(self, spec: NormSpec, fits: Callable[..., bool] | None = None, modulation: str = "modulate_after"):
+    def __init__(
+        self,
+        spec: NormSpec,
+        fits: Callable[..., bool] | None = None,
+        modulation: str = "modulate_after",
+    ):
         self.spec = spec
         self.modulation = modulation
         self.fits = fits
@@ -61,7 +69,8 @@ def forget_launches() -> None:
 
 
 def key_of(kind: tuple, read: tuple, kept: tuple = ()) -> tuple | None:
-    """The launch key of such operands: all that decides whether and how they are served; None of those of a subclass.
+    """The launch key of such operands: all that decides whether and how they are
+    served; None of those of a subclass.
 
     Args:
         kind: hashable; the kind of launch.
@@ -72,7 +81,11 @@ def key_of(kind: tuple, read: tuple, kept: tuple = ()) -> tuple | None:
         A tuple. Its last entry is `memory_of` the tensors that the kernel reads.
     """
     memory = memory_of(read)
-    return None if memory is None else (kind, *map(layout, read), *map(layout, kept), memory)
+    return (
+        None
+        if memory is None
+        else (kind, *map(layout, read), *map(layout, kept), memory)
+    )
 
 
 def layout(t: torch.Tensor | None) -> tuple | None:
@@ -81,10 +94,11 @@ def layout(t: torch.Tensor | None) -> tuple | None:
 
 
 def memory_of(tensors: tuple) -> bool | tuple | None:
-    """What compiled code depends on of the memory of tensors; None where one is of a subclass, which may have none.
+    """What compiled code depends on of the memory of tensors; None where one is of a
+    subclass, which may have none.
 
-    That is whether all start at multiples of 16 bytes; and on AMD, where Triton compiles for offsets of 32 bits, which
-    storages are below 2 GiB.
+    That is whether all start at multiples of 16 bytes; and on AMD, where Triton
+    compiles for offsets of 32 bits, which storages are below 2 GiB.
     """
     pointers = 0
     for t in tensors:
@@ -97,7 +111,9 @@ def memory_of(tensors: tuple) -> bool | tuple | None:
 
 
 def is_aligned(key: tuple) -> bool:
-    """Whether every tensor that is read starts at a multiple of 16 bytes, by the launch key."""
+    """Whether every tensor that is read starts at a multiple of 16 bytes, by the launch
+    key.
+    """
     memory = key[-1]
     return memory[0] if _HIP else memory
 

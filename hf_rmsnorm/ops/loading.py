@@ -1,4 +1,6 @@
-"""Loads two modules when they are first needed: launch code needs triton, and the rules of DTensor take long."""
+"""Loads two modules when they are first needed: launch code needs triton, and the rules
+of DTensor take long.
+"""
 
 import sys
 from functools import cache

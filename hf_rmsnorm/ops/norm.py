@@ -1,7 +1,9 @@
-"""`rms_norm` and `layer_norm`: one call for eager, autograd, compiled, exported and checkpointed code.
+"""`rms_norm` and `layer_norm`: one call for eager, autograd, compiled, exported and
+checkpointed code.
 
-`run` is the entry of eager calls, with or without a residual sum: it starts kernels directly. The registered operator
-of `operators` is the other entry, for whatever needs an operator that it can see.
+`run` is the entry of eager calls, with or without a residual sum: it starts kernels
+directly. The registered operator of `operators` is the other entry, for whatever needs
+an operator that it can see.
 """
 
 from functools import lru_cache
@@ -11,7 +13,13 @@ import torch
 from ..formula import NormSpec, Rounding
 from ..kernels.failure import KernelUnavailable
 from ..reference import in_groups, reference_norm
-from .backend import autocast_to_float32, autocasts_functional, give_up, resolve_backend, why_not
+from .backend import (
+    autocast_to_float32,
+    autocasts_functional,
+    give_up,
+    resolve_backend,
+    why_not,
+)
 from .direct import asks_by_parameters_alone, starts_kernels, under_transform
 from .from_output import serves_as_input
 from .gradients import norm_gradients
@@ -21,7 +29,8 @@ from .operators import norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
-_autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)  # a fifth of the question for a device
+# a fifth of the question for a device
+_autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 class NormFunction(torch.autograd.Function):
@@ -45,20 +54,48 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         dh, dy = gradients if len(gradients) == 2 else (None, *gradients)
-        need_x, need_weight, need_bias, need_gate, need_residual, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, need_gate, need_residual, _ = (
+            ctx.needs_input_grad
+        )
         if dy is None:
-            return dh if need_x else None, None, None, None, dh if need_residual else None, None
+            return (
+                dh if need_x else None,
+                None,
+                None,
+                None,
+                dh if need_residual else None,
+                None,
+            )
         need = need_x or need_residual, need_weight, need_bias, need_gate
-        dx, dweight, dbias, dgate = norm_gradients(ctx.kept, ctx.saved_tensors, dy, dh, need)
-        return dx if need_x else None, dweight, dbias, dgate, dx if need_residual else None, None
+        dx, dweight, dbias, dgate = norm_gradients(
+            ctx.kept, ctx.saved_tensors, dy, dh, need
+        )
+        return (
+            dx if need_x else None,
+            dweight,
+            dbias,
+            dgate,
+            dx if need_residual else None,
+            None,
+        )
 
 
-# What Function.apply adds is for arguments by name and for functorch, neither of which gets here.
+# What Function.apply adds is for arguments by name and for functorch, neither of which
+# gets here.
 _apply = super(torch.autograd.Function, NormFunction).apply
 
 
-def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_output: bool = False):
-    """The norm of x, or (h, the norm of h) of ``h = residual + x``, by a kernel that is started directly.
+def run(
+    launches: Launches,
+    x,
+    weight,
+    bias,
+    gate=None,
+    residual=None,
+    keep_output: bool = False,
+):
+    """The norm of x, or (h, the norm of h) of ``h = residual + x``, by a kernel that is
+    started directly.
 
     Not while compiling.
 
@@ -67,12 +104,17 @@ def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_outp
         keep_output: the backward shall read the output, not x, where `serves_as_input`.
 
     Returns:
-        None if the kernels do not serve such tensors, or if a mode has to see operators: the caller then computes it.
+        None if the kernels do not serve such tensors, or if a mode has to see
+        operators: the caller then computes it.
     """
     if not starts_kernels(x):
         return None
     spec = launches.spec
-    if spec.functional and _autocast_anywhere() and autocasts_functional(spec, x.device.type):
+    if (
+        spec.functional
+        and _autocast_anywhere()
+        and autocasts_functional(spec, x.device.type)
+    ):
         cast = _autocast(x, weight, bias, residual)
         if cast is None:
             return None
@@ -85,7 +127,9 @@ def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_outp
         if launch is None:
             return None
         if graded:
-            return _apply(x, weight, bias, gate, residual, (launches, launch, keep_output))
+            return _apply(
+                x, weight, bias, gate, residual, (launches, launch, keep_output)
+            )
         y, _, _, h = launch.launch(x, weight, bias, gate, None, None, residual)
     except KernelUnavailable as error:
         give_up(error, x.device)
@@ -94,7 +138,9 @@ def run(launches: Launches, x, weight, bias, gate=None, residual=None, keep_outp
 
 
 def _autocast(x, weight, bias, residual) -> tuple | None:
-    """(x, weight, bias) as a functional norm gets them under autocast; None if the norm and the sum have two dtypes."""
+    """(x, weight, bias) as a functional norm gets them under autocast; None if the norm
+    and the sum have two dtypes.
+    """
     weight = None if weight is None else weight.float()
     bias = None if bias is None else bias.float()
     if residual is None:
@@ -136,29 +182,46 @@ def _launch_of(launches: Launches, x, weight, bias, gate, residual, graded: bool
 
 def _made(launches: Launches, operands: tuple, aligned: bool, graded: bool):
     x, weight, bias, gate, _, _, residual = operands
-    if launches.spec.group_size is not None or why_not(launches.spec, x, weight, bias, gate, residual) is not None:
+    if (
+        launches.spec.group_size is not None
+        or why_not(launches.spec, x, weight, bias, gate, residual) is not None
+    ):
         return None
     if any(p is not None and not p.is_contiguous() for p in (weight, bias)):
         return None  # `fused_norm` copies them
-    total = x if residual is None or x.element_size() >= residual.element_size() else residual
+    total = (
+        x
+        if residual is None or x.element_size() >= residual.element_size()
+        else residual
+    )
     if launches.fits is not None and not launches.fits(total, weight, bias, gate):
         return None
     return kernels().NormForward(launches.spec, operands, aligned, graded)
 
 
-def fused_norm(x, weight, bias, spec: NormSpec, backend: str | None = None, gate=None, keep_output: bool = False):
+def fused_norm(
+    x,
+    weight,
+    bias,
+    spec: NormSpec,
+    backend: str | None = None,
+    gate=None,
+    keep_output: bool = False,
+):
     """Compute `spec` on x with the backend in force.
 
     Args:
         x: (..., hidden_size), any strides; rows may be empty.
-        weight, bias: (hidden_size,), or (heads, hidden_size) where x is (..., heads, hidden_size), or None, as the
-            spec says.
+        weight, bias: (hidden_size,), or (heads, hidden_size) where x is (..., heads,
+            hidden_size), or None, as the spec says.
         backend: what `resolve_backend` answered, if the caller has asked already.
         gate: x's shape, where the spec has one.
-        keep_output: the kernels' backward shall read the output, not x, where `serves_as_input`.
+        keep_output: the kernels' backward shall read the output, not x, where
+            `serves_as_input`.
 
     Returns:
-        (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging Face module's output has.
+        (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging
+        Face module's output has.
     """
     if backend is None:
         backend = resolve_backend(x, weight, bias, spec, gate)
@@ -170,8 +233,14 @@ def fused_norm(x, weight, bias, spec: NormSpec, backend: str | None = None, gate
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
         return fused_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
-    weight, bias = (t if t is None or t.is_contiguous() else t.contiguous() for t in (weight, bias))
-    y = None if compiling else run(launches_of(spec), x, weight, bias, gate, None, keep_output)
+    weight, bias = (
+        t if t is None or t.is_contiguous() else t.contiguous() for t in (weight, bias)
+    )
+    y = (
+        None
+        if compiling
+        else run(launches_of(spec), x, weight, bias, gate, None, keep_output)
+    )
     if y is not None:
         return y
     load_sharding_rules()
@@ -179,24 +248,35 @@ def fused_norm(x, weight, bias, spec: NormSpec, backend: str | None = None, gate
     return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
 
 
-def fused_add_norm(x, residual, weight, bias, spec: NormSpec, keep_output: bool = False):
-    """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one launch if a kernel serves them.
+def fused_add_norm(
+    x, residual, weight, bias, spec: NormSpec, keep_output: bool = False
+):
+    """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one
+    launch if a kernel serves them.
 
-    h is rounded to its dtype before it is normalised. So y has the bits that the norm's kernel alone computes from h.
-    On a GPU this needs x and residual to start and step by multiples of 16 bytes, as a model's tensors do.
+    h is rounded to its dtype before it is normalised. So y has the bits that the norm's
+    kernel alone computes from h. On a GPU this needs x and residual to start and step
+    by multiples of 16 bytes, as a model's tensors do.
 
-    The backward needs h, the parameters and (rows,) statistics. It adds the gradient of h to the norm's in the same
-    launch and rounds once: x and residual share that gradient.
+    The backward needs h, the parameters and (rows,) statistics. It adds the gradient of
+    h to the norm's in the same launch and rounds once: x and residual share that
+    gradient.
 
     Args:
         x: (..., hidden_size), any strides: the output of the attention or MLP.
-        residual: the same shape, any strides; of x's dtype, or one of the two is float32, as under autocast.
+        residual: the same shape, any strides; of x's dtype, or one of the two is
+            float32, as under autocast.
         weight, bias: (hidden_size,) or None, as the spec says.
 
     Returns:
-        (h, y): h as ``residual + x`` returns it, y in ``spec.output_dtype``, each with the strides it has in eager.
+        (h, y): h as ``residual + x`` returns it, y in ``spec.output_dtype``, each with
+        the strides it has in eager.
     """
-    both = None if _is_compiling() else run(launches_of(spec), x, weight, bias, None, residual, keep_output)
+    both = (
+        None
+        if _is_compiling()
+        else run(launches_of(spec), x, weight, bias, None, residual, keep_output)
+    )
     if both is not None:
         return both
     h = residual + x
@@ -212,10 +292,12 @@ def rms_norm(
     weight_offset: float = 0.0,
     rounding: Rounding = "before_weight",
 ) -> torch.Tensor:
-    """RMSNorm over the last dimension (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * (weight_offset + weight).
+    """RMSNorm over the last dimension (Zhang and Sennrich 2019): x / sqrt(mean(x^2) +
+    eps) * (weight_offset + weight).
 
     Args:
-        x: (..., hidden_size) in float32, float16, bfloat16 or (in plain torch) float64; any strides.
+        x: (..., hidden_size) in float32, float16, bfloat16 or (in plain torch) float64;
+            any strides.
         weight: (hidden_size,) of any such dtype, or None.
         eps: added to the mean square.
         bias: (hidden_size,) or None.
@@ -241,9 +323,13 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
 ) -> torch.Tensor:
-    """LayerNorm over the last dimension (Ba et al. 2016), as `F.layer_norm`: autocast, dtypes and strides included.
+    """LayerNorm over the last dimension (Ba et al. 2016), as `F.layer_norm`: autocast,
+    dtypes and strides included.
 
     Args:
         x: (..., hidden_size), dtypes as in `rms_norm`.
@@ -251,7 +337,8 @@ def layer_norm(
         eps: added to the variance.
 
     Returns:
-        (..., hidden_size) in x's dtype (float32 under an accelerator's autocast), row-major.
+        (..., hidden_size) in x's dtype (float32 under an accelerator's autocast),
+        row-major.
 
     Raises:
         TypeError, ValueError: as `rms_norm`.
@@ -259,10 +346,19 @@ def layer_norm(
     return _compute(x, weight, bias, eps, functional=True)
 
 
-def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", functional=False):
+def _compute(
+    x, weight, bias, eps, weight_offset=0.0, rounding="once", functional=False
+):
     if not isinstance(eps, (int, float)):
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
-    formula = weight is not None, bias is not None, float(eps), weight_offset, rounding, functional
+    formula = (
+        weight is not None,
+        bias is not None,
+        float(eps),
+        weight_offset,
+        rounding,
+        functional,
+    )
     _check(x, weight, bias)
     if _is_compiling():
         return fused_norm(x, weight, bias, _spec(*formula))
@@ -293,19 +389,29 @@ def _launches(*formula) -> Launches:
 def _check(x, weight, bias) -> None:
     _check_floating("x", x, ", for example x.float()")
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}: the last dimension must hold at least one element")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}: the last dimension must hold at least one element"
+        )
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is None:
             continue
         _check_floating(name, parameter)
         if parameter.shape != x.shape[-1:]:
-            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, x {tuple(x.shape)}: pass ({x.shape[-1]},)")
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}, x {tuple(x.shape)}: pass ({x.shape[-1]},)"
+            )
         if parameter.device != x.device:
-            raise ValueError(f"{name} is on {parameter.device} and x on {x.device}: move one of them")
+            raise ValueError(
+                f"{name} is on {parameter.device} and x on {x.device}: move one of them"
+            )
 
 
 def _check_floating(name: str, t, cure: str = "") -> None:
     if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name} is {type(t).__name__}: pass a floating-point tensor{cure}")
+        raise TypeError(
+            f"{name} is {type(t).__name__}: pass a floating-point tensor{cure}"
+        )
     if not t.is_floating_point():
-        raise TypeError(f"{name} is a tensor of {t.dtype}: pass a floating-point tensor{cure}")
+        raise TypeError(
+            f"{name} is a tensor of {t.dtype}: pass a floating-point tensor{cure}"
+        )

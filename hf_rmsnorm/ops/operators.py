@@ -1,4 +1,6 @@
-"""The registered operators: what `torch.compile`, `torch.export` and tensor subclasses see of the kernels."""
+"""The registered operators: what `torch.compile`, `torch.export` and tensor subclasses
+see of the kernels.
+"""
 
 from functools import lru_cache
 from types import NoneType
@@ -19,30 +21,40 @@ from .loading import backward_kernels, kernels
 
 def _argument_type(name: str, hint) -> str:
     kinds = get_args(hint) or (hint,)
-    if name == "centered":  # for DTensor, which looks the placements of a call up by its arguments from an integer on
+    if name == "centered":
+        # for DTensor, which looks the placements of a call up by its arguments from an
+        # integer on
         return "int"
     found = next((kind.__name__ for kind in (bool, int, float) if kind in kinds), "str")
     return f"{found}?" if NoneType in kinds and found != "str" else found
 
 
-# The formula as arguments: eps, `centered` and the rest. The operands themselves tell whether there are parameters, and
-# rows come in their groups.
+# The formula as arguments: eps, `centered` and the rest. The operands themselves tell
+# whether there are parameters, and rows come in their groups.
 _HINTS = get_type_hints(NormSpec)
 _TOLD = ("has_weight", "has_bias", "group_size")
-_NAMES = dict.fromkeys(("eps", "centered", *(name for name in _HINTS if name not in _TOLD)))
+_NAMES = dict.fromkeys(
+    ("eps", "centered", *(name for name in _HINTS if name not in _TOLD))
+)
 _TYPES = {name: _argument_type(name, _HINTS[name]) for name in _NAMES}
-_SPEC = ", ".join(f"{kind} {'gating' if name == 'gate' else name}" for name, kind in _TYPES.items())
+_SPEC = ", ".join(
+    f"{kind} {'gating' if name == 'gate' else name}" for name, kind in _TYPES.items()
+)
 _AFFINE = "Tensor? weight, Tensor? bias"
 _STATS = "Tensor rstd, Tensor mean"
 _library = torch.library.Library("hf_rmsnorm", "DEF")
 
 
 def _define(name: str, operands: str, last: str, outputs: int):
-    _library.define(f"{name}({operands}, {_SPEC}, {last}) -> ({', '.join(['Tensor'] * outputs)})")
+    _library.define(
+        f"{name}({operands}, {_SPEC}, {last}) -> ({', '.join(['Tensor'] * outputs)})"
+    )
     return getattr(torch.ops.hf_rmsnorm, name).default
 
 
-norm_forward_op = _define("norm_forward", f"Tensor x, {_AFFINE}, Tensor? gate", "bool stats", 3)
+norm_forward_op = _define(
+    "norm_forward", f"Tensor x, {_AFFINE}, Tensor? gate", "bool stats", 3
+)
 _OF_NORM = f"Tensor dy, Tensor x, {_AFFINE}, Tensor? gate, Tensor? dh, {_STATS}"
 norm_backward_op = _define("norm_backward", _OF_NORM, "bool[] need", 4)
 
@@ -56,10 +68,15 @@ def spec_args(spec: NormSpec) -> tuple:
     if type(spec) is not NormSpec or spec.group_size is not None:
         raise TypeError(f"the operators do not take {spec!r}")
     values = ((getattr(spec, name), kind) for name, kind in _TYPES.items())
-    return tuple(int(v) if kind == "int" else "" if v is None and kind == "str" else v for v, kind in values)
+    return tuple(
+        int(v) if kind == "int" else "" if v is None and kind == "str" else v
+        for v, kind in values
+    )
 
 
-def spec_from(weight: torch.Tensor | None, bias: torch.Tensor | None, arguments: tuple) -> tuple:
+def spec_from(
+    weight: torch.Tensor | None, bias: torch.Tensor | None, arguments: tuple
+) -> tuple:
     """(the formula, what follows it) from the arguments behind an operator's tensors."""
     *values, last = arguments
     return _spec_from(weight is not None, bias is not None, tuple(values)), last
@@ -67,13 +84,19 @@ def spec_from(weight: torch.Tensor | None, bias: torch.Tensor | None, arguments:
 
 @lru_cache(1_024)
 def _spec_from(has_weight: bool, has_bias: bool, values: tuple) -> NormSpec:
-    fields = {name: None if v == "" else v for name, v in zip(_TYPES, values, strict=True)}
+    fields = {
+        name: None if v == "" else v for name, v in zip(_TYPES, values, strict=True)
+    }
     fields["centered"] = bool(fields["centered"])
     return NormSpec(has_weight=has_weight, has_bias=has_bias, **fields)
 
 
-def _by_row(stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parameters) -> torch.Tensor:
-    """The kernels' flat statistics in the shape of x's rows, so that both can be split in the same way."""
+def _by_row(
+    stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parameters
+) -> torch.Tensor:
+    """The kernels' flat statistics in the shape of x's rows, so that both can be split
+    in the same way.
+    """
     if stats is None:
         return _none(x)
     order = row_order(x, spec, heads_of(*parameters))
@@ -83,8 +106,12 @@ def _by_row(stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parame
     return stats.view([x.shape[d] for d in order]).permute(own_order).contiguous()
 
 
-def _flat(stats: torch.Tensor, x: torch.Tensor, spec: NormSpec, *parameters) -> torch.Tensor:
-    """The inverse of `_by_row`. Flat statistics, as a direct launch saves them, are returned unchanged."""
+def _flat(
+    stats: torch.Tensor, x: torch.Tensor, spec: NormSpec, *parameters
+) -> torch.Tensor:
+    """The inverse of `_by_row`. Flat statistics, as a direct launch saves them, are
+    returned unchanged.
+    """
     if stats.dim() < 2:
         return stats.reshape(-1)
     order = row_order(x, spec, heads_of(*parameters))
@@ -97,7 +124,9 @@ def _none(t: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_output(x, spec, dtype):
-    memory_format = torch.contiguous_format if spec.functional else torch.preserve_format
+    memory_format = (
+        torch.contiguous_format if spec.functional else torch.preserve_format
+    )
     return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
 
 
@@ -107,15 +136,22 @@ def _forward(x, weight, bias, gate, *formula):
     if made is not None:
         y, rstd, mean, _ = made
         return y, *(_by_row(t, x, spec, weight, bias) for t in (rstd, mean))
-    y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
+    y = _empty_output(
+        x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype)
+    )
     y.copy_(reference_norm(x, weight, bias, spec, gate))
     rstd, mean = reference_stats(x, spec, gate) if stats else (None, None)
     return y, *(_none(x) if t is None else t.view(x.shape[:-1]) for t in (rstd, mean))
 
 
-def launched_forward(x, weight, bias, gate, spec: NormSpec, stats: bool) -> tuple | None:
+def launched_forward(
+    x, weight, bias, gate, spec: NormSpec, stats: bool
+) -> tuple | None:
     """(y, rstd, mean, None) by a kernel; None where none serves the call."""
-    if not is_direct(x, weight, bias, gate) or why_not(spec, x, weight, bias, gate) is not None:
+    if (
+        not is_direct(x, weight, bias, gate)
+        or why_not(spec, x, weight, bias, gate) is not None
+    ):
         return None
     weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
     operands = x, weight, bias, gate, None, None, None
@@ -132,15 +168,30 @@ def launched_forward(x, weight, bias, gate, spec: NormSpec, stats: bool) -> tupl
 
 def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
     spec, need = spec_from(weight, bias, formula)
-    rows, parameters = {"x": x, "gate": gate, "dh": dh}, {"weight": weight, "bias": bias}
-    require_saved_of(dy, rows, parameters, {"rstd": rstd, "mean": mean if spec.centered else None})
+    rows, parameters = (
+        {"x": x, "gate": gate, "dh": dh},
+        {"weight": weight, "bias": bias},
+    )
+    require_saved_of(
+        dy, rows, parameters, {"rstd": rstd, "mean": mean if spec.centered else None}
+    )
     weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
-    stats = _flat(rstd, x, spec, weight, bias), _flat(mean, x, spec, weight, bias) if spec.centered else None
-    grads = launched_backward((dy, x, weight, bias, gate, dh, *stats), spec, tuple(need))
+    stats = (
+        _flat(rstd, x, spec, weight, bias),
+        _flat(mean, x, spec, weight, bias) if spec.centered else None,
+    )
+    grads = launched_backward(
+        (dy, x, weight, bias, gate, dh, *stats), spec, tuple(need)
+    )
     if grads is None:
-        dx, dweight, dbias, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
+        dx, dweight, dbias, dgate = reference_backward(
+            dy, x, weight, bias, spec, need, gate
+        )
         dx = dx if dx is None or dh is None else dh + dx
-        dx, dgate = (g if g is None else _empty_output(x, spec, g.dtype).copy_(g) for g in (dx, dgate))
+        dx, dgate = (
+            g if g is None else _empty_output(x, spec, g.dtype).copy_(g)
+            for g in (dx, dgate)
+        )
         grads = (dx, dweight, dbias, dgate)
     return tuple(_none(x) if g is None else g for g in grads)
 
@@ -148,13 +199,22 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
 def launched_backward(operands: tuple, spec: NormSpec, need: tuple) -> tuple | None:
     """(dx, dweight, dbias, dgate) by the kernels; None where none serves the call."""
     dy, x, weight, bias, gate, dh, _, _ = operands
-    if not is_direct(dy, x, weight, bias, gate, dh) or why_not(spec, x, weight, bias, gate) is not None:
+    if (
+        not is_direct(dy, x, weight, bias, gate, dh)
+        or why_not(spec, x, weight, bias, gate) is not None
+    ):
         return None
-    launches, key = launches_of(spec), key_of(("backward", need), operands[:6], operands[6:])
+    launches, key = (
+        launches_of(spec),
+        key_of(("backward", need), operands[:6], operands[6:]),
+    )
     try:
         launch = launches.kept.get(key)
         if launch is None:
-            launch = launches.keep(key, backward_kernels().NormBackward(spec, operands, is_aligned(key), need))
+            launch = launches.keep(
+                key,
+                backward_kernels().NormBackward(spec, operands, is_aligned(key), need),
+            )
         return launch.launch(*operands)
     except KernelUnavailable as error:
         give_up(error, x.device)
@@ -163,10 +223,16 @@ def launched_backward(operands: tuple, spec: NormSpec, need: tuple) -> tuple | N
 
 def _fake_forward(x, weight, bias, gate, *formula):
     spec, stats = spec_from(weight, bias, formula)
-    y = _empty_output(x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype))
+    y = _empty_output(
+        x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype)
+    )
     rows = x.shape[:-1]
     rstd = x.new_empty(rows, dtype=torch.float32) if stats else _none(x)
-    return y, rstd, x.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(x)
+    return (
+        y,
+        rstd,
+        x.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(x),
+    )
 
 
 def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
@@ -188,10 +254,14 @@ for _name, _implementation, _fake in (
 
 
 def by_operator(spec: NormSpec, saved: tuple, dy, dh, need) -> list:
-    """(dx, dweight, dbias, dgate) by the registered operator; None for those that are not needed."""
+    """(dx, dweight, dbias, dgate) by the registered operator; None for those that are
+    not needed.
+    """
     *operands, rstd, mean = saved
     mean = rstd.new_empty(0) if mean is None else mean
-    grads = norm_backward_op(dy, *operands, dh, rstd, mean, *spec_args(spec), list(need))
+    grads = norm_backward_op(
+        dy, *operands, dh, rstd, mean, *spec_args(spec), list(need)
+    )
     return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
 
 
@@ -212,4 +282,6 @@ def register_gradients(gradients) -> None:
         grads = gradients(spec, saved, ctx.strides, dy, tuple(ctx.needs_input_grad[:4]))
         return *grads, *[None] * len(ctx.formula)
 
-    torch.library.register_autograd("hf_rmsnorm::norm_forward", backward, setup_context=keep, lib=_library)
+    torch.library.register_autograd(
+        "hf_rmsnorm::norm_forward", backward, setup_context=keep, lib=_library
+    )

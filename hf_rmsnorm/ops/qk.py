@@ -1,4 +1,6 @@
-"""The norms of queries and keys in one launch with the rotary embedding that follows them."""
+"""The norms of queries and keys in one launch with the rotary embedding that follows
+them.
+"""
 
 import torch
 
@@ -29,14 +31,21 @@ class _QKFunction(torch.autograd.Function):
         launches, launch, way = ctx.call
         _, need_q, need_k, need_q_weight, need_k_weight, *_ = ctx.needs_input_grad
         of_q, of_k = dq is not None, dk is not None
-        need = need_q and of_q, need_k and of_k, need_q_weight and of_q, need_k_weight and of_k
+        need = (
+            need_q and of_q,
+            need_k and of_k,
+            need_q_weight and of_q,
+            need_k_weight and of_k,
+        )
         if not any(need):
             return (None,) * 7
         saved = launch.as_saved(ctx.saved_tensors, dq, dk)
         return None, *_gradients(launches, saved, dq, dk, need, way), None, None
 
 
-def _gradients(launches: Launches, saved: tuple, dq, dk, need: tuple, way: str) -> tuple:
+def _gradients(
+    launches: Launches, saved: tuple, dq, dk, need: tuple, way: str
+) -> tuple:
     """The gradients of q, k and their weights; saved: these, cos, sin and rstd."""
     *operands, cos, sin, _ = saved
     visible = _is_compiling() or seen_through(dq, dk)
@@ -66,7 +75,9 @@ def _launched(launches: Launches, saved: tuple, dq, dk, need: tuple, way: str) -
     key = key_of(("queries and keys, backward", need, way), read, (rstd,))
     launch = launches.kept.get(key)
     if launch is None:
-        launch = kernels.QKBackward(launches.spec, (*read, rstd), is_aligned(key), need, way)
+        launch = kernels.QKBackward(
+            launches.spec, (*read, rstd), is_aligned(key), need, way
+        )
         launches.keep(key, launch)
     return launch.launch(*read, rstd)
 
@@ -74,28 +85,35 @@ def _launched(launches: Launches, saved: tuple, dq, dk, need: tuple, way: str) -
 def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
     """The heads of q and k, normalised and rotated in one launch.
 
-    None where no kernel serves such tensors, or where something has to see the operators. They may be transposed views
-    and slices of a packed projection. The weights may have another dtype than q and k, and so may cos and sin, as under
+    None where no kernel serves such tensors, or where something has to see the
+    operators. They may be transposed views and slices of a packed projection. The
+    weights may have another dtype than q and k, and so may cos and sin, as under
     autocast: the results are promoted as in plain torch.
 
     Args:
-        operands: q, k, their weights, cos and sin, as `reference.reference_qk_norm` takes them.
+        operands: q, k, their weights, cos and sin, as `reference.reference_qk_norm`
+            takes them.
         way: how they are rotated, as in `reference.rotated`.
 
     Returns:
-        (q', k') in the dtypes and strides that the same operators in plain torch give, or None.
+        (q', k') in the dtypes and strides that the same operators in plain torch give,
+        or None.
     """
     q, *_, cos, sin = operands
     if not starts_kernels(q):
         return None
-    graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    graded = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in operands
+    )
     if graded and (cos.requires_grad or sin.requires_grad):
         return None
     key = key_of(("queries and keys", graded, way), operands)
     launch = None if key is None else launches.kept.get(key, MISSING)
     try:
         if launch is MISSING:
-            launch = launches.keep(key, _made(launches.spec, operands, is_aligned(key), graded, way))
+            launch = launches.keep(
+                key, _made(launches.spec, operands, is_aligned(key), graded, way)
+            )
         if launch is None:
             return None
         if graded:

@@ -1,4 +1,6 @@
-"""The choices of a user: `hf_rmsnorm.settings` for the process, `use_backend` for the calls of one thread."""
+"""The choices of a user: `hf_rmsnorm.settings` for the process, `use_backend` for the
+calls of one thread.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -14,9 +16,11 @@ class Settings:
     """Choices that hold in every thread, read at each call.
 
     Args:
-        while_compiling: what `torch.compile` traces in a patched model. ``"original"``: the model's own code, so that
-            the graph is that of the unpatched model, and Inductor fuses it as it likes. ``"operator"``: each norm is
-            one opaque operator, with the kernel and the bits of eager. A change compiles the model again.
+        while_compiling: what `torch.compile` traces in a patched model. ``"original"``:
+            the model's own code, so that the graph is that of the unpatched model, and
+            Inductor fuses it as it likes. ``"operator"``: each norm is one opaque
+            operator, with the kernel and the bits of eager. A change compiles the model
+            again.
 
     Raises:
         ValueError: a value that is none of these, or a setting that does not exist.
@@ -31,9 +35,13 @@ class Settings:
 
     def __setattr__(self, name: str, value):
         if name not in CHOICES:
-            raise ValueError(f"settings.{name}: no such setting, there are {', '.join(CHOICES)}")
+            raise ValueError(
+                f"settings.{name}: no such setting, there are {', '.join(CHOICES)}"
+            )
         if value not in CHOICES[name]:
-            raise ValueError(f"settings.{name} = {value!r}: choose one of {', '.join(CHOICES[name])}")
+            raise ValueError(
+                f"settings.{name} = {value!r}: choose one of {', '.join(CHOICES[name])}"
+            )
         super().__setattr__(name, value)
 
 
@@ -45,11 +53,14 @@ class _Chosen(threading.local):
 
 
 chosen = _Chosen()
-_insisting: list = []  # an entry for each `use_backend("triton")` that is entered, in whatever thread
+# an entry for each `use_backend("triton")` that is entered, in whatever thread
+_insisting: list = []
 
 
 def insists() -> bool:
-    """Whether the kernels are insisted on. A backward may run in a thread of autograd's own, so there any thread's."""
+    """Whether the kernels are insisted on. A backward may run in a thread of autograd's
+    own, so there any thread's.
+    """
     in_backward = torch._C._current_graph_task_id() != -1
     return bool(_insisting) if in_backward else chosen.backend == "triton"
 
@@ -58,15 +69,18 @@ class use_backend:
     """Choose, in this thread and inside the ``with``, what computes the norms.
 
     Args:
-        name: ``"auto"`` launches Triton on devices it serves (and anywhere under ``TRITON_INTERPRET=1``); elsewhere,
-            and in an exported graph, a patched module runs its own forward. ``"triton"`` insists on the kernels, in
-            exports too, and raises where they cannot run. ``"reference"`` computes the plain-torch formula everywhere.
+        name: ``"auto"`` launches Triton on devices it serves (and anywhere under
+            ``TRITON_INTERPRET=1``); elsewhere, and in an exported graph, a patched
+            module runs its own forward. ``"triton"`` insists on the kernels, in exports
+            too, and raises where they cannot run. ``"reference"`` computes the
+            plain-torch formula everywhere.
 
     Raises:
         ValueError: the name is none of these.
 
-    A backward uses the backend that its forward used. A recompute under activation checkpointing uses the backend that
-    is chosen when it runs, on a GPU ``"auto"`` (docs/start.md). So keep ``loss.backward()`` inside the ``with``.
+    A backward uses the backend that its forward used. A recompute under activation
+    checkpointing uses the backend that is chosen when it runs, on a GPU ``"auto"``
+    (docs/start.md). So keep ``loss.backward()`` inside the ``with``.
 
     Example:
         >>> import torch
@@ -78,7 +92,9 @@ class use_backend:
 
     def __init__(self, name: str):
         if name not in BACKENDS:
-            raise ValueError(f"use_backend({name!r}): no such backend, choose one of {', '.join(BACKENDS)}")
+            raise ValueError(
+                f"use_backend({name!r}): no such backend, choose one of {', '.join(BACKENDS)}"
+            )
         self.name = name
         self._previous = []
 

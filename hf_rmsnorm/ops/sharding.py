@@ -1,12 +1,14 @@
-"""How DTensors pass through the operators: whatever does not split the dimension that is normalised stays split.
+"""How DTensors pass through the operators: whatever does not split the dimension that
+is normalised stays split.
 
-Each rule lists, for one dimension of the mesh, placements of the outputs with those of the operands: everything
-replicated, or the rows split over one of their dimensions. Parameters are replicated and their gradients are then
-partial sums; where each head has a row of them, heads may be split, and the parameters and their gradients with them.
-A split hidden size is not among these, so DTensor gathers it.
+Each rule lists, for one dimension of the mesh, placements of the outputs with those of
+the operands: everything replicated, or the rows split over one of their dimensions.
+Parameters are replicated and their gradients are then partial sums; where each head has
+a row of them, heads may be split, and the parameters and their gradients with them. A
+split hidden size is not among these, so DTensor gathers it.
 
-`loading` imports this when the first DTensor arrives: other programs do not load `torch.distributed.tensor`. The
-operators are looked up by their registered names.
+`loading` imports this when the first DTensor arrives: other programs do not load
+`torch.distributed.tensor`. The operators are looked up by their registered names.
 """
 
 import torch
@@ -17,7 +19,9 @@ _operators = torch.ops.hf_rmsnorm
 
 
 def _splits(x, *parameters) -> list[tuple]:
-    """(placement of the rows, of the parameters, of the parameters' gradients), for each way to split rows."""
+    """(placement of the rows, of the parameters, of the parameters' gradients), for
+    each way to split rows.
+    """
     per_head = any(p is not None and p.ndim == 2 for p in parameters)
     rows = x.ndim - 1 - per_head
     found = [(Shard(d), Replicate(), Partial()) for d in range(rows)]
@@ -43,7 +47,13 @@ def norm_forward(x, weight, bias, gate, eps, centered, *formula):
     return [
         (
             [rows, _made(stats, rows), _made(stats and centered, rows)],
-            [rows, _if(weight, parameters), _if(bias, parameters), _if(gate, rows), *rest],
+            [
+                rows,
+                _if(weight, parameters),
+                _if(bias, parameters),
+                _if(gate, rows),
+                *rest,
+            ],
         )
         for rows, parameters, _ in [_WHOLE, *_splits(x, weight, bias)]
     ]

@@ -1,4 +1,6 @@
-"""`norm_of_summands`: the norm of a residual sum as float32 holds it, where a model's own reads the rounded sum."""
+"""`norm_of_summands`: the norm of a residual sum as float32 holds it, where a model's
+own reads the rounded sum.
+"""
 
 import torch
 
@@ -27,31 +29,52 @@ class _NormOfSummands(torch.autograd.Function):
     def backward(ctx, dy):
         total, left, right, weight, bias, rstd, mean = ctx.saved_tensors
         spec, backend, of_left, of_right = ctx.call
-        rows, parameters = {"residual + x": total, "residual": left, "x": right}, {"weight": weight, "bias": bias}
+        rows, parameters = (
+            {"residual + x": total, "residual": left, "x": right},
+            {"weight": weight, "bias": bias},
+        )
         require_saved_of(dy, rows, parameters, {"rstd": rstd, "mean": mean})
-        left, weight, bias, _, rstd, mean = as_saved(of_left, left, weight, bias, None, rstd, mean)
+        left, weight, bias, _, rstd, mean = as_saved(
+            of_left, left, weight, bias, None, rstd, mean
+        )
         right, *_ = as_saved(of_right, right, None, None, None, None, None)
         h, need = left.float() + right.float(), tuple(ctx.needs_input_grad[:3])
-        if torch.is_grad_enabled():  # create_graph: the formula itself is differentiable, as a function of the sum
+        if torch.is_grad_enabled():
+            # create_graph: the formula itself is differentiable, as a function of the
+            # sum
 
             def formula(total, weight, bias):
                 rest = (h - total).detach()
                 return reference_norm(total + rest, weight, bias, spec).to(dy.dtype)
 
-            return *gradients_of(formula, (total, weight, bias), dy, need), None, None, None
+            return (
+                *gradients_of(formula, (total, weight, bias), dy, need),
+                None,
+                None,
+                None,
+            )
         operands, grads = (dy, h, weight, bias, None, None, rstd, mean), None
         if backend == "triton":
             grads = launched_backward(operands, spec, (*need, False))
         if grads is None:
             grads = reference_backward(dy, h, weight, bias, spec, need)
         dx, dweight, dbias, _ = grads
-        return None if dx is None else dx.to(total.dtype), dweight, dbias, None, None, None
+        return (
+            None if dx is None else dx.to(total.dtype),
+            dweight,
+            dbias,
+            None,
+            None,
+            None,
+        )
 
 
 def norm_of_summands(total, left, right, weight, bias, spec: NormSpec) -> torch.Tensor:
-    """The norm of ``left + right`` in float32, as `RMSNorm` of vLLM and of SGLang computes it of a residual sum.
+    """The norm of ``left + right`` in float32, as `RMSNorm` of vLLM and of SGLang
+    computes it of a residual sum.
 
-    In the graph it is a function of their rounded sum, whose gradient is that of both summands.
+    In the graph it is a function of their rounded sum, whose gradient is that of both
+    summands.
 
     Args:
         total: ``left + right``, rounded.
@@ -65,13 +88,19 @@ def norm_of_summands(total, left, right, weight, bias, spec: NormSpec) -> torch.
     if backend == "triton" and not is_direct(left, right, weight, bias):
         backend = "reference"
     weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (total, weight, bias)):
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (total, weight, bias)
+    ):
         return _NormOfSummands.apply(total, weight, bias, left, right, (spec, backend))
     return _computed(left, right, weight, bias, spec, backend, False)[0]
 
 
-def _computed(left, right, weight, bias, spec: NormSpec, backend: str, stats: bool) -> tuple:
-    """(y, rstd, mean), the latter two None where they are not asked for, or plain torch computes."""
+def _computed(
+    left, right, weight, bias, spec: NormSpec, backend: str, stats: bool
+) -> tuple:
+    """(y, rstd, mean), the latter two None where they are not asked for, or plain torch
+    computes.
+    """
     if backend == "triton":
         operands = right, weight, bias, None, None, None, left
         launches, key = launches_of(spec), key_of(("unrounded", stats), operands)
@@ -79,7 +108,9 @@ def _computed(left, right, weight, bias, spec: NormSpec, backend: str, stats: bo
             launch = launches.kept.get(key)
             if launch is None:
                 make = kernels().NormForward
-                launch = launches.keep(key, make(spec, operands, is_aligned(key), stats, keep_sum=False))
+                launch = launches.keep(
+                    key, make(spec, operands, is_aligned(key), stats, keep_sum=False)
+                )
             return launch.launch(*operands)[:3]
         except KernelUnavailable as error:
             give_up(error, right.device)

@@ -1,7 +1,16 @@
-"""Finds the norms of a loaded model by what they compute and swaps them in place for fused ones."""
+"""Finds the norms of a loaded model by what they compute and swaps them in place for
+fused ones.
+"""
 
 from .api import is_patched, patch_model, patched, unpatch_model
 from .launched import count_launches
 from .report import PatchReport
 
-__all__ = ["PatchReport", "count_launches", "is_patched", "patch_model", "patched", "unpatch_model"]
+__all__ = [
+    "PatchReport",
+    "count_launches",
+    "is_patched",
+    "patch_model",
+    "patched",
+    "unpatch_model",
+]

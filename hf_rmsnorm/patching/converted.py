@@ -1,4 +1,6 @@
-"""Converted checkpoints: their LayerNorms run the RMSNorm that config.json records, while that is the same."""
+"""Converted checkpoints: their LayerNorms run the RMSNorm that config.json records,
+while that is the same.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,12 @@ WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with it
 class ConvertedNorms:
     """The norms that a model's record lists."""
 
-    norms: dict[str, float]  # module path -> eps, of each LayerNorm that is recorded as an RMSNorm
+    # module path -> eps, of each LayerNorm that is recorded as an RMSNorm
+    norms: dict[str, float]
     why_not: str = ""  # that the record cannot be followed, and why
-    trained: bool = False  # training has made the model one of RMSNorms, by the record: its weights may have any mean
+    # training has made the model one of RMSNorms, by the record: its weights may have
+    # any mean
+    trained: bool = False
 
     @property
     def note(self) -> str:
@@ -43,15 +48,22 @@ class ConvertedNorms:
         return TRAINED if self.trained else ""
 
     def recipe(self, paths: list[str], recipe: Recipe) -> tuple[Recipe, str]:
-        """(the recipe to swap in, a note for the report) for a norm that was recognised as `recipe`."""
+        """(the recipe to swap in, a note for the report) for a norm that was recognised
+        as `recipe`.
+        """
         eps = next((self.norms[path] for path in paths if path in self.norms), None)
         if eps is None or not recipe.spec.centered:
             return recipe, ""
         if self.why_not:
             return recipe, self.why_not
         if eps != recipe.spec.eps:
-            return recipe, f"{STAYS}its eps is {recipe.spec.eps:g}, the record says {eps:g}"
-        return replace(recipe, spec=replace(recipe.spec, centered=False), as_rms=True), self.note
+            return (
+                recipe,
+                f"{STAYS}its eps is {recipe.spec.eps:g}, the record says {eps:g}",
+            )
+        return replace(
+            recipe, spec=replace(recipe.spec, centered=False), as_rms=True
+        ), self.note
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,8 @@ class Recorded:
     model: torch.nn.Module
     head: str  # prefix of the record's names before the model's own
     record: dict
-    norms: dict[str, dict]  # as in the record, by the record's names: path -> ``{"eps", "hidden_size"}``
+    # as in the record, by the record's names: path -> ``{"eps", "hidden_size"}``
+    norms: dict[str, dict]
 
     @property
     def followed(self) -> bool:
@@ -76,37 +89,66 @@ class Recorded:
 
 
 def recorded_model(model: torch.nn.Module) -> Recorded | None:
-    """The model, or the one inside it, whose config records a conversion; None if there is none."""
+    """The model, or the one inside it, whose config records a conversion; None if there
+    is none.
+    """
     for path, module in model.named_modules():
         record = getattr(getattr(module, "config", None), RECORD_KEY, None)
         if isinstance(record, dict) and "rms_norms" in record:
-            record = {**record, "residual_weights": record.get("residual_weights") or {}}
-            # A checkpoint saved with a head may be loaded without it, and the names then lack the head's prefix.
+            record = {
+                **record,
+                "residual_weights": record.get("residual_weights") or {},
+            }
+            # A checkpoint saved with a head may be loaded without it, and the names
+            # then lack the head's prefix.
             for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
-                if norms := recorded_norms(record, [head + inner for inner, _ in module.named_modules()]):
+                if norms := recorded_norms(
+                    record, [head + inner for inner, _ in module.named_modules()]
+                ):
                     return Recorded(path, module, head, record, norms)
     return None
 
 
 def conversion_of(model: torch.nn.Module) -> ConvertedNorms | None:
-    """The conversion that the model's config, or that of a model inside it, records; None if there is none."""
+    """The conversion that the model's config, or that of a model inside it, records;
+    None if there is none.
+    """
     if (found := recorded_model(model)) is None:
         return None
     norms = {found.full_path(path): how["eps"] for path, how in found.norms.items()}
     if found.followed:
         return ConvertedNorms(norms, trained=trained_as_rms(found.record))
     why_not = _why_not_followed(found) or outside_of(model, found.model)
-    return ConvertedNorms(norms, why_not if why_not in ("", WITHOUT_WEIGHTS) else STAYS + why_not)
+    return ConvertedNorms(
+        norms, why_not if why_not in ("", WITHOUT_WEIGHTS) else STAYS + why_not
+    )
 
 
 def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
-    """Why what surrounds the converted model is in the way: it may hand it a residual stream that has a mean."""
+    """Why what surrounds the converted model is in the way: it may hand it a residual
+    stream that has a mean.
+    """
     record = getattr(converted.config, RECORD_KEY)
-    # With a head, maybe: the first of this record by its own class. A wrapper, of PEFT say, may only pass it on.
+    # With a head, maybe: the first of this record by its own class. A wrapper, of PEFT
+    # say, may only pass it on.
     owners = (m for m in model.modules() if hasattr(type(m), "base_model_prefix"))
-    converted = next((m for m in owners if getattr(getattr(m, "config", None), RECORD_KEY, None) == record), converted)
+    converted = next(
+        (
+            m
+            for m in owners
+            if getattr(getattr(m, "config", None), RECORD_KEY, None) == record
+        ),
+        converted,
+    )
     inside = {id(parameter) for parameter in converted.parameters()}
-    name = next((name for name, parameter in model.named_parameters() if id(parameter) not in inside), None)
+    name = next(
+        (
+            name
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in inside
+        ),
+        None,
+    )
     told = f"{name} is outside of the {type(converted).__name__} that was converted"
     told += " and may write to its residual stream; where it does not, patch that model by itself"
     return "" if name is None else told
@@ -117,7 +159,11 @@ def _why_not_followed(found: Recorded) -> str:
     tensors = Weights(found.model, found.head)
     if hidden := tensors.hidden():
         away = found.model.get_parameter(hidden[len(found.head) :]).is_meta
-        return WITHOUT_WEIGHTS if away else f"{hidden} is not here whole; patch once the weights are loaded"
+        return (
+            WITHOUT_WEIGHTS
+            if away
+            else f"{hidden} is not here whole; patch once the weights are loaded"
+        )
     try:
         return tensors.hooked(found.record) or moved(tensors, found.record)
     except ValueError as error:
@@ -125,7 +171,9 @@ def _why_not_followed(found: Recorded) -> str:
 
 
 def moved(tensors: Weights, record: dict) -> str:
-    """Why the residual weights, or the tensors that adapters add to them, are not centred; "" if all are."""
+    """Why the residual weights, or the tensors that adapters add to them, are not
+    centred; "" if all are.
+    """
     if not record["residual_weights"]:
         return "its record names nothing that writes to the residual stream; convert the original again"
     names = own_names(tensors)
@@ -144,7 +192,9 @@ def moved(tensors: Weights, record: dict) -> str:
 
 
 class Weights(UserDict):
-    """A model's parameters by name; one that accelerate keeps on a disk is read when it is asked for."""
+    """A model's parameters by name; one that accelerate keeps on a disk is read when it
+    is asked for.
+    """
 
     def __init__(self, model: torch.nn.Module, head: str):
         self.model, self.head = model, head
@@ -162,11 +212,22 @@ class Weights(UserDict):
             return module._parameters[name]
 
     def hooked(self, record: Mapping) -> str:
-        """Why a hook is in the way: on a module that writes to the residual stream it may add what has a mean."""
-        modules = {key.rpartition(".")[0]: self.data[key][0] for key in ResidualWeights(record, self.data).how}
+        """Why a hook is in the way: on a module that writes to the residual stream it
+        may add what has a mean.
+        """
+        modules = {
+            key.rpartition(".")[0]: self.data[key][0]
+            for key in ResidualWeights(record, self.data).how
+        }
         for path, module in modules.items():
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if any(not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS) for hook in hooks):
+            hooks = (
+                *module._forward_hooks.values(),
+                *module._forward_pre_hooks.values(),
+            )
+            if any(
+                not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS)
+                for hook in hooks
+            ):
                 return f"{path} has a hook, which may change what it writes to the residual stream"
         return ""
 

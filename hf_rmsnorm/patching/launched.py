@@ -1,4 +1,6 @@
-"""`count_launches`: the kernels that a forward launched, and the fused pieces that it computed without one."""
+"""`count_launches`: the kernels that a forward launched, and the fused pieces that it
+computed without one.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -29,8 +31,10 @@ class Piece:
     """One fused piece of a model, counted over all its calls.
 
     Attributes:
-        path: of the norm; of two norms in one kernel, and of fusions that no call reached, the module that has them.
-        what: ``"norm"``, ``"residual add + norm"``, ``"q/k norms + rotary embedding"``, ...
+        path: of the norm; of two norms in one kernel, and of fusions that no call
+            reached, the module that has them.
+        what: ``"norm"``, ``"residual add + norm"``, ``"q/k norms + rotary embedding"``,
+            ...
         launched: how often a kernel computed it.
         missed: how often it was computed without one.
         reason: the reason of the last such call; "" if there was none.
@@ -54,7 +58,10 @@ class LaunchCount(Counter):
         return () if self._watched is None else tuple(self._watched.pieces())
 
     def __str__(self) -> str:
-        kernels = ", ".join(f"{count} {name}" for name, count in sorted(self.items())) or "none"
+        kernels = (
+            ", ".join(f"{count} {name}" for name, count in sorted(self.items()))
+            or "none"
+        )
         if self._watched is None:
             return f"kernels launched: {kernels}"
         pieces = self.pieces
@@ -64,23 +71,25 @@ class LaunchCount(Counter):
 
 @contextmanager
 def count_launches(model: nn.Module | None = None) -> Iterator[LaunchCount]:
-    """Count this package's kernel launches while the context is open, and list which pieces of a model ran fused.
+    """Count this package's kernel launches while the context is open, and list which
+    pieces of a model ran fused.
 
     Args:
-        model: a patched model. Each norm, residual add + norm, pair of q/k norms + rotary embedding, and norm + scale
-            and shift is listed: how often a kernel computed it, or the reason if none did. None: only kernels are
-            counted.
+        model: a patched model. Each norm, residual add + norm, pair of q/k norms +
+            rotary embedding, and norm + scale and shift is listed: how often a kernel
+            computed it, or the reason if none did. None: only kernels are counted.
 
     Yields:
-        A `collections.Counter` by kernel name (``norm_forward``, ``norm_backward``, ...), for all threads. With a model
+        A `collections.Counter` by kernel name (``norm_forward``, ``norm_backward``,
+        ...), for all threads. With a model
         it has `pieces`, and ``print(launches)`` shows them.
 
     Raises:
         TypeError: model is not a module.
         ValueError: no norm of the model is patched.
 
-    Calls from compiled code and replays of CUDA graphs pass no Python: their kernels are counted at most, and the
-    pieces are listed as not called.
+    Calls from compiled code and replays of CUDA graphs pass no Python: their kernels
+    are counted at most, and the pieces are listed as not called.
 
     Example:
         >>> import torch
@@ -112,12 +121,24 @@ class _Watched:
 
     def __init__(self, model: nn.Module, launches: Counter):
         if not isinstance(model, nn.Module):
-            raise TypeError(f"count_launches needs a torch.nn.Module, got {type(model).__name__}: load the model first")
+            raise TypeError(
+                f"count_launches needs a torch.nn.Module, got {type(model).__name__}: load the model first"
+            )
         modules = dict(model.named_modules())
-        self.norms = {module: path for path, module in modules.items() if recipe_of(module) is not None}
-        self.layers = {path: module for path, module in modules.items() if layer_part(type(module)) is not None}
+        self.norms = {
+            module: path
+            for path, module in modules.items()
+            if recipe_of(module) is not None
+        }
+        self.layers = {
+            path: module
+            for path, module in modules.items()
+            if layer_part(type(module)) is not None
+        }
         if not self.norms:
-            raise ValueError(f"no norm of this {type(model).__name__} is patched: call patch_model(model) first")
+            raise ValueError(
+                f"no norm of this {type(model).__name__} is patched: call patch_model(model) first"
+            )
         self.compiled = any(_is_compiled(module) for module in modules.values())
         self.launches = launches
         self.noted: dict[tuple[str, str], Piece] = {}
@@ -132,16 +153,22 @@ class _Watched:
         self.called.update(paths)
         path = paths[0] if len(paths) == 1 else paths[0].rpartition(".")[0]
         piece = self.noted.setdefault((path, what), Piece(path, what))
-        launched = sum(count for name, count in self.launches.items() if name.endswith("_forward"))
+        launched = sum(
+            count for name, count in self.launches.items() if name.endswith("_forward")
+        )
         if launched > self._launched_before:
             piece.launched += 1
         else:
             piece.missed += 1
-            piece.reason = reason or why_not_launched(norms[0], x, alone=what == watch.NORM)
+            piece.reason = reason or why_not_launched(
+                norms[0], x, alone=what == watch.NORM
+            )
         self._launched_before = launched
 
     def pieces(self) -> Iterator[Piece]:
-        """Those that were called, in the order of the model's modules; then those that were not."""
+        """Those that were called, in the order of the model's modules; then those that
+        were not.
+        """
         yield from self.noted.values()
         not_called = COMPILED if self.compiled else NOT_CALLED
         for path in self.norms.values():
@@ -152,19 +179,31 @@ class _Watched:
 
     def _unreached(self, path: str, layer: nn.Module) -> Iterator[Piece]:
         """The fused pieces of a layer whose norms were all called one by one."""
-        inside = {self.norms[child]: child for child in layer.children() if child in self.norms}
-        noted = [piece for piece in self.noted.values() if piece.path == path or piece.path in inside]
+        inside = {
+            self.norms[child]: child
+            for child in layer.children()
+            if child in self.norms
+        }
+        noted = [
+            piece
+            for piece in self.noted.values()
+            if piece.path == path or piece.path in inside
+        ]
         alone = [piece for piece in noted if piece.what == watch.NORM]
         if not alone or len(alone) < len(noted):
             return
         what = in_words(str(layer_part(type(layer))._hf_rmsnorm_fusion))
         calls = max(piece.launched + piece.missed for piece in alone)
         reasons = [piece.reason or _why_called(inside[piece.path]) for piece in alone]
-        yield Piece(path, what, missed=calls, reason=next(filter(None, reasons), UNKNOWN))
+        yield Piece(
+            path, what, missed=calls, reason=next(filter(None, reasons), UNKNOWN)
+        )
 
 
 def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
-    """Why no kernel was launched for a patched norm of x; with `alone` False, for the norm and its surroundings."""
+    """Why no kernel was launched for a patched norm of x; with `alone` False, for the
+    norm and its surroundings.
+    """
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
     if not isinstance(x, torch.Tensor):
@@ -173,25 +212,39 @@ def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
     if reason is not None:
         return reason
     if not starts_kernels(x):
-        return f"a {type(x).__name__} under torch.func, forward-mode gradients or tracing"
+        return (
+            f"a {type(x).__name__} under torch.func, forward-mode gradients or tracing"
+        )
     return recipe_of(norm).notes() if alone else _why_called(norm) or UNKNOWN
 
 
 def _why_not_computed(norm: nn.Module, x: torch.Tensor) -> str | None:
-    """Why the kernels do not compute a patched norm of x as it stands, or None if they do."""
+    """Why the kernels do not compute a patched norm of x as it stands, or None if they
+    do.
+    """
     recipe = recipe_of(norm)
     spec = recipe.spec_of(norm)
     if spec is None:
         return ", ".join(recipe.changes(norm)) or "its eps is no number any more"
-    weight, bias = (None if name is None else tensor_of(norm, name) for name in (recipe.weight, recipe.bias))
+    weight, bias = (
+        None if name is None else tensor_of(norm, name)
+        for name in (recipe.weight, recipe.bias)
+    )
     gate = x if spec.gate is not None else None
     rows = x.movedim(1, -1) if recipe.layout == "channels_first" and x.dim() > 1 else x
     return why_not(spec, rows, weight, bias, gate)
 
 
 def _why_called(norm: nn.Module) -> str:
-    """Why a patched norm has to be called as a module; "" if nothing about the norm requires it."""
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+    """Why a patched norm has to be called as a module; "" if nothing about the norm
+    requires it.
+    """
+    if (
+        norm._forward_hooks
+        or norm._forward_pre_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
+    ):
         return "the norm has a hook, which sees what the norm is called with"
     if "forward" in norm.__dict__ or "_hf_hook" in norm.__dict__:
         return "the norm's forward is wrapped, by accelerate for example"
@@ -199,7 +252,10 @@ def _why_called(norm: nn.Module) -> str:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+    return (
+        isinstance(module, torch._dynamo.OptimizedModule)
+        or module._compiled_call_impl is not None
+    )
 
 
 def _verdict(pieces: tuple[Piece, ...]) -> str:
@@ -213,11 +269,18 @@ def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
     """A line for all pieces of a kind with the same result, with their paths below."""
     alike: dict[tuple, list[Piece]] = {}
     for piece in pieces:
-        alike.setdefault((piece.what, piece.launched > 0, piece.reason), []).append(piece)
+        alike.setdefault((piece.what, piece.launched > 0, piece.reason), []).append(
+            piece
+        )
     for (what, launched, reason), group in alike.items():
-        calls = sum(piece.launched for piece in group), sum(piece.missed for piece in group)
+        calls = (
+            sum(piece.launched for piece in group),
+            sum(piece.missed for piece in group),
+        )
         yield f"  {'fused' if launched else 'not fused':<9} {len(group)} x {what}: {_result(*calls, reason)}"
-        yield from (f"      {path}" for path in compact_paths([piece.path for piece in group]))
+        yield from (
+            f"      {path}" for path in compact_paths([piece.path for piece in group])
+        )
 
 
 def _result(launched: int, missed: int, reason: str) -> str:

@@ -1,4 +1,5 @@
-"""In whose order of rounding a norm is computed: the model's own, or that of the server that generates for it.
+"""In whose order of rounding a norm is computed: the model's own, or that of the server
+that generates for it.
 
 `docs/correctness.md` states each order, with the source it was read from.
 """
@@ -9,7 +10,11 @@ from ..formula import NormSpec
 from ..fused.recipe import Recipe
 
 # What `as_rounded_by` follows, by name.
-SERVERS = {"vllm": "vLLM 0.33.0", "sglang": "SGLang 0.5.23", "torch": "torch.nn.functional"}
+SERVERS = {
+    "vllm": "vLLM 0.33.0",
+    "sglang": "SGLang 0.5.23",
+    "torch": "torch.nn.functional",
+}
 NUMERICS = ("model", *SERVERS)
 
 
@@ -22,22 +27,40 @@ def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
     own = recipe.own or recipe
     if numerics == "model":
         return own
-    found = None if own.layout != "last" or own.other_input else _formula(numerics, own.spec)
+    found = (
+        None
+        if own.layout != "last" or own.other_input
+        else _formula(numerics, own.spec)
+    )
     if found is None:
-        raise ValueError(f"{SERVERS[numerics]} has no {own.spec}{'' if own.layout == 'last' else ' ' + own.notes()}")
+        raise ValueError(
+            f"{SERVERS[numerics]} has no {own.spec}{'' if own.layout == 'last' else ' ' + own.notes()}"
+        )
     spec, rounds_sum = found
-    row_major = own.row_major or (own.spec.functional and not spec.functional)  # what follows may count on it
-    return replace(own, spec=spec, own=own, row_major=row_major, numerics=numerics, rounds_sum=rounds_sum)
+    # what follows may count on it
+    row_major = own.row_major or (own.spec.functional and not spec.functional)
+    return replace(
+        own,
+        spec=spec,
+        own=own,
+        row_major=row_major,
+        numerics=numerics,
+        rounds_sum=rounds_sum,
+    )
 
 
 def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
-    """(the formula in the server's order of rounding, whether a residual sum in front of it is rounded first)."""
+    """(the formula in the server's order of rounding, whether a residual sum in front
+    of it is rounded first).
+    """
     if own.eps_outside or own.weight_offset not in (0.0, 1.0):
         return None
     if own.gate is not None or own.group_size is not None:
         gated = _gated_formula(own) if numerics == "vllm" else None
         return None if gated is None else (gated, True)
-    plain = NormSpec(own.centered, own.eps, own.has_weight, own.has_bias, own.weight_offset)
+    plain = NormSpec(
+        own.centered, own.eps, own.has_weight, own.has_bias, own.weight_offset
+    )
     if own.centered or numerics == "torch":
         unknown = own.weight_offset or (own.has_bias and not own.centered)
         return None if unknown else (replace(plain, functional=True), True)
@@ -53,11 +76,24 @@ def _server_formula(numerics: str, plain: NormSpec) -> tuple[NormSpec, bool]:
 
 
 def _gated_formula(own: NormSpec) -> NormSpec | None:
-    """vLLM's `Mixer2RMSNormGated`, with the gate before the norm; else its `RMSNormGated` with ``norm_before_gate``."""
+    """vLLM's `Mixer2RMSNormGated`, with the gate before the norm; else its
+    `RMSNormGated` with ``norm_before_gate``.
+    """
     before = own.gate == "silu_before"
-    if own.centered or own.weight_offset or own.has_bias or (own.group_size and not before):
+    if (
+        own.centered
+        or own.weight_offset
+        or own.has_bias
+        or (own.group_size and not before)
+    ):
         return None
     rounding = "before_weight" if before and own.has_weight else "once"
     return NormSpec(
-        False, own.eps, own.has_weight, own.has_bias, rounding=rounding, gate=own.gate, group_size=own.group_size
+        False,
+        own.eps,
+        own.has_weight,
+        own.has_bias,
+        rounding=rounding,
+        gate=own.gate,
+        group_size=own.group_size,
     )

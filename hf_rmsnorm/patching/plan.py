@@ -1,4 +1,6 @@
-"""Walks a model and decides, before anything is changed, what happens to each of its norms."""
+"""Walks a model and decides, before anything is changed, what happens to each of its
+norms.
+"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -21,7 +23,9 @@ Globs = str | Iterable[str] | None
 
 @dataclass
 class Entry:
-    """One norm: the module, every path it has, its recipe or the reason it stays as it is."""
+    """One norm: the module, every path it has, its recipe or the reason it stays as it
+    is.
+    """
 
     module: torch.nn.Module
     paths: list[str]
@@ -34,18 +38,25 @@ class Entry:
     excluded: bool = False  # it runs its own forward, as the globs say
 
 
-def report_on(model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedLayer, ...]) -> PatchReport:
+def report_on(
+    model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedLayer, ...]
+) -> PatchReport:
     """The report of a model that was patched by this plan."""
     swapped, skipped = [], []
     for entry in entries:
         name = class_name(entry.module)
         recipe = entry.recipe
         if recipe is None:
-            skipped += [Skipped(path, name, entry.reason, entry.cure) for path in entry.paths]
+            skipped += [
+                Skipped(path, name, entry.reason, entry.cure) for path in entry.paths
+            ]
             continue
         formula = recipe.spec_of(entry.module) or recipe.spec
         notes = _notes(entry, recipe)
-        swapped += [Swapped(path, name, formula, notes, recipe.as_rms, recipe.numerics) for path in entry.paths]
+        swapped += [
+            Swapped(path, name, formula, notes, recipe.as_rms, recipe.numerics)
+            for path in entry.paths
+        ]
     devices = map(runs_on, _devices(model)) if swapped else ()
     return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(devices))
 
@@ -78,8 +89,12 @@ def _devices(model: torch.nn.Module) -> list[torch.device]:
     return list(dict.fromkeys([*held, *running]))
 
 
-def make_plan(model: torch.nn.Module, include: Globs = None, exclude: Globs = None) -> list[Entry]:
-    """Recognise every module and apply the globs, each of which has to match a norm's path; nothing is changed."""
+def make_plan(
+    model: torch.nn.Module, include: Globs = None, exclude: Globs = None
+) -> list[Entry]:
+    """Recognise every module and apply the globs, each of which has to match a norm's
+    path; nothing is changed.
+    """
     paths: dict[torch.nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
@@ -111,15 +126,23 @@ def _follow_conversion(model: torch.nn.Module, entries: list[Entry]) -> None:
             entry.recipe, entry.note = conversion.recipe(entry.paths, entry.recipe)
         elif entry.recipe.as_rms:
             doubt = conversion.why_not.removeprefix(STAYS)
-            entry.note = f"runs as RMSNorm, but {doubt}; unpatch and patch again" if doubt else conversion.note
+            entry.note = (
+                f"runs as RMSNorm, but {doubt}; unpatch and patch again"
+                if doubt
+                else conversion.note
+            )
 
 
-def _require_matches(model: torch.nn.Module, word: str, globs: list[str], paths: list[str]) -> None:
+def _require_matches(
+    model: torch.nn.Module, word: str, globs: list[str], paths: list[str]
+) -> None:
     """A ValueError where a glob matches none of the paths."""
     for glob in globs:
         if not any(_matches(path, glob) for path in paths):
             example = f", for example {paths[0]!r}" if paths else ""
-            raise ValueError(f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}")
+            raise ValueError(
+                f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}{example}"
+            )
 
 
 def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None:
@@ -130,7 +153,9 @@ def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None
     entry.excluded = excluding is not None or not (included or entry.already)
     if entry.excluded:
         entry.recipe, entry.cure = None, ""
-        entry.reason = "not in include" if excluding is None else f"excluded by {excluding!r}"
+        entry.reason = (
+            "not in include" if excluding is None else f"excluded by {excluding!r}"
+        )
 
 
 def _first_match(entry: Entry, globs: list[str]) -> str | None:
@@ -145,14 +170,20 @@ def _note_written_inputs(model: torch.nn.Module, entries: list[Entry]) -> None:
 
     Torch's own norms keep the input that they were given, as the kernels do.
     """
-    with_copies = {e.module: e for e in entries if e.recipe is not None and not e.recipe.spec.functional}
+    with_copies = {
+        e.module: e
+        for e in entries
+        if e.recipe is not None and not e.recipe.spec.functional
+    }
     for module in written_inputs(model, set(with_copies)):
         entry = with_copies[module]
         entry.recipe = replace(entry.recipe, input_written=True)
 
 
 def _check_all_recognised(entries: list[Entry], norms: Collection[str]) -> None:
-    """Refuse a model that was trained as RMSNorm where one of its norms would stay a LayerNorm, another function."""
+    """Refuse a model that was trained as RMSNorm where one of its norms would stay a
+    LayerNorm, another function.
+    """
     for entry in entries:
         path = next((path for path in entry.paths if path in norms), None)
         if entry.recipe is None and path is not None:
@@ -184,38 +215,63 @@ def _entry(module: torch.nn.Module, paths: list[str], cache: dict) -> Entry | No
 
 
 def is_swapped(module: torch.nn.Module) -> bool:
-    """Whether a module is patched, computes its formula as it stands, and runs the forward of its class."""
+    """Whether a module is patched, computes its formula as it stands, and runs the
+    forward of its class.
+    """
     recipe = recipe_of(module)
-    return recipe is not None and recipe.spec_of(module) is not None and not replaced_forward(module)
+    return (
+        recipe is not None
+        and recipe.spec_of(module) is not None
+        and not replaced_forward(module)
+    )
 
 
 def _patched_entry(module: torch.nn.Module, paths: list[str], fused: Recipe) -> Entry:
     spec = fused.spec_of(module)
     if spec is not None:
         return Entry(module, paths, replace(fused, spec=spec), already=True)
-    changed = fused.changes(module) or [f"{fused.eps} is now {getattr(module, fused.eps)}"]
+    changed = fused.changes(module) or [
+        f"{fused.eps} is now {getattr(module, fused.eps)}"
+    ]
     reason = f"it runs its own forward: {', '.join(changed)}"
-    return Entry(module, paths, None, reason, "set it back, or unpatch the model and patch it again", already=True)
+    return Entry(
+        module,
+        paths,
+        None,
+        reason,
+        "set it back, or unpatch the model and patch it again",
+        already=True,
+    )
 
 
 def _require_subclass(entry: Entry) -> None:
     """Leave a norm alone whose class cannot be subclassed."""
     try:
         fused_class(type(entry.module), entry.recipe)
-    except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
+    except Exception as error:
+        # a metaclass or __init_subclass__ of the user's may refuse in any way
         entry.recipe = None
-        entry.reason = f"its class cannot be subclassed: {type(error).__name__}: {error}"
+        entry.reason = (
+            f"its class cannot be subclassed: {type(error).__name__}: {error}"
+        )
         entry.cure = "let the class be subclassed; until then it runs its own forward"
 
 
 def _matches(path: str, glob: str) -> bool:
-    return path == glob or fnmatchcase(path, glob)  # a path names itself, whatever characters are in it
+    # a path names itself, whatever characters are in it
+    return path == glob or fnmatchcase(path, glob)
 
 
 def _globs(word: str, globs: Globs) -> list[str] | None:
     if globs is None:
         return None
-    found = list(globs) if isinstance(globs, Iterable) and not isinstance(globs, str) else [globs]
+    found = (
+        list(globs)
+        if isinstance(globs, Iterable) and not isinstance(globs, str)
+        else [globs]
+    )
     if not all(isinstance(glob, str) for glob in found):
-        raise TypeError(f"{word} is {globs!r}: pass a glob over module paths, or a list of them")
+        raise TypeError(
+            f"{word} is {globs!r}: pass a glob over module paths, or a list of them"
+        )
     return found

@@ -24,7 +24,8 @@ class Swapped:
 
     Attributes:
         formula: the formula that was recognised.
-        notes: which calls still run the module's own forward, and an unusual layout; "" if there are none.
+        notes: which calls still run the module's own forward, and an unusual layout; ""
+            if there are none.
         converted: a converted checkpoint says that this LayerNorm computes RMSNorm.
         numerics: the order of rounding, as `patch_model` was asked.
     """
@@ -44,7 +45,9 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A norm, or a module with a norm's name, that was not swapped: why, and what to do about it."""
+    """A norm, or a module with a norm's name, that was not swapped: why, and what to do
+    about it.
+    """
 
     path: str
     class_name: str
@@ -54,10 +57,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A layer whose norms are fused with the code around them, or the reason why they are not.
+    """A layer whose norms are fused with the code around them, or the reason why they
+    are not.
 
     Attributes:
-        fused: ``"+ post_attention_layernorm"`` for a residual add with that norm; "" where nothing is.
+        fused: ``"+ post_attention_layernorm"`` for a residual add with that norm; ""
+            where nothing is.
         reason: why nothing is; its norms are swapped all the same.
     """
 
@@ -74,14 +79,16 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Every norm of a model after `patch_model`, in the order of ``model.named_modules()``.
+    """Every norm of a model after `patch_model`, in the order of
+    ``model.named_modules()``.
 
     Attributes:
-        swapped: the modules that run the fused forward, those patched earlier included. A module that the model holds
-            at several paths has a record for each.
+        swapped: the modules that run the fused forward, those patched earlier included.
+            A module that the model holds at several paths has a record for each.
         skipped: norms that were not swapped, and modules that only carry a norm's name.
         layers: decoder layers, fused or not.
-        devices: for each device that runs the model, its name, the backend there and the reason.
+        devices: for each device that runs the model, its name, the backend there and
+            the reason.
     """
 
     swapped: tuple[Swapped, ...] = ()
@@ -90,48 +97,70 @@ class PatchReport:
     devices: tuple[dict, ...] = ()
 
     def to_dict(self) -> dict:
-        """Plain lists and dicts for JSON: ``"swapped"``, ``"skipped"``, ``"layers"`` and ``"devices"``."""
+        """Plain lists and dicts for JSON: ``"swapped"``, ``"skipped"``, ``"layers"``
+        and ``"devices"``.
+        """
         data = {kind: list(records) for kind, records in asdict(self).items()}
         for plain, record in zip(data["swapped"], self.swapped, strict=True):
             plain["formula"] = {**record.formula.to_dict(), "text": str(record.formula)}
         return data
 
     def groups(self) -> list[tuple[str, str, str, list[str]]]:
-        """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths) for each group.
+        """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths) for
+        each group.
 
-        Swapped modules share a group if they compute the same formula, skipped ones if class and reason are equal.
+        Swapped modules share a group if they compute the same formula, skipped ones if
+        class and reason are equal.
         """
         swapped = _alike(self.swapped, lambda record: record.text)
-        skipped = _alike(self.skipped, lambda record: (record.class_name, record.reason))
+        skipped = _alike(
+            self.skipped, lambda record: (record.class_name, record.reason)
+        )
         groups = []
         for text, records in swapped.items():
             names = ", ".join(dict.fromkeys(record.class_name for record in records))
             groups.append(("swapped", names, text, [record.path for record in records]))
         for (name, reason), records in skipped.items():
-            groups.append(("skipped", name, reason, [record.path for record in records]))
+            groups.append(
+                ("skipped", name, reason, [record.path for record in records])
+            )
         return groups
 
     def to_text(self, verbose: bool = False) -> str:
         """The report as it is printed; verbose: with every path of a long list."""
         count = len(self.swapped)
-        lines = [f"{count} {'norm' if count == 1 else 'norms'} swapped, {len(self.skipped)} skipped"]
-        cures = {(record.class_name, record.reason): record.cure for record in self.skipped}
+        lines = [
+            f"{count} {'norm' if count == 1 else 'norms'} swapped, {len(self.skipped)} skipped"
+        ]
+        cures = {
+            (record.class_name, record.reason): record.cure for record in self.skipped
+        }
         for kind, names, text, paths in self.groups():
             cure = cures.get((names, text)) if kind == "skipped" else ""
             lines += _entry(kind, names, text, paths, verbose)
             lines += [f"      what to do: {cure}"] if cure else []
-        alike = _alike(self.layers, lambda record: (bool(record.fused), record.class_name, record.text))
+        alike = _alike(
+            self.layers,
+            lambda record: (bool(record.fused), record.class_name, record.text),
+        )
         for (fused, name, text), records in alike.items():
             paths = [record.path for record in records]
-            lines += _entry("fused" if fused else "not fused", name, text, paths, verbose)
+            lines += _entry(
+                "fused" if fused else "not fused", name, text, paths, verbose
+            )
         lines += [f"  {'runs on':<9} {text}" for text in self._runs_on()]
         if any(record["backend"] == "triton" for record in self.devices):
-            lines.append(f"  {'compiled':<9} {WHILE_COMPILING[settings.while_compiling]}")
+            lines.append(
+                f"  {'compiled':<9} {WHILE_COMPILING[settings.while_compiling]}"
+            )
         return fitted("\n".join(lines), 10)
 
     def _runs_on(self) -> list[str]:
         sentences = where_norms_run(self.devices)
-        if sentences and all(record["device"] == "cpu" and record["backend"] == "original" for record in self.devices):
+        if sentences and all(
+            record["device"] == "cpu" and record["backend"] == "original"
+            for record in self.devices
+        ):
             sentences[-1] += "; on an NVIDIA GPU the norms run fused"
         return sentences
 
@@ -144,7 +173,9 @@ def in_words(fused: str) -> str:
     return re.sub(r"(^|, )\+ ", r"\1residual add + ", fused)
 
 
-def _entry(kind: str, names: str, text: str, paths: list[str], verbose: bool) -> list[str]:
+def _entry(
+    kind: str, names: str, text: str, paths: list[str], verbose: bool
+) -> list[str]:
     """The lines of one group: a heading, then its paths."""
     shown = compact_paths(paths)
     more = 0 if verbose else max(0, len(shown) - MOST_PATHS)

@@ -1,4 +1,6 @@
-"""Gives a module a fused class, and its original class back, with all attributes of the instance."""
+"""Gives a module a fused class, and its original class back, with all attributes of the
+instance.
+"""
 
 import contextlib
 import functools
@@ -11,37 +13,50 @@ from ..fused.norm import fused_class, fused_part, recipe_of
 from ..fused.recipe import Recipe
 from ..fused.subclass import exchanged
 
-# Instance attributes that can hold a forward: one set on the module, and the one an accelerate hook calls.
+# Instance attributes that can hold a forward: one set on the module, and the one an
+# accelerate hook calls.
 _FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 
 
 def replaced_forward(module: torch.nn.Module) -> str | None:
-    """The name of a forward that other code has set on the instance; None if there is none.
+    """The name of a forward that other code has set on the instance; None if there is
+    none.
 
-    The forward of the class would not run. accelerate's hooks do not count, and neither do wrappers around the module's
-    own forward, as in Transformers' tensor parallelism: `swap` exchanges the forward that they call.
+    The forward of the class would not run. accelerate's hooks do not count, and neither
+    do wrappers around the module's own forward, as in Transformers' tensor parallelism:
+    `swap` exchanges the forward that they call.
     """
     stored = module.__dict__.get("forward")
     if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
         stored = module.__dict__.get("_old_forward")
     own = type(module).forward
-    if stored is None or _is_own(stored, module, own) or _own_cells(stored, module, own):
+    if (
+        stored is None
+        or _is_own(stored, module, own)
+        or _own_cells(stored, module, own)
+    ):
         return None
     function = getattr(stored, "__func__", stored)
     return f"{getattr(function, '__module__', type(function).__module__)}.{getattr(function, '__qualname__', '?')}"
 
 
 def swap(module: torch.nn.Module, recipe: Recipe) -> None:
-    """Give module a fused subclass of its current class; a TypeError, with nothing changed, if there can be none."""
+    """Give module a fused subclass of its current class; a TypeError, with nothing
+    changed, if there can be none.
+    """
     base, cls = type(module), fused_class(type(module), recipe)
     _change_class(module, cls, base.forward, cls.forward)
 
 
 def restore(module: torch.nn.Module) -> bool:
-    """Undo `swap`; returns whether there was one. A class derived from the fused one derives from the original then."""
+    """Undo `swap`; returns whether there was one. A class derived from the fused one
+    derives from the original then.
+    """
     if (fused := fused_part(type(module))) is not None:
         base = fused._hf_rmsnorm_base
-        _change_class(module, exchanged(type(module), fused, base), fused.forward, base.forward)
+        _change_class(
+            module, exchanged(type(module), fused, base), fused.forward, base.forward
+        )
     return fused is not None
 
 
@@ -59,16 +74,23 @@ def reswap(module: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def fuse(layer: torch.nn.Module, fusion):
-    """Give a layer the class that computes a fusion, or none; returns the fusion that it had.
+    """Give a layer the class that computes a fusion, or none; returns the fusion that
+    it had.
 
     Raises:
-        CannotRewrite, TypeError: there is no such class. The layer is left without a fusion.
+        CannotRewrite, TypeError: there is no such class. The layer is left without a
+            fusion.
     """
     part = layer_part(type(layer))
     before = None if part is None else part._hf_rmsnorm_fusion
     if fusion != before:
         if part is not None:
-            _change_class(layer, unfused(type(layer)), part.forward, part._hf_rmsnorm_layer_base.forward)
+            _change_class(
+                layer,
+                unfused(type(layer)),
+                part.forward,
+                part._hf_rmsnorm_layer_base.forward,
+            )
         if fusion is not None:
             base, cls = type(layer), fused_layer_class(type(layer), fusion)
             _change_class(layer, cls, base.forward, cls.forward)
@@ -76,7 +98,9 @@ def fuse(layer: torch.nn.Module, fusion):
 
 
 def fuse_again(model: torch.nn.Module, layer: torch.nn.Module, fusion) -> None:
-    """Give a layer its earlier fusion back, or none if no norm of the model is patched any more."""
+    """Give a layer its earlier fusion back, or none if no norm of the model is patched
+    any more.
+    """
     patched = any(recipe_of(module) is not None for module in model.modules())
     fuse(layer, fusion if patched else None)
 
@@ -88,7 +112,9 @@ def unfused(cls: type) -> type:
 
 
 def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
-    """Change a module's class, and each forward of the old class that the instance holds."""
+    """Change a module's class, and each forward of the old class that the instance
+    holds.
+    """
     module.__class__ = cls
     for name in _FORWARD_ATTRIBUTES:
         stored = module.__dict__.get(name)
@@ -99,7 +125,9 @@ def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
 
 
 def _own_cells(stored, module: torch.nn.Module, function) -> list[types.CellType]:
-    """The cells of a wrapper, and of the wrappers in those, that hold the module's own forward."""
+    """The cells of a wrapper, and of the wrappers in those, that hold the module's own
+    forward.
+    """
     found, waiting, seen = [], [stored], set()
     while waiting:
         wrapper = waiting.pop()
@@ -117,4 +145,8 @@ def _own_cells(stored, module: torch.nn.Module, function) -> list[types.CellType
 
 
 def _is_own(stored, module: torch.nn.Module, function) -> bool:
-    return isinstance(stored, types.MethodType) and stored.__self__ is module and stored.__func__ is function
+    return (
+        isinstance(stored, types.MethodType)
+        and stored.__self__ is module
+        and stored.__func__ is function
+    )

@@ -17,27 +17,34 @@ MAX_ULP = 2.0
 WORST_ULP = 4.0
 NOT_REACHED = "not reached by these inputs"
 NOT_COMPARED = "not compared: it does not map a tensor to one of the same shape"
-_MAX_AMPLIFIED = 0.05  # of elements in rows nearly constant; a wrong rounding order changes five times as many
+# of elements in rows nearly constant; a wrong rounding order changes five times as many
+_MAX_AMPLIFIED = 0.05
 
 
 @dataclass(frozen=True)
 class NormCheck:
     """One module: its output against the original's on the same input.
 
-    At most 0.1 % of the values in half precision and 1 % in float32 (or one value) may be off, and none by more than 4
-    ulp. In half precision a value is off if it differs at all. If the norm is centred, 0.1 % grows by 1 + |mean|/std of
-    its rows. In float32 a value is off beyond 2 ulp. There an ulp is 2^-23 of the largest term in its row:
-    weight * rstd * x, bias, and for a centred norm weight * rstd * mean. docs/correctness.md gives the reasons.
+    At most 0.1 % of the values in half precision and 1 % in float32 (or one value) may
+    be off, and none by more than 4 ulp. In half precision a value is off if it differs
+    at all. If the norm is centred, 0.1 % grows by 1 + |mean|/std of its rows. In
+    float32 a value is off beyond 2 ulp. There an ulp is 2^-23 of the largest term in
+    its row: weight * rstd * x, bias, and for a centred norm weight * rstd * mean.
+    docs/correctness.md gives the reasons.
     """
 
     path: str
     class_name: str
-    dtype: str = ""  # the coarser dtype of input and output, which is where the original rounds
-    elements: int = 0  # that were compared; 0 if the module did not run, or changes the shape of its input
+    # the coarser dtype of input and output, which is where the original rounds
+    dtype: str = ""
+    # that were compared; 0 if the module did not run, or changes the shape of its input
+    elements: int = 0
     differing: int = 0  # how many of them are not equal
     off: int = 0  # how many are off, as defined above
     allowed: int = 0  # how many may be
-    worst_ulp: float = 0.0  # the largest difference, in ulp of the value in half precision, or of float32 as above
+    # the largest difference, in ulp of the value in half precision, or of float32 as
+    # above
+    worst_ulp: float = 0.0
     passed: bool = True
     reason: str = ""  # why it failed, or why nothing was compared
 
@@ -64,7 +71,9 @@ class NormCheck:
 
 
 def check_norm(path: str, class_name: str, calls: list[NormCall]) -> NormCheck:
-    """Run the candidate's module on the recorded calls, and compare all its outputs at once."""
+    """Run the candidate's module on the recorded calls, and compare all its outputs at
+    once.
+    """
     compared = []
     for call in calls:
         if call.expected is None or not call.expected.y.numel():
@@ -72,16 +81,21 @@ def check_norm(path: str, class_name: str, calls: list[NormCall]) -> NormCheck:
         try:
             with torch.no_grad():
                 y = call.run(call.candidate)
-        except Exception as error:  # whatever a broken kernel or forward raises is the verdict on it
+        except Exception as error:
+            # whatever a broken kernel or forward raises is the verdict on it
             return _failed(path, class_name, f"raises {one_line(error)}")
         compared.append((y, call.expected))
     if not compared:
-        return NormCheck(path, class_name, reason=NOT_COMPARED if calls else NOT_REACHED)
+        return NormCheck(
+            path, class_name, reason=NOT_COMPARED if calls else NOT_REACHED
+        )
     return _judge(path, class_name, compared)
 
 
 def _failed(path: str, class_name: str, reason: str, dtype: str = "") -> NormCheck:
-    return NormCheck(path, class_name, dtype, worst_ulp=math.inf, passed=False, reason=reason)
+    return NormCheck(
+        path, class_name, dtype, worst_ulp=math.inf, passed=False, reason=reason
+    )
 
 
 @torch.no_grad()
@@ -103,14 +117,29 @@ def _judge(path: str, class_name: str, compared: list[tuple]) -> NormCheck:
         elements += y.numel()
         amplified += expected.amplification.mean().item() * y.numel()
     half = dtype in HALF_DTYPES
-    share = min(MAX_OFF_HALF * amplified / elements, _MAX_AMPLIFIED) if half else MAX_OFF_FLOAT
+    share = (
+        min(MAX_OFF_HALF * amplified / elements, _MAX_AMPLIFIED)
+        if half
+        else MAX_OFF_FLOAT
+    )
     allowed = max(1, int(share * elements))
     reason = ""
     if worst > WORST_ULP:
         reason = f"a value is {worst:.3g} rounding steps away (limit {WORST_ULP:g})"
     elif off > allowed:
         reason = f"{off} of {elements} values {_how_far(name)} (limit {allowed})"
-    return NormCheck(path, class_name, name, elements, differing, off, allowed, worst, not reason, reason)
+    return NormCheck(
+        path,
+        class_name,
+        name,
+        elements,
+        differing,
+        off,
+        allowed,
+        worst,
+        not reason,
+        reason,
+    )
 
 
 def _how_far(dtype: str) -> str:
@@ -120,7 +149,9 @@ def _how_far(dtype: str) -> str:
 
 
 def _kinds_differ(y, theirs: torch.Tensor) -> str:
-    """The difference in type, dtype or shape from the original's output; "" if there is none."""
+    """The difference in type, dtype or shape from the original's output; "" if there is
+    none.
+    """
     if not isinstance(y, torch.Tensor):
         return f"returns a {type(y).__name__}, the original a tensor"
     if y.dtype != theirs.dtype or y.shape != theirs.shape:
@@ -129,7 +160,9 @@ def _kinds_differ(y, theirs: torch.Tensor) -> str:
 
 
 class _Distance(NamedTuple):
-    """How many elements are not equal, how many are off, and the largest difference in ulp; see `NormCheck`."""
+    """How many elements are not equal, how many are off, and the largest difference in
+    ulp; see `NormCheck`.
+    """
 
     differing: int
     off: int
@@ -140,10 +173,16 @@ def _distance(y: torch.Tensor, expected: Expected, dtype: torch.dtype) -> _Dista
     rounds_last = y.dtype in HALF_DTYPES
     y, theirs = y.double(), expected.y.double()
     unequal = (y != theirs) & ~(y.isnan() & theirs.isnan())
-    difference = torch.where(unequal, (y - theirs).abs(), 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
-    fine = expected.largest_term * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    difference = torch.where(unequal, (y - theirs).abs(), 0.0).nan_to_num(
+        nan=math.inf, posinf=math.inf
+    )
+    fine = (
+        expected.largest_term
+        * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    )
     coarse = torch.maximum(ulp(theirs, dtype), fine) if dtype in HALF_DTYPES else fine
-    # half-precision output is rounded last; other output may be multiplied by the weight after the rounding
+    # half-precision output is rounded last; other output may be multiplied by the
+    # weight after the rounding
     off = unequal if rounds_last else difference > MAX_ULP * fine
     ulps = (difference / coarse.clamp_min(1e-300)).max().item()
     return _Distance(unequal.sum().item(), off.sum().item(), ulps)

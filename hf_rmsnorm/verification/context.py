@@ -1,4 +1,6 @@
-"""How models are run to be compared: their inputs, evaluation mode, greedy generation, their outputs."""
+"""How models are run to be compared: their inputs, evaluation mode, greedy generation,
+their outputs.
+"""
 
 import inspect
 import sys
@@ -9,10 +11,29 @@ import torch
 from transformers import PretrainedConfig
 
 # For `generate`, whatever the model's own generation_config asks for.
-GREEDY = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
-# The outputs of CLIP's vision tower come besides the model's; their `last_hidden_state` is not normalised.
-NOT_OUTPUT = ("past_key_values", "cache", "hidden_states", "attentions", "loss", "vision_model_output")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+GREEDY = {
+    "do_sample": False,
+    "num_beams": 1,
+    "temperature": None,
+    "top_p": None,
+    "top_k": None,
+}
+# The outputs of CLIP's vision tower come besides the model's; their `last_hidden_state`
+# is not normalised.
+NOT_OUTPUT = (
+    "past_key_values",
+    "cache",
+    "hidden_states",
+    "attentions",
+    "loss",
+    "vision_model_output",
+)
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_target_positions",
+)
 TOKENS = (2, 24)  # rows and their length
 VOCABULARY_IF_UNKNOWN = 64
 RANDOM = "pixel_values", "input_values", "input_features"
@@ -20,7 +41,9 @@ RANDOM = "pixel_values", "input_values", "input_features"
 
 @contextmanager
 def evaluating(model):
-    """Have a model in evaluation mode, and each of its modules in its own mode again afterwards."""
+    """Have a model in evaluation mode, and each of its modules in its own mode again
+    afterwards.
+    """
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -29,21 +52,29 @@ def evaluating(model):
 
 
 def max_positions(config) -> int:
-    """The most tokens that a model of this config takes; `sys.maxsize` if the config has no limit."""
+    """The most tokens that a model of this config takes; `sys.maxsize` if the config
+    has no limit.
+    """
     text = config.get_text_config()
     values = [getattr(text, key, None) for key in _POSITIONS]
-    return min((value for value in values if isinstance(value, int) and value > 0), default=sys.maxsize)
+    return min(
+        (value for value in values if isinstance(value, int) and value > 0),
+        default=sys.maxsize,
+    )
 
 
 def prompt_length(config, tokens: int, new_tokens: int) -> int:
-    """How many of `tokens` to give where `new_tokens` are then to be generated; half of a context that is too short."""
+    """How many of `tokens` to give where `new_tokens` are then to be generated; half of
+    a context that is too short.
+    """
     most = max_positions(config)
     return max(1, min(tokens, max(most - new_tokens, most // 2)))
 
 
 @contextmanager
 def hooked(model, paths, hook):
-    """Inside, ``hook(path, args, output)`` is called after each forward of the modules at `paths`, before other hooks.
+    """Inside, ``hook(path, args, output)`` is called after each forward of the modules
+    at `paths`, before other hooks.
 
     A result of the hook that is not None becomes the output.
     """
@@ -53,7 +84,11 @@ def hooked(model, paths, hook):
             def called(module, args, kwargs, output, path=path):
                 return hook(path, (*args, *kwargs.values()), output)
 
-            stack.enter_context(model.get_submodule(path).register_forward_hook(called, prepend=True, with_kwargs=True))
+            stack.enter_context(
+                model.get_submodule(path).register_forward_hook(
+                    called, prepend=True, with_kwargs=True
+                )
+            )
         yield
 
 
@@ -62,19 +97,28 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def default_inputs(model, tokens: tuple[int, int] = TOKENS, new_tokens: int = 0) -> dict:
-    """Keyword arguments: random token ids, pixels or audio, by the names in the forward's signature.
+def default_inputs(
+    model, tokens: tuple[int, int] = TOKENS, new_tokens: int = 0
+) -> dict:
+    """Keyword arguments: random token ids, pixels or audio, by the names in the
+    forward's signature.
 
     `tokens` are rows and their length, which leaves room for `new_tokens`.
     """
     main = getattr(model, "main_input_name", None)
     if main not in (*RANDOM, "input_ids"):
-        raise ValueError(f"{type(model).__name__}: nothing is known of the input {main!r}: pass inputs")
+        raise ValueError(
+            f"{type(model).__name__}: nothing is known of the input {main!r}: pass inputs"
+        )
     config = model.config
     names = inspect.signature(model.forward).parameters
     draw = _Draw(config, tokens[0], prompt_length(config, tokens[1], new_tokens))
     inputs = {main: draw.ids() if main == "input_ids" else draw.floats(main)}
-    if main == "input_ids" and "pixel_values" in names and _compares_text_with_images(config):
+    if (
+        main == "input_ids"
+        and "pixel_values" in names
+        and _compares_text_with_images(config)
+    ):
         inputs["pixel_values"] = draw.floats("pixel_values")
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = draw.ids()
@@ -84,7 +128,9 @@ def default_inputs(model, tokens: tuple[int, int] = TOKENS, new_tokens: int = 0)
 
 
 def _compares_text_with_images(config) -> bool:
-    """Whether the model has a tower for each; others hold a text's tokens free for images."""
+    """Whether the model has a tower for each; others hold a text's tokens free for
+    images.
+    """
     towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
     return towers and not any("image_token" in key for key in vars(config))
 
@@ -100,10 +146,18 @@ class _Draw:
 
     def ids(self) -> torch.Tensor:
         """Token ids that have no special meaning."""
-        special = {v for k, v in vars(self.config).items() if k.endswith("_id") and isinstance(v, int)}
+        special = {
+            v
+            for k, v in vars(self.config).items()
+            if k.endswith("_id") and isinstance(v, int)
+        }
         vocabulary = self._number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
-        plain = [i for i in range(vocabulary) if i not in special and i > 2] or list(range(vocabulary))
-        chosen = torch.randint(len(plain), (self.rows, self.length), generator=self.generator)
+        plain = [i for i in range(vocabulary) if i not in special and i > 2] or list(
+            range(vocabulary)
+        )
+        chosen = torch.randint(
+            len(plain), (self.rows, self.length), generator=self.generator
+        )
         return torch.tensor(plain)[chosen]
 
     def floats(self, name: str) -> torch.Tensor:
@@ -116,11 +170,18 @@ class _Draw:
             shape = bins, 2 * self._number("max_source_positions", default=50)
         else:
             shape = (4000,)
-        return torch.randn(self.rows, *shape, generator=self.generator, dtype=torch.float64)
+        return torch.randn(
+            self.rows, *shape, generator=self.generator, dtype=torch.float64
+        )
 
     def _number(self, *keys: str, default: int) -> int:
-        """The first whole number that the config, or a part of it, has by one of these names."""
-        parts = [self.config, *(v for v in vars(self.config).values() if isinstance(v, PretrainedConfig))]
+        """The first whole number that the config, or a part of it, has by one of these
+        names.
+        """
+        parts = [
+            self.config,
+            *(v for v in vars(self.config).values() if isinstance(v, PretrainedConfig)),
+        ]
         for part in parts:
             for key in keys:
                 value = getattr(part, key, None)
@@ -133,7 +194,10 @@ class _Draw:
 
 def in_dtype_of(model, inputs: dict) -> dict:
     """Inputs whose floats have the dtype of a model's weights."""
-    return {name: value.to(model.dtype) if is_float(value) else value for name, value in inputs.items()}
+    return {
+        name: value.to(model.dtype) if is_float(value) else value
+        for name, value in inputs.items()
+    }
 
 
 def is_float(value) -> bool:
@@ -142,12 +206,17 @@ def is_float(value) -> bool:
 
 
 def output_tensors(output) -> Iterator[torch.Tensor]:
-    """The tensors that a model returns, except caches, losses and the hidden states of layers."""
+    """The tensors that a model returns, except caches, losses and the hidden states of
+    layers.
+    """
     if is_float(output):
         yield output
     elif isinstance(output, dict):
         for key, value in output.items():
-            if not any(key == word or (word != "hidden_states" and word in key) for word in NOT_OUTPUT):
+            if not any(
+                key == word or (word != "hidden_states" and word in key)
+                for word in NOT_OUTPUT
+            ):
                 yield from output_tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:

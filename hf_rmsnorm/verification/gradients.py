@@ -1,4 +1,6 @@
-"""Compares the gradients of patched norms and layers with float64, by the error of the unpatched modules."""
+"""Compares the gradients of patched norms and layers with float64, by the error of the
+unpatched modules.
+"""
 
 import copy
 import math
@@ -19,9 +21,11 @@ CALLS = 4  # whose largest eager error counts: with few rows the error varies by
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """One gradient against float64: each error at most 1.5 times eager's, plus an ulp of the largest value.
+    """One gradient against float64: each error at most 1.5 times eager's, plus an ulp
+    of the largest value.
 
-    Eager's error is the largest on this input and on three similar ones. For a fused layer, eager is the unfused layer.
+    Eager's error is the largest on this input and on three similar ones. For a fused
+    layer, eager is the unfused layer.
     """
 
     path: str
@@ -37,16 +41,23 @@ class GradientCheck:
     @property
     def passed(self) -> bool:
         """Whether both errors are finite and within the limit."""
-        both = within(self.ours_max, self.eager_max, self.ulp) and within(self.ours_rms, self.eager_rms, self.ulp)
+        both = within(self.ours_max, self.eager_max, self.ulp) and within(
+            self.ours_rms, self.eager_rms, self.ulp
+        )
         return both and not self.reason
 
     @property
     def words(self) -> str:
         """The line of a report."""
-        return self.reason or f"error {self.ours_max:.3g}, the original's {self.eager_max:.3g}"
+        return (
+            self.reason
+            or f"error {self.ours_max:.3g}, the original's {self.eager_max:.3g}"
+        )
 
 
-def check_norm_gradients(path: str, norm: nn.Module, x: torch.Tensor) -> list[GradientCheck]:
+def check_norm_gradients(
+    path: str, norm: nn.Module, x: torch.Tensor
+) -> list[GradientCheck]:
     """Check the gradients of a patched norm, called without its hooks, on rows x."""
     cls = type(norm)
     parameters = dict(norm.named_parameters(recurse=False))
@@ -70,14 +81,22 @@ def check_norm_gradients(path: str, norm: nn.Module, x: torch.Tensor) -> list[Gr
         return [GradientCheck(path, "all", reason=f"raises {one_line(error)}")]
     theirs, right = [], []
     for number in range(CALLS):
-        rows, dy = _reordered(cls._hf_rmsnorm_recipe.layout, number, alike(x, number), *cotangents)
+        rows, dy = _reordered(
+            cls._hf_rmsnorm_recipe.layout, number, alike(x, number), *cotangents
+        )
         theirs.append(gradients(eager, rows, parameters.values(), [dy]))
         with Float64Mode():  # the casts to float32 in the norm's own forward included
-            right.append(gradients(exact, rows.double(), twin.parameters(recurse=False), [dy.double()]))
+            right.append(
+                gradients(
+                    exact, rows.double(), twin.parameters(recurse=False), [dy.double()]
+                )
+            )
     return list(judged(path, names, ours, theirs, right))
 
 
-def judged(path: str, names: list[str], ours: list, theirs: list[list], exact: list[list]) -> Iterator[GradientCheck]:
+def judged(
+    path: str, names: list[str], ours: list, theirs: list[list], exact: list[list]
+) -> Iterator[GradientCheck]:
     """The verdict on each gradient; None is one that is not there.
 
     Args:
@@ -92,7 +111,9 @@ def judged(path: str, names: list[str], ours: list, theirs: list[list], exact: l
             yield GradientCheck(path, name, reason="is missing on one side")
             continue
         pairs = [(a[at], b[at]) for a, b in zip(theirs, exact, strict=True)]
-        errors = [Sizes(a.double() - b) for a, b in pairs if a is not None and b is not None]
+        errors = [
+            Sizes(a.double() - b) for a, b in pairs if a is not None and b is not None
+        ]
         error = Sizes(ours[at].double() - right)
         dtype = ours[at].dtype
         yield GradientCheck(
@@ -107,8 +128,12 @@ def judged(path: str, names: list[str], ours: list, theirs: list[list], exact: l
         )
 
 
-def gradients(function: Callable, x: torch.Tensor, parameters: Sequence, cotangents: list) -> list:
-    """Those of x and of the parameters, by one backward of ``function(x)``, a list of outputs."""
+def gradients(
+    function: Callable, x: torch.Tensor, parameters: Sequence, cotangents: list
+) -> list:
+    """Those of x and of the parameters, by one backward of ``function(x)``, a list of
+    outputs.
+    """
     x = x.detach().clone()
     wanted = [x, *parameters]
     with requiring_gradients(wanted), torch.enable_grad():
@@ -150,7 +175,9 @@ def alike(x: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _reordered(layout: str, number: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Each tensor with its rows in the same other order; unchanged for 0, or if rows are not the last dimension."""
+    """Each tensor with its rows in the same other order; unchanged for 0, or if rows
+    are not the last dimension.
+    """
     if not number or layout != "last":
         return list(tensors)
     count = tensors[0].shape[-2]
@@ -162,6 +189,9 @@ def _in_double(norm: nn.Module) -> nn.Module:
     """The unpatched module with parameters in float64, sharing all else."""
     twin = copy.copy(norm)
     twin.__class__ = type(norm)._hf_rmsnorm_base
-    doubles = {name: p if p is None else nn.Parameter(p.detach().double()) for name, p in norm._parameters.items()}
+    doubles = {
+        name: p if p is None else nn.Parameter(p.detach().double())
+        for name, p in norm._parameters.items()
+    }
     vars(twin)["_parameters"] = doubles
     return twin

@@ -1,7 +1,8 @@
 """The mean of each norm's input on real text, and the cost of dropping it.
 
-LayerNorm subtracts the mean of its input, RMSNorm does not. If the mean is small compared with the RMS, the two nearly
-agree. If it is not, a model whose LayerNorms are merely replaced by RMSNorm is another model.
+LayerNorm subtracts the mean of its input, RMSNorm does not. If the mean is small
+compared with the RMS, the two nearly agree. If it is not, a model whose LayerNorms are
+merely replaced by RMSNorm is another model.
 """
 
 import math
@@ -23,7 +24,8 @@ from .noise import compare_logits
 class NormInput:
     """The input of one norm over some text.
 
-    ``median`` and ``largest`` are of |mean| / RMS over the rows seen; 0 where a LayerNorm is an RMSNorm, at most 1.
+    ``median`` and ``largest`` are of |mean| / RMS over the rows seen; 0 where a
+    LayerNorm is an RMSNorm, at most 1.
     """
 
     path: str
@@ -36,9 +38,11 @@ class NormInput:
 
 @dataclass(frozen=True)
 class NaiveSwap:
-    """The model with every LayerNorm replaced by an RMSNorm of the same weight, bias and eps, nothing else changed.
+    """The model with every LayerNorm replaced by an RMSNorm of the same weight, bias
+    and eps, nothing else changed.
 
-    ``kl`` is KL(model || swapped) per token in nats, ``top1`` the share of tokens whose likeliest word stays.
+    ``kl`` is KL(model || swapped) per token in nats, ``top1`` the share of tokens whose
+    likeliest word stays.
     """
 
     kl: float
@@ -48,7 +52,9 @@ class NaiveSwap:
 
 @dataclass(frozen=True)
 class Inspection:
-    """`inspect_norms`' result: one `NormInput` per norm that ran, in the order of the model's modules."""
+    """`inspect_norms`' result: one `NormInput` per norm that ran, in the order of the
+    model's modules.
+    """
 
     norms: tuple[NormInput, ...]
     tokens: int
@@ -61,38 +67,62 @@ class Inspection:
 
 
 def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspection:
-    """Run model on inputs and measure the mean of every norm's input, and the cost of swapping norms naively.
+    """Run model on inputs and measure the mean of every norm's input, and the cost of
+    swapping norms naively.
 
     Args:
-        model: any model that `patch_model` takes; it is run as it is, in evaluation mode, and left unchanged.
+        model: any model that `patch_model` takes; it is run as it is, in evaluation
+            mode, and left unchanged.
         inputs: token ids (batch, tokens), or keyword arguments.
 
     Returns:
-        An `Inspection`. Perplexity and the naive swap need logits over a vocabulary and ``input_ids``; they are None
+        An `Inspection`. Perplexity and the naive swap need logits over a vocabulary and
+        ``input_ids``; they are None
         elsewhere, and `naive` also where the model has no LayerNorm.
     """
     arguments = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     ids = arguments.get("input_ids")
     with patched(model, fuse_residual=False, numerics="model") as report:
-        recipes = {record.path: recipe_of(model.get_submodule(record.path)) for record in report.swapped}
-        layer_norms = {record.path for record in report.swapped if record.formula.centered or record.converted}
+        recipes = {
+            record.path: recipe_of(model.get_submodule(record.path))
+            for record in report.swapped
+        }
+        layer_norms = {
+            record.path
+            for record in report.swapped
+            if record.formula.centered or record.converted
+        }
     means = _Means(recipes)
     naive = perplexity = None
     with evaluating(model):
         logits = _logits(model, arguments, recipes, means.note)
         if logits is not None and ids is not None:
             perplexity = _perplexity(logits, ids)
-            centered = {path: recipes[path] for path in recipes if path in layer_norms and means.of[path]}
+            centered = {
+                path: recipes[path]
+                for path in recipes
+                if path in layer_norms and means.of[path]
+            }
             if centered:
                 naive = _swapped_naively(model, arguments, centered, logits)
-    norms = [_norm_input(model, path, path in layer_norms, parts) for path, parts in means.of.items() if parts]
-    return Inspection(tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive)
+    norms = [
+        _norm_input(model, path, path in layer_norms, parts)
+        for path, parts in means.of.items()
+        if parts
+    ]
+    return Inspection(
+        tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive
+    )
 
 
-def _norm_input(model: nn.Module, path: str, centered: bool, parts: list[torch.Tensor]) -> NormInput:
+def _norm_input(
+    model: nn.Module, path: str, centered: bool, parts: list[torch.Tensor]
+) -> NormInput:
     ratios = torch.cat(parts)
     name = type(model.get_submodule(path)).__name__
-    return NormInput(path, name, centered, len(ratios), ratios.median().item(), ratios.max().item())
+    return NormInput(
+        path, name, centered, len(ratios), ratios.median().item(), ratios.max().item()
+    )
 
 
 class _Means:
@@ -107,15 +137,21 @@ class _Means:
         self.of[path].append((x.mean(-1).abs() / rms).cpu())
 
 
-def _swapped_naively(model: nn.Module, arguments: dict, recipes: dict[str, Recipe], logits: torch.Tensor) -> NaiveSwap:
+def _swapped_naively(
+    model: nn.Module, arguments: dict, recipes: dict[str, Recipe], logits: torch.Tensor
+) -> NaiveSwap:
     """The model whose LayerNorms, by path, do not subtract the mean."""
 
     def as_rms(path: str, args: tuple, output: torch.Tensor) -> torch.Tensor:
         module, recipe = model.get_submodule(path), recipes[path]
         names = recipe.weight, recipe.bias
-        parameters = (None if name is None else getattr(module, name).double() for name in names)
+        parameters = (
+            None if name is None else getattr(module, name).double() for name in names
+        )
         spec = replace(recipe.spec_of(module), centered=False)
-        return reference_norm(_first_tensor(args).double(), *parameters, spec).to(output.dtype)
+        return reference_norm(_first_tensor(args).double(), *parameters, spec).to(
+            output.dtype
+        )
 
     swapped = _logits(model, arguments, recipes, as_rms)
     rows, others = logits.flatten(0, -2), swapped.flatten(0, -2)
@@ -124,8 +160,12 @@ def _swapped_naively(model: nn.Module, arguments: dict, recipes: dict[str, Recip
     return NaiveSwap(difference.kl_mean, difference.top1_agreement, perplexity)
 
 
-def _logits(model: nn.Module, arguments: dict, paths: Iterable[str], hook: Callable) -> torch.Tensor | None:
-    """The model's logits with a hook after the modules at these paths; None if it returns none."""
+def _logits(
+    model: nn.Module, arguments: dict, paths: Iterable[str], hook: Callable
+) -> torch.Tensor | None:
+    """The model's logits with a hook after the modules at these paths; None if it
+    returns none.
+    """
     with torch.no_grad(), hooked(model, paths, hook):
         return getattr(model(**arguments), "logits", None)
 
@@ -135,5 +175,7 @@ def _first_tensor(args: tuple) -> torch.Tensor:
 
 
 def _perplexity(logits: torch.Tensor, ids: torch.Tensor) -> float:
-    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten().to(logits.device))
+    loss = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten().to(logits.device)
+    )
     return math.exp(loss.item()) if loss.item() < 700 else math.inf

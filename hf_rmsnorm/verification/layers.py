@@ -1,7 +1,8 @@
-"""Compares each fused layer with the same layer unfused, on the input that it gets in the model.
+"""Compares each fused layer with the same layer unfused, on the input that it gets in
+the model.
 
-The comparison does not depend on how a layer is fused. Unfused, the layer has its original class, and its norms stay
-patched.
+The comparison does not depend on how a layer is fused. Unfused, the layer has its
+original class, and its norms stay patched.
 """
 
 import copy
@@ -30,8 +31,9 @@ from .quantised import quantised_modules
 class LayerCheck:
     """One fused layer: its outputs against those of the same layer unfused.
 
-    They must be equal, bit for bit. Two cases are compared by `noise_floor` instead: a fusion that does not promise
-    equal bits, such as q and k with their rotary embedding, and a layer whose unfused runs differ among themselves.
+    They must be equal, bit for bit. Two cases are compared by `noise_floor` instead: a
+    fusion that does not promise equal bits, such as q and k with their rotary
+    embedding, and a layer whose unfused runs differ among themselves.
     """
 
     path: str  # of the layer, and its fused pieces
@@ -46,7 +48,9 @@ class LayerCheck:
 
 @dataclass
 class LayerComparison:
-    """The result of `comparing_layers`: for each fused layer that ran, the check of its worst call."""
+    """The result of `comparing_layers`: for each fused layer that ran, the check of its
+    worst call.
+    """
 
     backward: bool
     checks: dict[str, LayerCheck] = field(default_factory=dict)
@@ -55,7 +59,9 @@ class LayerComparison:
     busy: bool = False
 
     def compare(self, path: str, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Compare a layer on its arguments, if this is its first call with one row, or with several."""
+        """Compare a layer on its arguments, if this is its first call with one row, or
+        with several.
+        """
         call = None if self.busy else call_of(path, layer, args, kwargs)
         if call is None or (path, call.has_rows) in self.seen:
             return
@@ -64,7 +70,9 @@ class LayerComparison:
         try:
             with warnings.catch_warnings():
                 # A copy of a sum has no summands to be read unrounded.
-                warnings.filterwarnings("ignore", "this .* reads residual sums unrounded")
+                warnings.filterwarnings(
+                    "ignore", "this .* reads residual sums unrounded"
+                )
                 self._compare(call)
         finally:
             self.busy = False
@@ -73,20 +81,26 @@ class LayerComparison:
         checks = [check_outputs(call, grad) for grad in (False, True)]
         if call.path in self.checks:
             checks.append(self.checks[call.path])
-        self.checks[call.path] = min(checks, key=lambda check: (check.passed, -check.differing))
+        self.checks[call.path] = min(
+            checks, key=lambda check: (check.passed, -check.differing)
+        )
         if self.backward and call.has_rows:
             self.gradients += check_gradients(call)
 
 
 @contextmanager
 def comparing_layers(model: nn.Module, backward: bool) -> Iterator[LayerComparison]:
-    """Inside, each fused layer of a patched model is compared when it is called, and its gradients where asked for."""
+    """Inside, each fused layer of a patched model is compared when it is called, and
+    its gradients where asked for.
+    """
     comparison = LayerComparison(backward)
     with ExitStack() as stack:
         for path, module in model.named_modules():
             if layer_part(type(module)) is not None:
                 compare = partial(comparison.compare, path)
-                hook = module.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+                hook = module.register_forward_pre_hook(
+                    compare, prepend=True, with_kwargs=True
+                )
                 stack.callback(hook.remove)
         yield comparison
 
@@ -111,7 +125,11 @@ class LayerCall:
     @property
     def x(self) -> torch.Tensor:
         """The layer's input."""
-        return self.args[self.place] if isinstance(self.place, int) else self.kwargs[self.place]
+        return (
+            self.args[self.place]
+            if isinstance(self.place, int)
+            else self.kwargs[self.place]
+        )
 
     @property
     def has_rows(self) -> bool:
@@ -119,12 +137,18 @@ class LayerCall:
         return self.x.shape[:-1].numel() > 1
 
     def again(self) -> "LayerCall":
-        """The same call with copies of its arguments, of which a layer may write to a cache."""
+        """The same call with copies of its arguments, of which a layer may write to a
+        cache.
+        """
         args, kwargs = copy.deepcopy((self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs)
 
-    def outputs(self, x: torch.Tensor, parameters: dict | None = None) -> list[torch.Tensor]:
-        """The floating tensors that the layer returns for an input x, with other parameters where these are named."""
+    def outputs(
+        self, x: torch.Tensor, parameters: dict | None = None
+    ) -> list[torch.Tensor]:
+        """The floating tensors that the layer returns for an input x, with other
+        parameters where these are named.
+        """
         args, kwargs = self.args, self.kwargs
         if isinstance(self.place, int):
             args = (*args[: self.place], x, *args[self.place + 1 :])
@@ -143,7 +167,9 @@ def call_of(path: str, layer: nn.Module, args: tuple, kwargs: dict) -> LayerCall
     for place, value in (*enumerate(args), *kwargs.items()):
         if is_float(value) and value.dim() > 1:
             keeps_bits = getattr(fusion, "keeps_bits", False)
-            return LayerCall(f"{path}: {fusion}", layer, args, kwargs, place, keeps_bits)
+            return LayerCall(
+                f"{path}: {fusion}", layer, args, kwargs, place, keeps_bits
+            )
     return None
 
 
@@ -171,14 +197,19 @@ def check_outputs(call: LayerCall, grad: bool) -> LayerCheck:
         fused = run()
         with unfused(call.layer):
             plain = run()
-    except Exception as error:  # whatever a broken kernel or forward raises is the verdict on it
+    except Exception as error:
+        # whatever a broken kernel or forward raises is the verdict on it
         return failed(reason=f"raises {one_line(error)}")
     if _kinds(fused) != _kinds(plain):
-        return failed(reason=f"returns {', '.join(_kinds(fused))}, unfused {', '.join(_kinds(plain))}")
+        return failed(
+            reason=f"returns {', '.join(_kinds(fused))}, unfused {', '.join(_kinds(plain))}"
+        )
     check = LayerCheck(
         call.path,
         class_name,
-        dtype=", ".join(dict.fromkeys(str(y.dtype).removeprefix("torch.") for y in plain)),
+        dtype=", ".join(
+            dict.fromkeys(str(y.dtype).removeprefix("torch.") for y in plain)
+        ),
         elements=sum(y.numel() for y in plain),
         differing=_differing(fused, plain),
     )
@@ -195,7 +226,12 @@ def check_outputs(call: LayerCall, grad: bool) -> LayerCheck:
         return replace(check, noise_floor=floor)
     errors = f"error {floor.candidate_max:.3g} (RMS {floor.candidate_rms:.3g})"
     theirs = f"unfused {floor.reference_max:.3g} (RMS {floor.reference_rms:.3g})"
-    return replace(check, noise_floor=floor, passed=False, reason=floor.reason or f"{errors}, {theirs}")
+    return replace(
+        check,
+        noise_floor=floor,
+        passed=False,
+        reason=floor.reason or f"{errors}, {theirs}",
+    )
 
 
 def _kinds(outputs: list[torch.Tensor]) -> list[str]:
@@ -208,19 +244,26 @@ def _differing(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
     return sum(((a != b) & ~(a.isnan() & b.isnan())).sum().item() for a, b in pairs)
 
 
-def _noise_floor(call: LayerCall, fused: list[torch.Tensor], plain: list[torch.Tensor]) -> NoiseFloor:
+def _noise_floor(
+    call: LayerCall, fused: list[torch.Tensor], plain: list[torch.Tensor]
+) -> NoiseFloor:
     """Both against the unfused layer in float64."""
     again = call.again()
     with _exactly(call.layer):
         exact = again.outputs(again.x)
-    rows = [[y.reshape(-1, y.shape[-1]) for y in outputs if y.dim()] for outputs in (plain, fused, exact)]
+    rows = [
+        [y.reshape(-1, y.shape[-1]) for y in outputs if y.dim()]
+        for outputs in (plain, fused, exact)
+    ]
     quantised = bool(quantised_modules(call.layer))
     return compare_logits(*rows, are_logits=False, quantised=quantised)[1]
 
 
 @contextmanager
 def _exactly(layer: nn.Module) -> Iterator[None]:
-    """Inside, the layer is unfused, its norms compute their formulas in plain torch, and all of it is in float64."""
+    """Inside, the layer is unfused, its norms compute their formulas in plain torch,
+    and all of it is in float64.
+    """
     with unfused(layer), use_backend("reference"), in_float64(layer):
         yield
 
@@ -245,7 +288,9 @@ def check_gradients(call: LayerCall) -> list[GradientCheck]:
     for number in range(CALLS):
         x = alike(call.x, number)
         with unfused(call.layer):
-            theirs.append(gradients(call.again().outputs, x, parameters.values(), cotangents))
+            theirs.append(
+                gradients(call.again().outputs, x, parameters.values(), cotangents)
+            )
         exactly = partial(call.again().outputs, parameters=doubles)
         in_double = [dy.double() for dy in cotangents]
         with _exactly(call.layer):

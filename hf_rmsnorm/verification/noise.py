@@ -8,7 +8,9 @@ import torch
 
 from .tolerance import FACTOR, ulp, within
 
-_MASKED = 1e30  # models hide words of the vocabulary with -inf or the dtype's lowest value: no logit is that large
+# models hide words of the vocabulary with -inf or the dtype's lowest value: no logit is
+# that large
+_MASKED = 1e30
 _ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary needs
 
 
@@ -16,9 +18,11 @@ _ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary 
 class LogitDifference:
     """Candidate against reference, over every token that the attention mask keeps.
 
-    ``max_abs`` and ``mean_abs`` are of the logits' difference, ``kl_mean`` and ``kl_max`` of KL(reference || candidate)
-    per token in nats, ``top1_agreement`` is the fraction of tokens with the same most likely word. A model without
-    logits has no ``vocabulary``: what else it returns is compared, ``tokens`` rows of it, by the first two alone.
+    ``max_abs`` and ``mean_abs`` are of the logits' difference, ``kl_mean`` and
+    ``kl_max`` of KL(reference || candidate) per token in nats, ``top1_agreement`` is
+    the fraction of tokens with the same most likely word. A model without logits has no
+    ``vocabulary``: what else it returns is compared, ``tokens`` rows of it, by the
+    first two alone.
     """
 
     tokens: int = 0
@@ -32,10 +36,12 @@ class LogitDifference:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """Verdict (a): both models' errors against a float64 run of the reference, the largest and the RMS over all logits.
+    """Verdict (a): both models' errors against a float64 run of the reference, the
+    largest and the RMS over all logits.
 
-    The candidate passes if each of the two is at most ``1.5 * reference + slack``: ``max_slack`` is 1 ulp of max|y64|,
-    ``rms_slack`` 1/sqrt(12) ulp of RMS(y64), which is the last rounding's part. ``reason`` is why it fails besides.
+    The candidate passes if each of the two is at most ``1.5 * reference + slack``:
+    ``max_slack`` is 1 ulp of max|y64|, ``rms_slack`` 1/sqrt(12) ulp of RMS(y64), which
+    is the last rounding's part. ``reason`` is why it fails besides.
     """
 
     dtype: str = ""
@@ -69,7 +75,9 @@ class NoiseFloor:
 
 
 class Sizes:
-    """Maximum, mean and RMS of the absolute values added, in float64; NaN counts as infinite, no value as 0."""
+    """Maximum, mean and RMS of the absolute values added, in float64; NaN counts as
+    infinite, no value as 0.
+    """
 
     def __init__(self, *values: torch.Tensor):
         self.max = self._sum = self._squares = 0.0
@@ -101,16 +109,21 @@ def compare_logits(
     are_logits: bool = True,
     quantised: bool = False,
 ) -> tuple[LogitDifference, NoiseFloor]:
-    """Measure logits against each other, and both against those of the reference in float64.
+    """Measure logits against each other, and both against those of the reference in
+    float64.
 
-    For each input they are (tokens, vocabulary), in the dtype the model returned. The floor leaves out hidden words
-    (-inf or the lowest value of a dtype); where only one model hides them, ``max_abs`` is infinite.
+    For each input they are (tokens, vocabulary), in the dtype the model returned. The
+    floor leaves out hidden words (-inf or the lowest value of a dtype); where only one
+    model hides them, ``max_abs`` is infinite.
 
-    A model with quantised weights rounds its activations to half precision or to codes, whatever its logits' dtype: an
-    ulp of float32 in a norm tips one of these steps or it does not. So its last rounding counts as one of bfloat16.
+    A model with quantised weights rounds its activations to half precision or to codes,
+    whatever its logits' dtype: an ulp of float32 in a norm tips one of these steps or
+    it does not. So its last rounding counts as one of bfloat16.
     """
     if not any(rows.numel() for rows in reference):
-        return LogitDifference(), NoiseFloor(reason="there is nothing to compare: the inputs gave no outputs")
+        return LogitDifference(), NoiseFloor(
+            reason="there is nothing to compare: the inputs gave no outputs"
+        )
     own, other, size, difference, divergence = (Sizes() for _ in range(5))
     tokens, agree, finite = 0, 0, True
     for r, c, y in _blocks(reference, candidate, exact):
@@ -124,8 +137,14 @@ def compare_logits(
         if are_logits:
             divergence.add(_kl(r, c))
             agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
-    dtype = torch.bfloat16 if quantised else torch.promote_types(reference[0].dtype, candidate[0].dtype)
-    max_step, rms_step = ulp(torch.tensor([size.max, size.rms], dtype=torch.float64), dtype).tolist()
+    dtype = (
+        torch.bfloat16
+        if quantised
+        else torch.promote_types(reference[0].dtype, candidate[0].dtype)
+    )
+    max_step, rms_step = ulp(
+        torch.tensor([size.max, size.rms], dtype=torch.float64), dtype
+    ).tolist()
     floor = NoiseFloor(
         dtype=str(dtype).removeprefix("torch."),
         reference_max=own.max,
@@ -155,7 +174,9 @@ def _blocks(*outputs: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
             yield from zip(*(t.split(_ROWS) for t in tensors), strict=True)
 
 
-def _why_incomparable(own: Sizes, other: Sizes, size: Sizes, finite: bool, dtype: torch.dtype) -> str:
+def _why_incomparable(
+    own: Sizes, other: Sizes, size: Sizes, finite: bool, dtype: torch.dtype
+) -> str:
     if not finite:
         return "the original gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
     if not size.count:
@@ -168,7 +189,10 @@ def _why_incomparable(own: Sizes, other: Sizes, size: Sizes, finite: bool, dtype
 
 
 def _kl(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
-    log_p, log_q = reference.double().log_softmax(-1), candidate.double().log_softmax(-1)
+    log_p, log_q = (
+        reference.double().log_softmax(-1),
+        candidate.double().log_softmax(-1),
+    )
     p = log_p.exp()
     terms = torch.where((p > 0) | log_p.isnan(), p * (log_p - log_q), 0.0)
     return terms.sum(-1).clamp_min(0.0)

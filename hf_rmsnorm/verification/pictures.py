@@ -1,4 +1,6 @@
-"""A random picture among the tokens of a text, for models that read both; and which batches hold text alone."""
+"""A random picture among the tokens of a text, for models that read both; and which
+batches hold text alone.
+"""
 
 import inspect
 
@@ -6,12 +8,19 @@ import torch
 
 from .context import output_tensors
 
-_PICTURES = "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "position_ids"
+_PICTURES = (
+    "pixel_values",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "position_ids",
+)
 _SIDE = 2  # of a picture, in merged patches
 
 
 def with_picture(model, text: dict) -> dict | None:
-    """A row of `text` with a picture in it; None where the model takes none among its tokens, or refuses this one.
+    """A row of `text` with a picture in it; None where the model takes none among its
+    tokens, or refuses this one.
 
     Args:
         text: what `default_inputs` returns.
@@ -22,27 +31,44 @@ def with_picture(model, text: dict) -> dict | None:
         return None
     try:
         picture = _patches(model) if "image_grid_thw" in names else _pixels(model)
-        inputs = {**text, **picture, "input_ids": _among(text["input_ids"], token, _count(model, picture))}
+        inputs = {
+            **text,
+            **picture,
+            "input_ids": _among(text["input_ids"], token, _count(model, picture)),
+        }
         if "mm_token_type_ids" in names:
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == token).int()
         with torch.no_grad():
             model(**inputs)
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+    except (
+        AttributeError,
+        IndexError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ):
         return None  # a model that lays pictures out in its own way is compared on text
     return inputs
 
 
 def is_text_alone(model, batches: list[dict]) -> bool:
-    """Whether a model whose tokens have positions of three axes was given text, in which the three are equal."""
+    """Whether a model whose tokens have positions of three axes was given text, in
+    which the three are equal.
+    """
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return False
     rotation = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return "mrope_section" in rotation and not any(name in batch for batch in batches for name in _PICTURES)
+    return "mrope_section" in rotation and not any(
+        name in batch for batch in batches for name in _PICTURES
+    )
 
 
 def _image_token(config) -> int | None:
-    ids = (getattr(config, name, None) for name in ("image_token_id", "image_token_index"))
+    ids = (
+        getattr(config, name, None) for name in ("image_token_id", "image_token_index")
+    )
     return next((value for value in ids if isinstance(value, int)), None)
 
 
@@ -54,18 +80,27 @@ def _among(ids: torch.Tensor, token: int, count: int) -> torch.Tensor:
 
 
 def _patches(model) -> dict:
-    """A picture as the Qwen-VL and GLM-V families read it: rows of patches, and how many there are along each axis."""
+    """A picture as the Qwen-VL and GLM-V families read it: rows of patches, and how
+    many there are along each axis.
+    """
     vision = model.config.vision_config
     side = _SIDE * vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     size = channels * vision.temporal_patch_size * vision.patch_size**2
-    return {"pixel_values": _random(model, side * side, size), "image_grid_thw": torch.tensor([[1, side, side]])}
+    return {
+        "pixel_values": _random(model, side * side, size),
+        "image_grid_thw": torch.tensor([[1, side, side]]),
+    }
 
 
 def _pixels(model) -> dict:
     vision = model.config.vision_config
     channels = getattr(vision, "num_channels", 3)
-    return {"pixel_values": _random(model, 1, channels, vision.image_size, vision.image_size)}
+    return {
+        "pixel_values": _random(
+            model, 1, channels, vision.image_size, vision.image_size
+        )
+    }
 
 
 def _random(model, *shape: int) -> torch.Tensor:

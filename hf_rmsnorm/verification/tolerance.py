@@ -1,4 +1,6 @@
-"""The one tolerance policy: a result is judged against float64, by the error that Hugging Face eager itself makes."""
+"""The one tolerance policy: a result is judged against float64, by the error that
+Hugging Face eager itself makes.
+"""
 
 import math
 
@@ -8,9 +10,12 @@ FACTOR = 1.5  # how many times the error of eager a result's may be
 
 
 def ulp(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The distance from |y| up to the next number of ``dtype``, as float64, shaped like y (any floating dtype)."""
+    """The distance from |y| up to the next number of ``dtype``, as float64, shaped like
+    y (any floating dtype).
+    """
     info = torch.finfo(dtype)
-    _, exponent = torch.frexp(y.double().abs())  # |y| = m * 2^exponent with 0.5 <= m < 1
+    # |y| = m * 2^exponent with 0.5 <= m < 1
+    _, exponent = torch.frexp(y.double().abs())
     step = torch.ldexp(torch.full_like(y, info.eps, dtype=torch.float64), exponent - 1)
     smallest = info.smallest_normal * info.eps
     return torch.where(y == 0, smallest, step.clamp_min(smallest))

@@ -8,8 +8,8 @@
     python -m scripts.coverage diffusers --jobs 1 --out scripts/results/diffusers-0.42.1.json
     python -m scripts.coverage diffusers --page scripts/results/diffusers-0.42.1.json
 
-Each type runs in a process of its own, with a limit of time and of memory. The table goes to the terminal, and with
---out beside the JSON as text.
+Each type runs in a process of its own, with a limit of time and of memory. The table
+goes to the terminal, and with --out beside the JSON as text.
 """
 
 from __future__ import annotations
@@ -21,33 +21,67 @@ from importlib import import_module
 from pathlib import Path
 
 if not __package__:
-    sys.exit("run this as a module, from the root of the checkout: python -m scripts.coverage")
+    sys.exit(
+        "run this as a module, from the root of the checkout: python -m scripts.coverage"
+    )
 
 from scripts.coverage import BadOptions
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m scripts.coverage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.coverage",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    patch = commands.add_parser("patch", help="patch each and compare it, bit for bit, with the model before")
-    convert = commands.add_parser("convert", help="convert each and prove it, as LayerNorm and as RMSNorm")
-    diffusers = commands.add_parser("diffusers", help="patch each transformer of diffusers, in the interpreter")
+    patch = commands.add_parser(
+        "patch", help="patch each and compare it, bit for bit, with the model before"
+    )
+    convert = commands.add_parser(
+        "convert", help="convert each and prove it, as LayerNorm and as RMSNorm"
+    )
+    diffusers = commands.add_parser(
+        "diffusers", help="patch each transformer of diffusers, in the interpreter"
+    )
     for command in (patch, convert):
-        command.add_argument("--mapping", choices=("causal", "base", "all"), default="all")
-    for command in (patch, convert, diffusers):
-        command.add_argument("--only", metavar="TYPES", help="types, separated by commas")
-        command.add_argument("--jobs", type=int, default=2, help="how many at a time (default 2)")
-        command.add_argument("--out", type=Path, metavar="FILE", help="the JSON; the table goes beside it as .txt")
         command.add_argument(
-            "--update", type=Path, metavar="FILE", help="a JSON made earlier: what is not redone stays"
+            "--mapping", choices=("causal", "base", "all"), default="all"
+        )
+    for command in (patch, convert, diffusers):
+        command.add_argument(
+            "--only", metavar="TYPES", help="types, separated by commas"
+        )
+        command.add_argument(
+            "--jobs", type=int, default=2, help="how many at a time (default 2)"
+        )
+        command.add_argument(
+            "--out",
+            type=Path,
+            metavar="FILE",
+            help="the JSON; the table goes beside it as .txt",
+        )
+        command.add_argument(
+            "--update",
+            type=Path,
+            metavar="FILE",
+            help="a JSON made earlier: what is not redone stays",
         )
     patch.add_argument(
-        "--interpreter", choices=("norms", "fusion"), default="", help="also run the kernels in Triton's interpreter"
+        "--interpreter",
+        choices=("norms", "fusion"),
+        default="",
+        help="also run the kernels in Triton's interpreter",
     )
-    convert.add_argument("--rest", action="store_true", help="only what --update does not have")
-    diffusers.add_argument("--page", type=Path, metavar="FILE", help="print a JSON in Markdown; runs nothing")
+    convert.add_argument(
+        "--rest", action="store_true", help="only what --update does not have"
+    )
+    diffusers.add_argument(
+        "--page",
+        type=Path,
+        metavar="FILE",
+        help="print a JSON in Markdown; runs nothing",
+    )
     return made
 
 

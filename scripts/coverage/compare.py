@@ -15,7 +15,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 import hf_rmsnorm
 
@@ -35,22 +38,34 @@ def chosen(only: str | None) -> set[str] | None:
     """The types of a comma-separated list; None, for all of them, without a list."""
     types = set(only.split(",")) if only else None
     if types and (unknown := types - {*MAPPINGS["causal"], *MAPPINGS["base"]}):
-        raise BadOptions(f"Transformers {transformers.__version__} has no type {', '.join(sorted(unknown))}")
+        raise BadOptions(
+            f"Transformers {transformers.__version__} has no type {', '.join(sorted(unknown))}"
+        )
     return types
 
 
-def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda stage: None) -> dict:
+def examine(
+    model_type: str, mapping: str, interpreter: str = "", say=lambda stage: None
+) -> dict:
     """Build, run, patch, compare and unpatch one type.
 
     Args:
-        interpreter: what to run in Triton's interpreter besides: "norms", each alone; "fusion", the model as a whole.
+        interpreter: what to run in Triton's interpreter besides: "norms", each alone;
+            "fusion", the model as a whole.
 
     Returns:
-        ``{"type", "mapping", "model_class", "built", "ran", "error", "runs": [...]}``; a type with optional features
+        ``{"type", "mapping", "model_class", "built", "ran", "error", "runs": [...]}``;
+        a type with optional features
         has one run with them and one without.
     """
     started = time.monotonic()
-    result = {"type": model_type, "mapping": mapping, "built": False, "ran": False, "error": None}
+    result = {
+        "type": model_type,
+        "mapping": mapping,
+        "built": False,
+        "ran": False,
+        "error": None,
+    }
     result |= {"errors": [], "runs": []}
     try:
         stand_in_for_timm()
@@ -70,7 +85,9 @@ def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda sta
             result["runs"].append(compared)
             # A model without a forward counts as run if its parts ran every norm.
             swapped = sum(n for *_, n in compared["swapped"])
-            result["ran"] |= bool(compared["parts_run"]) and compared["norms_run"] == swapped
+            result["ran"] |= (
+                bool(compared["parts_run"]) and compared["norms_run"] == swapped
+            )
             done.add(tuple(run[2]["features"]))
     if result["ran"]:
         result["error"] = None
@@ -81,7 +98,11 @@ def examine(model_type: str, mapping: str, interpreter: str = "", say=lambda sta
 
 def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
     say("patching")
-    run = {**how, "arguments": sorted(arguments or ()), "parameters": sum(p.numel() for p in model.parameters())}
+    run = {
+        **how,
+        "arguments": sorted(arguments or ()),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     formulas = _patch_once(model, run)
     norms = {path: model.get_submodule(path) for path in formulas}
     say("comparing")
@@ -100,7 +121,9 @@ def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
 
 
 def _patch_once(model, run: dict) -> dict[str, str]:
-    """Patch the model and undo it; returns the formula of each norm by path. `run` gets the contents of the report."""
+    """Patch the model and undo it; returns the formula of each norm by path. `run` gets
+    the contents of the report.
+    """
     classes = [type(m) for m in model.modules()]
     saved = _saved_bytes(model)
     with warnings.catch_warnings():
@@ -108,8 +131,12 @@ def _patch_once(model, run: dict) -> dict[str, str]:
         report = hf_rmsnorm.patch_model(model)
     run["swapped"] = _counted((r.class_name, str(r.formula)) for r in report.swapped)
     run["left_alone"] = _counted((r.class_name, r.reason) for r in report.skipped)
-    run["layers"] = _counted((r.class_name, r.fused or f"not fused: {r.reason}") for r in report.layers)
-    run["not_norms"] = _counted(_not_norms(model, {r.path for r in (*report.swapped, *report.skipped)}))
+    run["layers"] = _counted(
+        (r.class_name, r.fused or f"not fused: {r.reason}") for r in report.layers
+    )
+    run["not_norms"] = _counted(
+        _not_norms(model, {r.path for r in (*report.swapped, *report.skipped)})
+    )
     run["saved_equal"] = saved == _saved_bytes(model)
     hf_rmsnorm.unpatch_model(model)
     run["classes_restored"] = classes == [type(m) for m in model.modules()]
@@ -117,7 +144,9 @@ def _patch_once(model, run: dict) -> dict[str, str]:
 
 
 def _not_norms(model, reported: set[str]) -> Iterator[tuple[str, str | None]]:
-    """(class, reason) of each module that has "norm" in its class's name and is not reported."""
+    """(class, reason) of each module that has "norm" in its class's name and is not
+    reported.
+    """
     for path, module in model.named_modules():
         if path and path not in reported and "norm" in type(module).__name__.lower():
             yield type(module).__name__, why_not_a_norm(path, module, reported)
@@ -127,10 +156,17 @@ def _is_fused(run: dict) -> bool:
     return any("not fused" not in how for _, how, _ in run["layers"])
 
 
-def _scenes(model, arguments, norms: dict) -> tuple[list[tuple], list[list], dict[str, tuple]]:
-    """([(path, module, arguments)], the outputs of each, the first arguments of each norm): the model and its parts."""
+def _scenes(
+    model, arguments, norms: dict
+) -> tuple[list[tuple], list[list], dict[str, tuple]]:
+    """([(path, module, arguments)], the outputs of each, the first arguments of each
+    norm): the model and its parts.
+    """
     seen: dict[str, tuple] = {}
-    handles = [m.register_forward_hook(_recorder(seen, p), with_kwargs=True) for p, m in norms.items()]
+    handles = [
+        m.register_forward_hook(_recorder(seen, p), with_kwargs=True)
+        for p, m in norms.items()
+    ]
     scenes = [("", model, arguments)] if arguments is not None else []
     outputs = _all_outputs(scenes)
     deadline = time.monotonic() + TIME_LIMIT / 4
@@ -163,14 +199,21 @@ def _compare_outputs(model, run: dict, scenes: list[tuple], before: list[list]) 
     run["repeatable"] = list(map(_same_bits, before, again))
     run["bit_equal"] = list(map(_same_bits, before, patched))
     run["restored_equal"] = list(map(_same_bits, before, after))
-    run["finite"] = [all(bool(t.isfinite().all()) for t in ts if t.is_floating_point()) for ts in before]
+    run["finite"] = [
+        all(bool(t.isfinite().all()) for t in ts if t.is_floating_point())
+        for ts in before
+    ]
 
 
-def _compare_norms(model, run: dict, norms: dict, seen: dict, formulas: dict[str, str]) -> None:
+def _compare_norms(
+    model, run: dict, norms: dict, seen: dict, formulas: dict[str, str]
+) -> None:
     """Each norm by itself, on the arguments of its first call."""
     before = {path: _alone(module, seen.get(path)) for path, module in norms.items()}
     with _patched(model, run):
-        patched = {path: _alone(module, seen.get(path)) for path, module in norms.items()}
+        patched = {
+            path: _alone(module, seen.get(path)) for path, module in norms.items()
+        }
     alone = {path: outputs for path, outputs in patched.items() if outputs is not None}
     run["norms_unequal"] = [
         [path, type(norms[path]).__name__, formulas[path]]
@@ -207,16 +250,25 @@ def _detached(values):
 
 
 def _idle_parts(model, norms: dict, seen: dict, every: bool):
-    """(path, part) of parts that hold norms which nothing has run yet, asked one after the other.
+    """(path, part) of parts that hold norms which nothing has run yet, asked one after
+    the other.
 
     Args:
-        every: also parts that are no models by themselves, for a model that could not be run as a whole.
+        every: also parts that are no models by themselves, for a model that could not
+            be run as a whole.
     """
     for kind in (transformers.PreTrainedModel, torch.nn.Module)[: 1 + every]:
         for path, part in model.named_modules():
-            idle = path and any(p.startswith(f"{path}.") and p not in seen for p in norms)
+            idle = path and any(
+                p.startswith(f"{path}.") and p not in seen for p in norms
+            )
             listed = isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict))
-            if idle and not listed and isinstance(part, kind) and any(True for _ in part.parameters()):
+            if (
+                idle
+                and not listed
+                and isinstance(part, kind)
+                and any(True for _ in part.parameters())
+            ):
                 yield path, part
 
 
@@ -227,20 +279,33 @@ def _outputs(model, arguments: dict) -> list[torch.Tensor]:
 
 
 def _alone(module, seen) -> list[torch.Tensor] | None:
-    """The norm's own results: on its first call's arguments again, and where it takes them on rows of every scale."""
-    weights = [p for p in (*module.parameters(), *module.buffers()) if p.is_floating_point()]
-    dtype, width = (weights[0].dtype, weights[0].shape[-1]) if weights else (torch.bfloat16, 64)
+    """The norm's own results: on its first call's arguments again, and where it takes
+    them on rows of every scale.
+    """
+    weights = [
+        p for p in (*module.parameters(), *module.buffers()) if p.is_floating_point()
+    ]
+    dtype, width = (
+        (weights[0].dtype, weights[0].shape[-1]) if weights else (torch.bfloat16, 64)
+    )
     results = []
     with torch.no_grad():
         if seen is not None:
             args, kwargs = seen
             results += tensors(module(*args, **kwargs))
-            x = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+            x = next(
+                a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)
+            )
             dtype, width = x.dtype, x.shape[-1]
-        rows = torch.randn(64, width, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 2, 64)[:, None]
+        rows = (
+            torch.randn(64, width, generator=torch.Generator().manual_seed(1))
+            * torch.logspace(-3, 2, 64)[:, None]
+        )
         try:
             results.append(module((rows + 0.1).to(dtype)))
-        except REFUSALS:  # it accepts only the shape, the dtype or the arguments that its model gives it
+        except REFUSALS:
+            # it accepts only the shape, the dtype or the arguments that its model gives
+            # it
             return results or None
     return results
 
@@ -251,42 +316,74 @@ REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 def _same_bits(a: list[torch.Tensor] | None, b: list[torch.Tensor] | None) -> bool:
     if a is None or b is None or len(a) != len(b):
         return False
-    return all(x.dtype == y.dtype and x.shape == y.shape and _bytes(x) == _bytes(y) for x, y in zip(a, b, strict=True))
+    return all(
+        x.dtype == y.dtype and x.shape == y.shape and _bytes(x) == _bytes(y)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def _bytes(t: torch.Tensor) -> bytes:
-    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+    return (
+        t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if t.numel()
+        else b""
+    )
 
 
 def _saved_bytes(model) -> str:
-    """A hash of the state_dict, and of the files that save_pretrained writes where the model has it and can."""
+    """A hash of the state_dict, and of the files that save_pretrained writes where the
+    model has it and can.
+    """
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode() + _bytes(value))
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        digest.update(
+            f"{name} {value.dtype} {tuple(value.shape)}".encode() + _bytes(value)
+        )
+    with tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+    ) as folder:
         try:
             model.save_pretrained(folder)
-        except Exception as error:  # some cannot be saved in a config this small, neither before nor after
+        except Exception as error:
+            # some cannot be saved in a config this small, neither before nor after
             digest.update(type(error).__name__.encode())
         for file in sorted(Path(folder).rglob("*")):
-            digest.update(file.name.encode() + (file.read_bytes() if file.is_file() else b""))
+            digest.update(
+                file.name.encode() + (file.read_bytes() if file.is_file() else b"")
+            )
     return digest.hexdigest()
 
 
 def _double(value):
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return (
+        value.double()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+    )
 
 
 def _in_interpreter(model, scenes, norms: dict) -> dict:
-    """Every swapped norm that runs, in float32 through the kernels, against float64 and the original's own error."""
+    """Every swapped norm that runs, in float32 through the kernels, against float64 and
+    the original's own error.
+    """
     from tolerance import assert_as_accurate
 
     def single(value):
-        return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        return (
+            value.float()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+        )
 
     seen: dict[str, tuple] = {}
-    handles = [m.register_forward_hook(_recorder(seen, p), with_kwargs=True) for p, m in norms.items()]
-    scenes = [(path, part, {n: single(v) for n, v in arguments.items()}) for path, part, arguments in scenes]
+    handles = [
+        m.register_forward_hook(_recorder(seen, p), with_kwargs=True)
+        for p, m in norms.items()
+    ]
+    scenes = [
+        (path, part, {n: single(v) for n, v in arguments.items()})
+        for path, part, arguments in scenes
+    ]
     eager = [_outputs(m, a) for _, m, a in scenes]
     for handle in handles:
         handle.remove()
@@ -295,12 +392,16 @@ def _in_interpreter(model, scenes, norms: dict) -> dict:
         originals = {p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()}
         with hf_rmsnorm.patched(model):
             with hf_rmsnorm.use_backend("triton"):
-                fused = {p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()}
+                fused = {
+                    p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()
+                }
                 outputs = [_outputs(m, a) for _, m, a in scenes]
             with hf_rmsnorm.use_backend("reference"):  # float64 stays that throughout
                 for path, (args, kwargs) in seen.items():
                     doubled = {n: _double(v) for n, v in kwargs.items()}
-                    exact = copy.deepcopy(norms[path]).double()(*map(_double, args), **doubled)
+                    exact = copy.deepcopy(norms[path]).double()(
+                        *map(_double, args), **doubled
+                    )
                     if exact.numel() == 0:
                         continue
                     try:
@@ -311,7 +412,11 @@ def _in_interpreter(model, scenes, norms: dict) -> dict:
         max((_relative(a, b) for a, b in zip(x, y, strict=True)), default=0.0)
         for x, y in zip(eager, outputs, strict=True)
     ]
-    return {"norms": len(seen), "failures": failures, "largest_output_difference": max(largest, default=0.0)}
+    return {
+        "norms": len(seen),
+        "failures": failures,
+        "largest_output_difference": max(largest, default=0.0),
+    }
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> float:

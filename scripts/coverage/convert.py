@@ -1,7 +1,9 @@
-"""Convert a tiny random model of every type in Transformers and prove it, in float64, as LayerNorm and as RMSNorm.
+"""Convert a tiny random model of every type in Transformers and prove it, in float64,
+as LayerNorm and as RMSNorm.
 
-Every type with a LayerNorm is in the table: converted in full, in part, or refused with the reason. Types of the base
-mapping are tried where the causal mapping does not have them.
+Every type with a LayerNorm is in the table: converted in full, in part, or refused with
+the reason. Types of the base mapping are tried where the causal mapping does not have
+them.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def _with_patches(model) -> torch.Tensor:
     return torch.cat([places, torch.arange(3, 19).view(2, 8)], dim=1)
 
 
-# By type: arguments of its forward that reach what those found by its signature do not, as in `hints.INPUTS`.
+# By type: arguments of its forward that reach what those found by its signature do not,
+# as in `hints.INPUTS`.
 INPUTS: dict[str, dict] = {
     "efficientloftr": {"pixel_values": (2, 2, 3, 64, 64)},
     "fun_asr_nano_encoder": {
@@ -51,10 +54,13 @@ INPUTS: dict[str, dict] = {
     },
     "fuyu": {
         "input_ids": _with_patches,
-        "pixel_values": lambda m: torch.randn(2, 4, m.config.patch_size**2 * m.config.num_channels),
+        "pixel_values": lambda m: torch.randn(
+            2, 4, m.config.patch_size**2 * m.config.num_channels
+        ),
     },
     "table-transformer": {"pixel_values": (2, 3, 64, 64)},
-    "vits": {"input_ids": lambda: torch.tensor([[3]])},  # of more it says what takes minutes
+    # of more it says what takes minutes
+    "vits": {"input_ids": lambda: torch.tensor([[3]])},
 }
 
 
@@ -62,13 +68,18 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
     """One type, with its optional features (q/k norms and the like) and without.
 
     Returns:
-        ``{"type", "mapping", "model_class", "variants": [...], "error"}``; each variant has ``verdict``: "converted"
-        (every norm), "partly", "refused", "RMSNorm" (it has no LayerNorm), "no LayerNorm" (nor this) or "failed".
+        ``{"type", "mapping", "model_class", "variants": [...], "error"}``; each variant
+        has ``verdict``: "converted"
+        (every norm), "partly", "refused", "RMSNorm" (it has no LayerNorm), "no
+        LayerNorm" (nor this) or "failed".
     """
     started = time.monotonic()
     result = {"type": model_type, "mapping": mapping, "variants": [], "error": None}
     try:
-        cls, config = model_class(MAPPINGS[mapping][model_type], model_type), config_class(model_type)
+        cls, config = (
+            model_class(MAPPINGS[mapping][model_type], model_type),
+            config_class(model_type),
+        )
         own = getattr(cls, "config_class", None)
         config = own if own is not None and not issubclass(config, own) else config
     except Exception as error:  # an optional dependency is missing, whatever it raises
@@ -79,13 +90,16 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
         if isinstance(made, str):
             result["error"] = result["error"] or made[:LONGEST_ERROR]
             if not result["variants"] and not features:
-                with contextlib.suppress(Exception):  # nor can the type's own config be built: the error above says why
+                with contextlib.suppress(Exception):
+                    # nor can the type's own config be built: the error above says why
                     found = _convert(cls, config(), None)
                     if "could not be made here" not in found["reason"]:
                         result["variants"].append({"features": [], **found})
         elif made is not None:
             model, arguments, switched = made
-            result["variants"].append({"features": switched, **_convert(cls, model.config, arguments)})
+            result["variants"].append(
+                {"features": switched, **_convert(cls, model.config, arguments)}
+            )
     if result["variants"]:
         result["error"] = None
     result["seconds"] = round(time.monotonic() - started, 1)
@@ -93,7 +107,9 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
 
 
 def _tiny(cls, config, features: bool, deadline: float):
-    """(model, arguments it runs on, features switched on); None if there are none; the first error if no size runs."""
+    """(model, arguments it runs on, features switched on); None if there are none; the
+    first error if no size runs.
+    """
     first = None
     for style in STYLES:
         if time.monotonic() > deadline:
@@ -105,27 +121,39 @@ def _tiny(cls, config, features: bool, deadline: float):
                 if features and not shrinker.switched:
                     return None
                 model = build(cls, tiny, small=style not in ("shallow", "default"))
-            except Exception as error:  # any constructor may refuse a size in its own way: the next style is tried
+            except Exception as error:
+                # any constructor may refuse a size in its own way: the next style is
+                # tried
                 first = first or f"{style}: {line(error)}"
                 if not shrinker.repair(line(error)):
                     break
                 continue
-            arguments, error = find_inputs(model, torch.float32, budget=2, hints=INPUTS.get(config.model_type))
+            arguments, error = find_inputs(
+                model, torch.float32, budget=2, hints=INPUTS.get(config.model_type)
+            )
             if arguments is not None:
                 return model, arguments, sorted(shrinker.switched)
-            first = first or f"{style}: {error if isinstance(error, str) else '; '.join(error[:2])}"
+            first = (
+                first
+                or f"{style}: {error if isinstance(error, str) else '; '.join(error[:2])}"
+            )
             break
     return first or "not built in time"
 
 
 def _convert(cls, config, arguments: dict | None) -> dict:
-    """The verdict with these inputs, or with those that the package makes where these reach no tower."""
+    """The verdict with these inputs, or with those that the package makes where these
+    reach no tower.
+    """
     if arguments is None:
         return _planned(cls, config, None)
     result = _planned(cls, config, lambda model: arguments)
     if any(words in result["reason"] for words in UNREACHED):
         with_towers = _planned(cls, config, None)
-        reached = not any(words in with_towers["reason"] for words in (*UNREACHED, "could not be made here"))
+        reached = not any(
+            words in with_towers["reason"]
+            for words in (*UNREACHED, "could not be made here")
+        )
         result = with_towers if reached else result
     return result
 
@@ -137,14 +165,21 @@ def _planned(cls, config, inputs) -> dict:
         proof = prove(plan, proxy)
     except ConversionRefused as refusal:
         reason = str(refusal)
-        return {"verdict": next((v for v, words in WITHOUT.items() if words in reason), "refused"), "reason": reason}
+        return {
+            "verdict": next(
+                (v for v, words in WITHOUT.items() if words in reason), "refused"
+            ),
+            "reason": reason,
+        }
     stays = {n.path: n.reason for n in plan.norms if not n.becomes_rms}
     found = {
         "norms": len(plan.norms),
         "rms_norms": len(plan.norms) - len(stays),
         "stock": proof.stock,
         "rms": proof.rms,
-        "largest_mean": max((v for k, v in proof.means.items() if k not in stays), default=0.0),
+        "largest_mean": max(
+            (v for k, v in proof.means.items() if k not in stays), default=0.0
+        ),
         "margins": plan.margins,
         "centred": len(plan.centre),
         "scaled": len(plan.scale),
@@ -178,29 +213,52 @@ def table(results: list[dict]) -> str:
         for v in r["variants"]:
             if v["verdict"] in WITHOUT:
                 continue
-            name = r["type"] + (f" + {','.join(v['features'])}" if v["features"] else "")
+            name = r["type"] + (
+                f" + {','.join(v['features'])}" if v["features"] else ""
+            )
             counts = f"{v['rms_norms']}/{v['norms']}" if "norms" in v else ""
-            errors = f"{v['stock']:10.1e} {v['rms']:10.1e}" if "stock" in v else f"{'':10} {'':10}"
-            rows.append(f"{name[:32]:32} {counts:>9} {errors}  {v['verdict']}{': ' * bool(v['reason'])}{v['reason']}")
+            errors = (
+                f"{v['stock']:10.1e} {v['rms']:10.1e}"
+                if "stock" in v
+                else f"{'':10} {'':10}"
+            )
+            rows.append(
+                f"{name[:32]:32} {counts:>9} {errors}  {v['verdict']}{': ' * bool(v['reason'])}{v['reason']}"
+            )
         if not r["variants"]:
-            rows.append(f"{r['type'][:32]:32} {'':9} {'':10} {'':10}  not run: {r['error']}")
-    return "\n".join([*rows, "", ", ".join(f"{n} {k}" for k, n in summary(results).items()), ""])
+            rows.append(
+                f"{r['type'][:32]:32} {'':9} {'':10} {'':10}  not run: {r['error']}"
+            )
+    return "\n".join(
+        [*rows, "", ", ".join(f"{n} {k}" for k, n in summary(results).items()), ""]
+    )
 
 
 def jobs_of(only: set[str] | None) -> list[Job]:
     causal, base = MAPPINGS["causal"], MAPPINGS["base"]
-    jobs = [(t, "causal") for t in causal] + [(t, "base") for t in base if t not in causal]
+    jobs = [(t, "causal") for t in causal] + [
+        (t, "base") for t in base if t not in causal
+    ]
     return [job for job in jobs if only is None or job[0] in only]
 
 
 def run(options) -> int:
-    """What ``python -m scripts.coverage convert`` does; returns 1 where a conversion fails its proof."""
+    """What ``python -m scripts.coverage convert`` does; returns 1 where a conversion
+    fails its proof.
+    """
     transformers.logging.set_verbosity_error()
     found: dict[tuple[str, str], dict] = {}
     if options.update:
-        found = {(r["type"], r["mapping"]): r for r in json.loads(options.update.read_text())["types"]}
+        found = {
+            (r["type"], r["mapping"]): r
+            for r in json.loads(options.update.read_text())["types"]
+        }
     jobs = jobs_of(chosen(options.only))
-    jobs = [job for job in jobs if options.mapping in ("all", job[1]) and not (options.rest and job in found)]
+    jobs = [
+        job
+        for job in jobs
+        if options.mapping in ("all", job[1]) and not (options.rest and job in found)
+    ]
     count = 0
 
     def tell(result: dict) -> None:
@@ -209,11 +267,13 @@ def run(options) -> int:
         found[result["type"], result["mapping"]] = result
         text = f"{count} of {len(jobs)}, {result['type']}: {verdict(result)} ({result.get('seconds')} s)"
         print(text, file=sys.stderr, flush=True)
-        if options.out and count % 25 == 0:  # a run of half an hour that is stopped leaves its results
+        if options.out and count % 25 == 0:
+            # a run of half an hour that is stopped leaves its results
             _write(options.out, found)
 
     run_all(
-        jobs, examine, crashed, warm=("gpt2", "causal"), workers=options.jobs, seconds=TIME_LIMIT, tell=tell
+        jobs, examine, crashed, warm=("gpt2", "causal"), workers=options.jobs,
+        seconds=TIME_LIMIT, tell=tell,
     )  # fmt: skip
     if options.out:
         _write(options.out, found)

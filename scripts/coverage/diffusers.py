@@ -1,4 +1,6 @@
-"""Patch a tiny random model of every transformer in diffusers and compare it, bit for bit, with the model before."""
+"""Patch a tiny random model of every transformer in diffusers and compare it, bit for
+bit, with the model before.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,12 @@ COUNTS = {
 }
 
 
-def examine(name: str, mapping: str, say: Callable[[str], None] = lambda stage: None) -> dict:
-    """Build, run, patch and compare one class in bfloat16; returns its entry of the JSON."""
+def examine(
+    name: str, mapping: str, say: Callable[[str], None] = lambda stage: None
+) -> dict:
+    """Build, run, patch and compare one class in bfloat16; returns its entry of the
+    JSON.
+    """
     say("building")
     model, inputs = build(name, torch.bfloat16)
     say("running it before")
@@ -67,18 +73,23 @@ def examine(name: str, mapping: str, say: Callable[[str], None] = lambda stage: 
 
 
 class _Launches:
-    """Counts the norms of a forward that are launched with their modulation, and with the sum before it."""
+    """Counts the norms of a forward that are launched with their modulation, and with
+    the sum before it.
+    """
 
     def __init__(self):
         self.counts = {"modulated": 0, "sums": 0, "gated": 0, "apart": 0}
 
     def counted(self) -> AbstractContextManager:
-        return mock.patch.object(modulated, "_in_one_launch", self._counting(modulated._in_one_launch))
+        return mock.patch.object(
+            modulated, "_in_one_launch", self._counting(modulated._in_one_launch)
+        )
 
     def _counting(self, in_one_launch: Callable) -> Callable:
         def launch(norm, x, residual, gate, *modulation):
             both = in_one_launch(norm, x, residual, gate, *modulation)
-            # A modulation that is not launched with its sum is tried without: it is counted then.
+            # A modulation that is not launched with its sum is tried without: it is
+            # counted then.
             if both is None:
                 self.counts["apart"] += residual is None
                 return None
@@ -103,9 +114,13 @@ def _differing(a: list[torch.Tensor], b: list[torch.Tensor]) -> int:
 
 
 def _verified(model: torch.nn.Module, inputs: dict) -> str:
-    """What `verify_equivalence` says, which runs forward and backward by the kernels: "PASS", or the reason."""
+    """What `verify_equivalence` says, which runs forward and backward by the kernels:
+    "PASS", or the reason.
+    """
     try:
-        report = hf_rmsnorm.verify_equivalence(model, inputs=inputs, max_new_tokens=0, backend="triton", backward=True)
+        report = hf_rmsnorm.verify_equivalence(
+            model, inputs=inputs, max_new_tokens=0, backend="triton", backward=True
+        )
     except NotImplementedError as error:  # an operator of the model has no float64
         return f"not compared with float64: {line(error)[:100]}"
     return report.verdict if report.passed else report.headline
@@ -117,14 +132,22 @@ def crashed(job: Job, error: str, stage: str, seconds: float) -> dict:
 
 
 def run(options) -> int:
-    """What ``python -m scripts.coverage diffusers`` does; returns 1 where a patch changed a result."""
+    """What ``python -m scripts.coverage diffusers`` does; returns 1 where a patch
+    changed a result.
+    """
     if options.page:
         print(page_table(json.loads(options.page.read_text(encoding="utf-8"))))
         return 0
     names = options.only.split(",") if options.only else list(classes())
     if unknown := set(names) - set(classes()):
-        raise BadOptions(f"diffusers {version('diffusers')} has no class {', '.join(sorted(unknown))}")
-    entries = json.loads(options.update.read_text(encoding="utf-8"))["types"] if options.update else []
+        raise BadOptions(
+            f"diffusers {version('diffusers')} has no class {', '.join(sorted(unknown))}"
+        )
+    entries = (
+        json.loads(options.update.read_text(encoding="utf-8"))["types"]
+        if options.update
+        else []
+    )
     results = {entry["type"]: entry for entry in entries}
 
     def tell(entry: dict) -> None:
@@ -134,7 +157,15 @@ def run(options) -> int:
             _write(options.out, results)
 
     jobs = [(name, "diffusers") for name in names]
-    run_all(jobs, examine, crashed, warm=WARM, workers=options.jobs, seconds=TIME_LIMIT, tell=tell)
+    run_all(
+        jobs,
+        examine,
+        crashed,
+        warm=WARM,
+        workers=options.jobs,
+        seconds=TIME_LIMIT,
+        tell=tell,
+    )
     print(text_table(_document(results)["types"]))
     return 1 if any(is_wrong(entry) for entry in results.values()) else 0
 
@@ -152,7 +183,9 @@ def _write(path: Path, results: dict[str, dict]) -> None:
     document = _document(results)
     lines = ",\n".join(json.dumps(entry) for entry in document["types"])
     head = json.dumps({**document, "types": "<types>"}, indent=1)
-    path.write_text(head.replace('"<types>"', f"[\n{lines}\n]") + "\n", encoding="utf-8")
+    path.write_text(
+        head.replace('"<types>"', f"[\n{lines}\n]") + "\n", encoding="utf-8"
+    )
     path.with_suffix(".txt").write_text(text_table(document["types"]), encoding="utf-8")
 
 
@@ -167,8 +200,16 @@ def verdict(entry: dict) -> str:
         return f"not run: {entry['error'][:100]}"
     if is_wrong(entry):
         return entry["verified"][:100]
-    differing = f"{entry['differing']} of {entry['values']} values rounded otherwise" if entry["differing"] else ""
-    not_compared = "" if entry["verified"].startswith("PASS") else entry["verified"].partition(":")[0]
+    differing = (
+        f"{entry['differing']} of {entry['values']} values rounded otherwise"
+        if entry["differing"]
+        else ""
+    )
+    not_compared = (
+        ""
+        if entry["verified"].startswith("PASS")
+        else entry["verified"].partition(":")[0]
+    )
     return "; ".join(part for part in (differing or "bit-equal", not_compared) if part)
 
 
@@ -179,7 +220,11 @@ def text_table(entries: list[dict]) -> str:
         counts = " ".join(f"{entry.get(name, ''):>9}" for name in COUNTS)
         lines.append(f"{entry['type']:<40} {counts}  {verdict(entry)}")
     lines += ["", *(f"{name}: {words}" for name, words in COUNTS.items())]
-    reasons = [(entry["type"], reason) for entry in entries for reason in entry.get("reasons", ())]
+    reasons = [
+        (entry["type"], reason)
+        for entry in entries
+        for reason in entry.get("reasons", ())
+    ]
     lines += ["", "left alone:", *(f"  {name}: {reason}" for name, reason in reasons)]
     return "\n".join(lines) + "\n"
 
@@ -188,7 +233,9 @@ def page_table(document: dict) -> str:
     """The table for the documentation: a row for each class, alike classes in one row."""
     rows: dict[tuple, list[str]] = {}
     for entry in document["types"]:
-        counts = tuple(entry.get(name, "") for name in ("norms", "alone", "modulated", "sums"))
+        counts = tuple(
+            entry.get(name, "") for name in ("norms", "alone", "modulated", "sums")
+        )
         rows.setdefault((*counts, verdict(entry)), []).append(_short(entry["type"]))
     lines = [
         f"| diffusers {document['versions']['diffusers']} | norms swapped | skipped | with scale and shift | "
@@ -196,7 +243,9 @@ def page_table(document: dict) -> str:
         "|---|---|---|---|---|---|",
     ]
     for (*counts, result), names in sorted(rows.items(), key=lambda row: row[1]):
-        lines.append(f"| {', '.join(names)} | {' | '.join(map(str, counts))} | {result} |")
+        lines.append(
+            f"| {', '.join(names)} | {' | '.join(map(str, counts))} | {result} |"
+        )
     return "\n".join(lines)
 
 

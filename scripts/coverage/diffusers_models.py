@@ -1,7 +1,9 @@
-"""Tiny random transformers of diffusers, and what they are called with, from `scripts/data/diffusers_models.json`.
+"""Tiny random transformers of diffusers, and what they are called with, from
+`scripts/data/diffusers_models.json`.
 
-The JSON has for each class the arguments of its constructor and of its forward. A tensor there is a word and a shape
-(``"normal 2x4x8"``, ``"true 2x8"``, ``"ids 10 2x8"``: numbers below 10), or ``{"float": [0.5]}`` with its values.
+The JSON has for each class the arguments of its constructor and of its forward. A
+tensor there is a word and a shape (``"normal 2x4x8"``, ``"true 2x8"``, ``"ids 10
+2x8"``: numbers below 10), or ``{"float": [0.5]}`` with its values.
 """
 
 from __future__ import annotations
@@ -25,14 +27,26 @@ def classes() -> dict[str, type]:
     from diffusers import ModelMixin
     from diffusers.models import transformers
 
-    names = [f"{transformers.__name__}.{module.name}" for module in pkgutil.iter_modules(transformers.__path__)]
-    values = [value for name in names for value in vars(importlib.import_module(name)).values()]
-    models = {c for c in values if inspect.isclass(c) and issubclass(c, ModelMixin) and c.__module__ in names}
+    names = [
+        f"{transformers.__name__}.{module.name}"
+        for module in pkgutil.iter_modules(transformers.__path__)
+    ]
+    values = [
+        value
+        for name in names
+        for value in vars(importlib.import_module(name)).values()
+    ]
+    models = {
+        c
+        for c in values
+        if inspect.isclass(c) and issubclass(c, ModelMixin) and c.__module__ in names
+    }
     return {cls.__name__: cls for cls in sorted(models, key=lambda cls: cls.__name__)}
 
 
 def build(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict]:
-    """(model, arguments of its forward), the same each time; in its dtype but for the parts that stay in float32.
+    """(model, arguments of its forward), the same each time; in its dtype but for the
+    parts that stay in float32.
 
     Raises:
         KeyError: the JSON has no such class.
@@ -41,9 +55,12 @@ def build(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict]:
     torch.manual_seed(0)
     model = classes()[name](**_tuples(entry["config"])).eval()
     with torch.no_grad():
-        for parameter in model.parameters():  # as if trained: zeros would hide gates and modulations
+        for parameter in model.parameters():
+            # as if trained: zeros would hide gates and modulations
             noise = torch.randn_like(parameter)
-            parameter.copy_(parameter + 0.1 * noise if parameter.dim() < 2 else 0.15 * noise)
+            parameter.copy_(
+                parameter + 0.1 * noise if parameter.dim() < 2 else 0.15 * noise
+            )
     _cast(model, dtype)
     return model, {key: _value(value, dtype) for key, value in entry["inputs"].items()}
 
@@ -74,7 +91,10 @@ def _value(value, dtype: torch.dtype):
         return pkgutil.resolve_name(value["new"])(*value["arguments"])
     if len(value) == 1 and (kind := next(iter(value))) in ("float", *DTYPES):
         return torch.tensor(value[kind], dtype=DTYPES.get(kind, dtype))
-    return {int(key) if key.isdigit() else key: _value(part, dtype) for key, part in value.items()}
+    return {
+        int(key) if key.isdigit() else key: _value(part, dtype)
+        for key, part in value.items()
+    }
 
 
 def _tensor(kind: str, *words: str, dtype: torch.dtype) -> torch.Tensor:
@@ -91,4 +111,6 @@ def _tensor(kind: str, *words: str, dtype: torch.dtype) -> torch.Tensor:
             return torch.randint(int(words[0]), shape, generator=generator)
         case "full":
             return torch.full(shape, int(words[0]))
-    raise ValueError(f"{DATA.name}: {kind!r} is no kind of tensor: write normal, ones, true, ids or full")
+    raise ValueError(
+        f"{DATA.name}: {kind!r} is no kind of tensor: write normal, ones, true, ids or full"
+    )

@@ -23,7 +23,8 @@ REFUSALS = (
     UnboundLocalError,
     ZeroDivisionError,
 )
-# The last dimension that a linear layer, a norm or a sum wanted, and the second one that a convolution did.
+# The last dimension that a linear layer, a norm or a sum wanted, and the second one
+# that a convolution did.
 WANTED_WIDTH = re.compile(
     r"cannot be multiplied \(\d+x\d+ and (\d+)x|must match the size of tensor b \((\d+)\)|with shape \[\*, (\d+)\]"
 )
@@ -40,23 +41,34 @@ def wanted_sizes(value, error: str) -> list[tuple[int, int]]:
         return found
     if match := WANTED_WIDTH.search(error):
         width = int(next(filter(None, match.groups())))
-        found += [(-1, width)] if width <= 1024 else []  # nothing in a tiny model is wider
+        # nothing in a tiny model is wider
+        found += [(-1, width)] if width <= 1024 else []
     if match := WANTED_MULTIPLE.search(error):
         found.append((-1, 2 * int(match[1])))
-    if (match := WANTED_CHANNELS.search(error)) and match[1] == ", ".join(map(str, value.shape)):
+    if (match := WANTED_CHANNELS.search(error)) and match[1] == ", ".join(
+        map(str, value.shape)
+    ):
         found.append((1, int(match[2])))
     return found
 
 
 def absent_arguments(error: BaseException, names: list[str]) -> list[str]:
-    """Those of the arguments `names` that the failing expression uses while they are None, in the innermost frame."""
+    """Those of the arguments `names` that the failing expression uses while they are
+    None, in the innermost frame.
+    """
     found: list[str] = []
     for frame, instruction in ((t.tb_frame, t.tb_lasti) for t in _tracebacks(error)):
-        first, last, *_ = next(itertools.islice(frame.f_code.co_positions(), instruction // 2, None))
+        first, last, *_ = next(
+            itertools.islice(frame.f_code.co_positions(), instruction // 2, None)
+        )
         words: set[str] = set()
         for number in range(first or 0, (last or -1) + 1):
-            words.update(re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, number)))
-        found = [n for n in names if n in words and frame.f_locals.get(n, n) is None] or found
+            words.update(
+                re.findall(r"\w+", linecache.getline(frame.f_code.co_filename, number))
+            )
+        found = [
+            n for n in names if n in words and frame.f_locals.get(n, n) is None
+        ] or found
     return found
 
 

@@ -1,4 +1,6 @@
-"""Compare fused residual sums and q/k norms with norms that are swapped one by one: same bits, less work."""
+"""Compare fused residual sums and q/k norms with norms that are swapped one by one:
+same bits, less work.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,19 @@ NEW_TOKENS = 3
 
 
 def compare_fusion(model, arguments: dict, same_bits) -> dict:
-    """Run a model in Triton's interpreter with its norms alone swapped, and with what surrounds them fused.
+    """Run a model in Triton's interpreter with its norms alone swapped, and with what
+    surrounds them fused.
 
     Args:
         same_bits: whether two lists of tensors are equal, each bit.
 
     Returns:
-        ``operators``: of one forward, views and allocations left out, kernel launches counted, as Hugging Face's,
-        with norms alone, and fused. ``launches``: of these the last has so many. ``hidden_states``: whether the model
-        returns them. ``bit_equal``: of all outputs, and ``tokens_equal`` of greedy ones, or why there are none.
+        ``operators``: of one forward, views and allocations left out, kernel launches
+            counted, as Hugging Face's,
+        with norms alone, and fused. ``launches``: of these the last has so many.
+            ``hidden_states``: whether the model
+        returns them. ``bit_equal``: of all outputs, and ``tokens_equal`` of greedy
+            ones, or why there are none.
     """
     found: dict = {"operators": [], "hidden_states": True}
     outputs, tokens = [], []
@@ -44,15 +50,24 @@ def compare_fusion(model, arguments: dict, same_bits) -> dict:
                 try:
                     torch.manual_seed(0)
                     tokens.append(_generate(model, arguments))
-                except Exception as error:  # whatever it is that this type cannot generate from
+                except Exception as error:
+                    # whatever it is that this type cannot generate from
                     found["tokens"] = f"{type(error).__name__}: {str(error)[:100]}"
     hf_rmsnorm.unpatch_model(model)
     found["launches"] = launches.total()
     found["bit_equal"] = same_bits(outputs[1], outputs[2])
-    found["tokens_equal"] = found.pop("tokens", None) or same_bits(*([t] for t in tokens))
+    found["tokens_equal"] = found.pop("tokens", None) or same_bits(
+        *([t] for t in tokens)
+    )
     return found
 
 
 def _generate(model, arguments: dict) -> torch.Tensor:
-    given = {name: value for name, value in fresh(arguments).items() if name != "output_hidden_states"}
-    return model.generate(**given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    given = {
+        name: value
+        for name, value in fresh(arguments).items()
+        if name != "output_hidden_states"
+    }
+    return model.generate(
+        **given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+    )

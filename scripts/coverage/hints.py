@@ -1,4 +1,5 @@
-"""Arguments of the few types that neither config, nor the forward's signature, nor errors name.
+"""Arguments of the few types that neither config, nor the forward's signature, nor
+errors name.
 
 Only this tool knows of these: recognition and kernels do not mention models.
 """
@@ -25,11 +26,22 @@ def _with_images(tokens: int) -> torch.Tensor:
 
 
 def _second_frame(model: torch.nn.Module):
-    """A video of two frames with an object marked in the first, which the model has seen already."""
-    side = model.config.image_size if isinstance(getattr(model.config, "image_size", None), int) else 64
-    session = Sam2VideoInferenceSession(torch.randn(2, 3, side, side), side, side, dtype=model.dtype)
+    """A video of two frames with an object marked in the first, which the model has
+    seen already.
+    """
+    side = (
+        model.config.image_size
+        if isinstance(getattr(model.config, "image_size", None), int)
+        else 64
+    )
+    session = Sam2VideoInferenceSession(
+        torch.randn(2, 3, side, side), side, side, dtype=model.dtype
+    )
     index = session.obj_id_to_idx(1)
-    points = {"point_coords": torch.full((1, 1, 1, 2), side / 2), "point_labels": torch.ones(1, 1, 1, dtype=torch.int)}
+    points = {
+        "point_coords": torch.full((1, 1, 1, 2), side / 2),
+        "point_labels": torch.ones(1, 1, 1, dtype=torch.int),
+    }
     session.add_point_inputs(index, 0, points)
     session.obj_with_new_inputs = [1]
     with torch.no_grad():
@@ -37,7 +49,8 @@ def _second_frame(model: torch.nn.Module):
     return session
 
 
-# By type: values of attributes of its config or, as "Class.attribute", of any part's config.
+# By type: values of attributes of its config or, as "Class.attribute", of any part's
+# config.
 CONFIG: dict[str, dict] = {
     "clap": {"spec_size": 256, "ClapAudioConfig.hidden_size": 512},
     "pp_doclayout_v3": {"num_queries": 8},
@@ -45,7 +58,10 @@ CONFIG: dict[str, dict] = {
     "grounding-dino": {"num_queries": 8},
     "mm-grounding-dino": {"num_queries": 8},
     "molmo2": {"vision_feature_layer": [1, 0]},
-    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0], [1, 1]]},
+    "granite4_vision": {
+        "downsample_rate": "1/2",
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+    },
     "instructblip": {"image_token_index": 100},
     "instructblipvideo": {"video_token_index": 100},
     "clvp": {"hidden_size": 128},
@@ -67,7 +83,8 @@ CONFIG: dict[str, dict] = {
     "vitdet": {"residual_block_indices": [1]},
     "xcodec2": {"quantization_dim": 128},
     **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"),  # by default only the fourth layer is no linear one
+        # by default only the fourth layer is no linear one
+        ("qwen4_exp", "qwen4_exp_text"),
         {
             "layer_types": ["linear_attention", "indexed_attention"],
             "indexer_n_heads": 4,
@@ -100,7 +117,8 @@ CONFIG: dict[str, dict] = {
     "seggpt": {"merge_index": 0, "image_size": [64, 32], "patch_size": 8},
     "t5gemma2_encoder": {"T5Gemma2TextConfig.dropout_rate": 0.0},
 }
-# By type: arguments of its forward. A tuple is the shape of random numbers; a function gives the value.
+# By type: arguments of its forward. A tuple is the shape of random numbers; a function
+# gives the value.
 INPUTS: dict[str, dict] = {
     "clap": {
         "input_ids": lambda: _ids(2, 12),
@@ -109,7 +127,10 @@ INPUTS: dict[str, dict] = {
     },
     "edgetam": {"pixel_values": (2, 3, 64, 64)},
     "edgetam_vision_model": {"pixel_values": (2, 3, 64, 64)},
-    "gemma4_vision": {"pixel_values": (2, 16, 192), "pixel_position_ids": lambda: _grid(4, 4)},
+    "gemma4_vision": {
+        "pixel_values": (2, 16, 192),
+        "pixel_position_ids": lambda: _grid(4, 4),
+    },
     "idefics": {
         "input_ids": lambda: _ids(2, 12),
         "pixel_values": (2, 1, 3, 32, 32),
@@ -125,8 +146,15 @@ INPUTS: dict[str, dict] = {
         "qformer_input_ids": lambda: _ids(2, 12),
         "input_ids": lambda: _with_images(64),
     },
-    "inkling2_vision": {"pixel_values": (4, 16, 16, 3), "image_grid_thw": lambda: torch.tensor([[1, 2, 2]])},
-    "lxmert": {"input_ids": lambda: _ids(2, 12), "visual_feats": (2, 6, 64), "visual_pos": (2, 6, 4)},
+    "inkling2_vision": {
+        "pixel_values": (4, 16, 16, 3),
+        "image_grid_thw": lambda: torch.tensor([[1, 2, 2]]),
+    },
+    "lxmert": {
+        "input_ids": lambda: _ids(2, 12),
+        "visual_feats": (2, 6, 64),
+        "visual_pos": (2, 6, 4),
+    },
     "neucodec": {"input_values": (2, 1, 6400), "input_features": (2, 20, 64)},
     "xcodec2": {"input_values": (2, 1, 6400), "input_features": (2, 40, 64)},
     "omdet-turbo": {

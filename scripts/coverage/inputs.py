@@ -1,4 +1,6 @@
-"""Finds inputs that a model runs on, from the names in its forward's signature and from what its errors ask for."""
+"""Finds inputs that a model runs on, from the names in its forward's signature and from
+what its errors ask for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 from .arguments import Candidates
 from .errors import DERIVED, REFUSALS, WANTED_RANK, absent_arguments, wanted_sizes
 
-# Arguments that belong together, added when a model fails for want of something it does not name.
+# Arguments that belong together, added when a model fails for want of something it does
+# not name.
 COMPANIONS = (
     ("lang_ids",),
     ("decoder_input_ids",),
@@ -28,7 +31,12 @@ COMPANIONS = (
     ("image_sizes",),
     ("labels",),
     ("states", "actions", "rewards", "returns_to_go", "timesteps"),
-    ("past_time_features", "past_observed_mask", "future_values", "future_time_features"),
+    (
+        "past_time_features",
+        "past_observed_mask",
+        "future_values",
+        "future_time_features",
+    ),
     ("pixel_values", "decoder_input_ids"),
     ("input_ids", "attention_mask"),
     ("pixel_values", "bbox"),
@@ -45,25 +53,45 @@ COMPANIONS = (
 
 
 def _of_rank(values: list, rank: int) -> int | None:
-    return next((i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.dim() == rank), None)
+    return next(
+        (
+            i
+            for i, v in enumerate(values)
+            if isinstance(v, torch.Tensor) and v.dim() == rank
+        ),
+        None,
+    )
 
 
 class Inputs(Candidates):
     """Finds the arguments of one forward by trying candidates."""
 
     def start(self) -> list[str]:
-        """The arguments to begin with: the model's main input, all required ones, and a decoder's ids."""
+        """The arguments to begin with: the model's main input, all required ones, and a
+        decoder's ids.
+        """
         required = [n for n, p in self.parameters.items() if p.default is p.empty]
         main = getattr(self.model, "main_input_name", None)
-        names = [n for n in ([main] if isinstance(main, str) else main or []) if n in self.parameters]
+        names = [
+            n
+            for n in ([main] if isinstance(main, str) else main or [])
+            if n in self.parameters
+        ]
         if not names and not required:
             names = [next(iter(self.parameters))] if self.parameters else []
-        if getattr(self.config, "is_encoder_decoder", False) and "decoder_input_ids" in self.parameters:
+        if (
+            getattr(self.config, "is_encoder_decoder", False)
+            and "decoder_input_ids" in self.parameters
+        ):
             names.append("decoder_input_ids")
-        return list(dict.fromkeys([*self.hints, *([] if self.hints else names), *required]))
+        return list(
+            dict.fromkeys([*self.hints, *([] if self.hints else names), *required])
+        )
 
     def _widened(self, value, size: tuple[int, int] | None):
-        """The value, or another in which one dimension, given by its index, has another size."""
+        """The value, or another in which one dimension, given by its index, has another
+        size.
+        """
         if size is None:
             return value
         shape = [*value.shape]
@@ -71,9 +99,11 @@ class Inputs(Candidates):
         return self._normal(*shape)
 
     def attempts(self) -> Iterator[dict]:
-        """Keyword arguments to try; send the error of each back in, and the next have the argument that it asks for.
+        """Keyword arguments to try; send the error of each back in, and the next have
+        the argument that it asks for.
 
-        An attempt that fails otherwise than the one it was made from has got further, so its variants come first.
+        An attempt that fails otherwise than the one it was made from has got further,
+        so its variants come first.
         """
         queue, seen = [(dict.fromkeys(self.start(), 0), "")], set()
         while queue:
@@ -83,11 +113,19 @@ class Inputs(Candidates):
                 continue
             seen.add(key)
             options = {name: self.candidates(name) for name in choice}
-            picked = {name: (index, None) if isinstance(index, int) else index for name, index in choice.items()}
-            if any(picked[name][0] >= len(values) and values for name, values in options.items()):
+            picked = {
+                name: (index, None) if isinstance(index, int) else index
+                for name, index in choice.items()
+            }
+            if any(
+                picked[name][0] >= len(values) and values
+                for name, values in options.items()
+            ):
                 continue
             error, absent = yield {
-                n: self._widened(values[picked[n][0]], picked[n][1]) for n, values in options.items() if values
+                n: self._widened(values[picked[n][0]], picked[n][1])
+                for n, values in options.items()
+                if values
             }
             variants, urgent = self._variants(choice, picked, options, error, absent)
             kind = re.sub(r"\d+", "#", error)[:80]
@@ -97,7 +135,9 @@ class Inputs(Candidates):
             else:
                 queue[:0], queue[len(queue) :] = made[:urgent], made[urgent:]
 
-    def _variants(self, choice: dict, picked: dict, options: dict, error: str, absent: list) -> tuple[list[dict], int]:
+    def _variants(
+        self, choice: dict, picked: dict, options: dict, error: str, absent: list
+    ) -> tuple[list[dict], int]:
         """(choices to try next, how many of them come before the queue)."""
         missing, variants = self._with_missing(choice, error, absent)
         variants += [
@@ -107,19 +147,45 @@ class Inputs(Candidates):
             for size in wanted_sizes(options[n][i], error)
         ]
         if match := WANTED_RANK.search(error):
-            ranked = {n: _of_rank(values, int(match[1])) for n, values in options.items()}
-            variants += [{**choice, n: i} for n, i in ranked.items() if i is not None and i > picked[n][0]]
-        variants += [{**choice, name: index + 1} for name, (index, _) in reversed(picked.items())]
-        # A wrong shape is looked for among this argument's other candidates before other arguments are added.
-        urgent = len(variants) if re.search(r"shape|size|dimension", error) else len(missing) > 0
+            ranked = {
+                n: _of_rank(values, int(match[1])) for n, values in options.items()
+            }
+            variants += [
+                {**choice, n: i}
+                for n, i in ranked.items()
+                if i is not None and i > picked[n][0]
+            ]
+        variants += [
+            {**choice, name: index + 1} for name, (index, _) in reversed(picked.items())
+        ]
+        # A wrong shape is looked for among this argument's other candidates before
+        # other arguments are added.
+        urgent = (
+            len(variants)
+            if re.search(r"shape|size|dimension", error)
+            else len(missing) > 0
+        )
         return variants + self._with_companions(choice), urgent
 
-    def _with_missing(self, choice: dict, error: str, absent: list) -> tuple[list[str], list[dict]]:
-        """(arguments that an error asks for, choices that have them, together or one by one)."""
-        missing = [n for n in self.optional if n not in choice and re.search(rf"\b{n}\b", error)]
+    def _with_missing(
+        self, choice: dict, error: str, absent: list
+    ) -> tuple[list[str], list[dict]]:
+        """(arguments that an error asks for, choices that have them, together or one by
+        one).
+        """
+        missing = [
+            n
+            for n in self.optional
+            if n not in choice and re.search(rf"\b{n}\b", error)
+        ]
         named = len(missing)
-        ids = any(n.endswith("input_ids") for n in (*choice, *absent))  # a forward makes others from them
-        missing += [n for n in absent if n not in {*choice, *missing} and not (ids and DERIVED.search(n))]
+        # a forward makes others from them
+        ids = any(n.endswith("input_ids") for n in (*choice, *absent))
+        missing += [
+            n
+            for n in absent
+            if n not in {*choice, *missing} and not (ids and DERIVED.search(n))
+        ]
         together = [{**choice, **dict.fromkeys(missing, 0)}] if missing else []
         single = [{**choice, n: 0} for n in missing] if len(missing) > 1 else []
         return missing, [*together, *single] if named else [*single, *together]
@@ -128,12 +194,18 @@ class Inputs(Candidates):
         """Choices with further arguments that models take together."""
         if len(choice) >= 6:
             return []
-        extra = [[n for n in names if n in self.optional and n not in choice] for names in COMPANIONS]
+        extra = [
+            [n for n in names if n in self.optional and n not in choice]
+            for names in COMPANIONS
+        ]
         return [{**choice, **dict.fromkeys(names, 0)} for names in extra if names]
 
 
-def find_inputs(model, dtype: torch.dtype, budget: float, most: int = 150, hints: dict | None = None):
-    """(keyword arguments that the model runs on, []) or (None, the different errors that were met, the first first).
+def find_inputs(
+    model, dtype: torch.dtype, budget: float, most: int = 150, hints: dict | None = None
+):
+    """(keyword arguments that the model runs on, []) or (None, the different errors
+    that were met, the first first).
 
     Args:
         budget: seconds of CPU.
@@ -158,7 +230,9 @@ def find_inputs(model, dtype: torch.dtype, budget: float, most: int = 150, hints
             error, absent = "it returned no tensor", []
         except REFUSALS as exception:
             error = f"{type(exception).__name__}: {exception}"
-            absent = absent_arguments(exception, inputs.optional) if "None" in error else []
+            absent = (
+                absent_arguments(exception, inputs.optional) if "None" in error else []
+            )
         if error not in errors:
             errors.append(error)
         if time.process_time() > deadline:
@@ -172,7 +246,10 @@ def find_inputs(model, dtype: torch.dtype, budget: float, most: int = 150, hints
 
 def fresh(arguments: dict) -> dict:
     """The arguments for another call, with copies of all that a call could change."""
-    return {n: v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for n, v in arguments.items()}
+    return {
+        n: v if isinstance(v, torch.Tensor) else copy.deepcopy(v)
+        for n, v in arguments.items()
+    }
 
 
 def tensors(output) -> Iterator[torch.Tensor]:

@@ -25,13 +25,18 @@ def first_that_runs(cls, config, features, started, done, result, say):
     best, kinds = None, defaultdict(set)
     for style in STYLES:
         if any(len(styles) > 2 for styles in kinds.values()) and style != STYLES[-1]:
-            continue  # three ways of choosing sizes gave the same error: the size is not the cause
+            # three ways of choosing sizes gave the same error: the size is not the
+            # cause
+            continue
         if time.monotonic() - started > TIME_LIMIT / 4 * (2 - features):
             break
         say(f"building in style {style}, features {features}")
         try:
-            built = _build(cls, config, style, features, done, CONFIG.get(result["type"], {}))
-        except Exception as error:  # any constructor may refuse a size in its own way: the next style is tried
+            built = _build(
+                cls, config, style, features, done, CONFIG.get(result["type"], {})
+            )
+        except Exception as error:
+            # any constructor may refuse a size in its own way: the next style is tried
             result["errors"].append(f"{style}: {line(error)}")
             result["error"] = result["error"] or result["errors"][0]
             continue
@@ -50,8 +55,11 @@ def first_that_runs(cls, config, features, started, done, result, say):
     return best if not result["ran"] else None
 
 
-def _arguments(model, style: str, result: dict, kinds: dict[str, set]) -> tuple[dict | None, torch.dtype]:
-    """(arguments that the model runs on, the dtype that it has then); None after errors, which `result` gets.
+def _arguments(
+    model, style: str, result: dict, kinds: dict[str, set]
+) -> tuple[dict | None, torch.dtype]:
+    """(arguments that the model runs on, the dtype that it has then); None after
+    errors, which `result` gets.
 
     Args:
         kinds: by error, without its numbers, the styles that it was met in.
@@ -60,20 +68,27 @@ def _arguments(model, style: str, result: dict, kinds: dict[str, set]) -> tuple[
         try:
             with _seconds(20):
                 model = model.float() if dtype == torch.float32 else model
-                arguments, errors = find_inputs(model, dtype, budget=4, hints=INPUTS.get(result["type"]))
+                arguments, errors = find_inputs(
+                    model, dtype, budget=4, hints=INPUTS.get(result["type"])
+                )
         except TimeoutError as timeout:
             arguments, errors = None, [line(timeout)]
         if arguments is not None:
             return arguments, dtype
         result["errors"].append(f"{style}, {dtype}: {errors[0][:300]}")
-        kinds[re.sub(r"\d+", "#", errors[0])[:80]].add("fixed" if style in FIXED else style)
+        kinds[re.sub(r"\d+", "#", errors[0])[:80]].add(
+            "fixed" if style in FIXED else style
+        )
         if not any(DTYPE_ERROR.search(error) for error in errors):
             break
     return None, dtype
 
 
-def _build(cls, config, style: str, features: bool, done: set, hints: dict, repairs: int = 5):
-    """(model in bfloat16, the features switched on), or None if there are none or those were done before.
+def _build(
+    cls, config, style: str, features: bool, done: set, hints: dict, repairs: int = 5
+):
+    """(model in bfloat16, the features switched on), or None if there are none or those
+    were done before.
 
     What an error asks for is tried before it is raised.
     """
@@ -85,7 +100,9 @@ def _build(cls, config, style: str, features: bool, done: set, hints: dict, repa
             if switched in done or (features and not switched):
                 return None
             with _seconds(15):
-                return to_bfloat16(build(cls, tiny, small=style not in ("shallow", "default"))), list(switched)
+                return to_bfloat16(
+                    build(cls, tiny, small=style not in ("shallow", "default"))
+                ), list(switched)
         except Exception as error:  # see there
             if attempt == repairs - 1 or not shrinker.repair(line(error)):
                 raise
@@ -108,15 +125,26 @@ def _seconds(limit: float):
 
 
 def to_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
-    """What ``from_pretrained(dtype=torch.bfloat16)`` gives: bfloat16 but for the modules that are kept in float32."""
+    """What ``from_pretrained(dtype=torch.bfloat16)`` gives: bfloat16 but for the
+    modules that are kept in float32.
+    """
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    pattern = re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in kept)) if kept else None
+    pattern = (
+        re.compile("|".join(rf"(^|\.){re.escape(k)}($|\.)" for k in kept))
+        if kept
+        else None
+    )
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not (pattern and pattern.search(name)):
             parameter.data = parameter.data.to(torch.bfloat16)
     saved = set(model.state_dict(keep_vars=True))
     for name, buffer in model.named_buffers():
-        # Rotary frequencies and the like are made in float32 and are not in the checkpoint, so they stay so.
-        if name in saved and buffer.is_floating_point() and not (pattern and pattern.search(name)):
+        # Rotary frequencies and the like are made in float32 and are not in the
+        # checkpoint, so they stay so.
+        if (
+            name in saved
+            and buffer.is_floating_point()
+            and not (pattern and pattern.search(name))
+        ):
             buffer.data = buffer.data.to(torch.bfloat16)
     return model

@@ -7,7 +7,8 @@ from typing import Any
 
 VOCABULARY = 128
 
-# What to do with a scalar, by its name; the first pattern that matches decides. Numbers are upper limits.
+# What to do with a scalar, by its name; the first pattern that matches decides. Numbers
+# are upper limits.
 SCALARS: list[tuple[re.Pattern, Any]] = [
     (re.compile(pattern), action)
     for pattern, action in (
@@ -15,14 +16,23 @@ SCALARS: list[tuple[re.Pattern, Any]] = [
         (r"upsample_groups", 64),
         (r"rotary_dim$", 8),
         (r"(^|_)n_?groups$", 2),
-        (r"xpath|kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm", "keep"),
+        (
+            r"xpath|kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm",
+            "keep",
+        ),
         (r"vocab|codebook_size|num_embeddings|num_hash_buckets", VOCABULARY),
-        (r"experts_per_tok|moe_k$|moe_top_?k|router_topk|^top_k$|num_selected_experts|topk_experts", 2),
+        (
+            r"experts_per_tok|moe_k$|moe_top_?k|router_topk|^top_k$|num_selected_experts|topk_experts",
+            2,
+        ),
         (r"experts?$|num_local_experts|n_routed_experts|moe_num_experts", 4),
         (r"^n_group$", 2),
         (r"^topk_group$", 1),
         (r"dense_replace|dense_layers|first_k|num_dense", 1),
-        (r"interval|every_n|layer_period|layer_group_size|sparse_step|sliding_window_pattern|layer_freq", 2),
+        (
+            r"interval|every_n|layer_period|layer_group_size|sparse_step|sliding_window_pattern|layer_freq",
+            2,
+        ),
         (r"key_value_heads|kv_heads|num_key_heads|query_groups", 2),
         (r"heads?$|num_value_heads", 4),
         (r"(head_(dim|size)|d_kv|dim_head|rope_dim|d_head)$|_head_dim", 16),
@@ -30,7 +40,10 @@ SCALARS: list[tuple[re.Pattern, Any]] = [
         (r"state_(size|dim)|d_state", 16),
         (r"chunk_size|block_size", 16),
         (r"(^|_)(layers?|n_layers?|depth|blocks|cycles)$|num_.*_layers$", 2),
-        (r"intermediate|ffn|d_?ff$|dim_ff|feed_?forward|n_inner|mlp_(dim|size)|mlp_hidden", 96),
+        (
+            r"intermediate|ffn|d_?ff$|dim_ff|feed_?forward|n_inner|mlp_(dim|size)|mlp_hidden",
+            96,
+        ),
         (r"image_size|input_size|img_size|spec_size", 32),
         (r"^(vision_)?patch_size$", 8),
         (r"position|n_ctx|seq_len|block_len|max_length|num_queries|num_latents", 128),
@@ -42,16 +55,29 @@ SCALARS: list[tuple[re.Pattern, Any]] = [
 WIDTH = re.compile(
     r"hidden|intermediate|ffn|d_?ff$|dim|d_model|n_embd|embed|width|channels?$|inner|feed_?forward|d_head"
 )
-LAYER_INDICES = re.compile(r"layers$|idxs|indic|index|layer_ids|hook_ids|deepstack|layer_id$|feature_layer")
+LAYER_INDICES = re.compile(
+    r"layers$|idxs|indic|index|layer_ids|hook_ids|deepstack|layer_id$|feature_layer"
+)
 
-# How numbers are shrunk: to fixed sizes; these, and None filled in too; these but for the depth; widths divided
-# by a common number; only the depth; not at all.
-STYLES = ("fixed", "filled", "deep", "divide8", "divide4", "divide16", "shallow", "default")
+# How numbers are shrunk: to fixed sizes; these, and None filled in too; these but for
+# the depth; widths divided by a common number; only the depth; not at all.
+STYLES = (
+    "fixed",
+    "filled",
+    "deep",
+    "divide8",
+    "divide4",
+    "divide16",
+    "shallow",
+    "default",
+)
 FIXED = STYLES[:3]
 
 
 def shrunk_list(style: str, name: str, value, layers: tuple[int, int] | None):
-    """The list of an attribute in the tiny config; `layers`: (depth by default, depth to build)."""
+    """The list of an attribute in the tiny config; `layers`: (depth by default, depth
+    to build).
+    """
     if style == "default":
         return value
     depth, kept = layers or (None, None)
@@ -86,19 +112,34 @@ def _sizes(style: str, name: str, value):
     if name.endswith("in_channels") and len(set(value)) == 1 and style in FIXED:
         return type(value)(min(v, 64) for v in value)
     if WIDTH.search(name) and max(value) >= 32:
-        divisor = 8 if style in FIXED else int(style.removeprefix("divide").replace("shallow", "1"))
-        return type(value)(v // divisor if v % divisor == 0 and v >= 16 else v for v in value)
+        divisor = (
+            8
+            if style in FIXED
+            else int(style.removeprefix("divide").replace("shallow", "1"))
+        )
+        return type(value)(
+            v // divisor if v % divisor == 0 and v >= 16 else v for v in value
+        )
     return value
 
 
-def shrunk_number(style: str, name: str, value: int, layers: tuple[int, int] | None) -> int:
-    """The number of an attribute in the tiny config; `layers`: (depth by default, depth to build)."""
+def shrunk_number(
+    style: str, name: str, value: int, layers: tuple[int, int] | None
+) -> int:
+    """The number of an attribute in the tiny config; `layers`: (depth by default, depth
+    to build).
+    """
     if style == "default" or value <= 0:
         return value
     action = action_of(name)
     if layers and action == 2 and value == layers[0]:
         return layers[1]
-    if layers and action == "keep" and LAYER_INDICES.search(name) and "size" not in name:
+    if (
+        layers
+        and action == "keep"
+        and LAYER_INDICES.search(name)
+        and "size" not in name
+    ):
         return min(value, layers[1] - 1)
     if style.startswith("divide") and action in (64, 96, 16) and WIDTH.search(name):
         return _divided(value, int(style.removeprefix("divide")))
@@ -113,11 +154,17 @@ def _divided(value: int, divisor: int) -> int:
 
 
 def _keeps(style: str, name: str, action: int) -> bool:
-    """Whether a style that divides, or changes the depth alone, leaves a number as it is."""
+    """Whether a style that divides, or changes the depth alone, leaves a number as it
+    is.
+    """
     if style.startswith("divide"):
-        return (action in (32, 8, 4) and "expert" not in name) or (action == 2 and "heads" in name)
+        return (action in (32, 8, 4) and "expert" not in name) or (
+            action == 2 and "heads" in name
+        )
     if style == "shallow":
-        return (action in (4, 8, 16, 32, 64, 96) or "heads" in name) and "expert" not in name
+        return (
+            action in (4, 8, 16, 32, 64, 96) or "heads" in name
+        ) and "expert" not in name
     return False
 
 
@@ -127,9 +174,15 @@ def action_of(name: str) -> int | str:
 
 
 def layers_to_reach(pattern: list[str] | tuple[str, ...]) -> int:
-    """How many layers it takes to have each kind of the pattern; a second of each if that is near."""
-    places = [[i for i, kind in enumerate(pattern) if kind == wanted] for wanted in set(pattern)]
-    second = max(indices[:2][-1] for indices in places)  # layers of one kind may share their weights
+    """How many layers it takes to have each kind of the pattern; a second of each if
+    that is near.
+    """
+    places = [
+        [i for i, kind in enumerate(pattern) if kind == wanted]
+        for wanted in set(pattern)
+    ]
+    # layers of one kind may share their weights
+    second = max(indices[:2][-1] for indices in places)
     return 1 + (second if second < 12 else max(indices[0] for indices in places))
 
 

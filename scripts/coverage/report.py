@@ -1,4 +1,6 @@
-"""Summaries of many results of `patch`: totals, norms left alone with the reason, and the table."""
+"""Summaries of many results of `patch`: totals, norms left alone with the reason, and
+the table.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,46 @@ def wrong(result: dict) -> list[str]:
         for key in ("bit_equal", "restored_equal"):
             found += [
                 f"{part or 'model'}: not {key}"
-                for part, equal, repeatable in zip(run["parts_run"], run[key], run["repeatable"], strict=True)
+                for part, equal, repeatable in zip(
+                    run["parts_run"], run[key], run["repeatable"], strict=True
+                )
                 if repeatable and not equal
             ]
-        found += [f"{p} ({c}): {formula} is not bit-equal" for p, c, formula in run["norms_unequal"]]
+        found += [
+            f"{p} ({c}): {formula} is not bit-equal"
+            for p, c, formula in run["norms_unequal"]
+        ]
         found += [word for word in ("saved_equal", "classes_restored") if not run[word]]
-        found += [f"{c}: neither swapped nor explained" for c, reason, _ in run["not_norms"] if not reason]
+        found += [
+            f"{c}: neither swapped nor explained"
+            for c, reason, _ in run["not_norms"]
+            if not reason
+        ]
         found += run.get("interpreter", {}).get("failures", [])
         fusion = run.get("fusion", {})
-        found += [f"fusion: not {key}" for key in ("bit_equal", "tokens_equal") if fusion.get(key) is False]
+        found += [
+            f"fusion: not {key}"
+            for key in ("bit_equal", "tokens_equal")
+            if fusion.get(key) is False
+        ]
     return list(dict.fromkeys(found))
 
 
 def fused(run: dict) -> set[str]:
-    """What of a model runs in one launch with a norm: "sums", "pairs" of q and k, "modulations"."""
-    words = [how for _, how, _ in run.get("layers", []) if not how.startswith("not fused")]
-    kinds = ("modulations" if "(1 + scale)" in how else "sums" if how.startswith("+ ") else "pairs" for how in words)
+    """What of a model runs in one launch with a norm: "sums", "pairs" of q and k,
+    "modulations".
+    """
+    words = [
+        how for _, how, _ in run.get("layers", []) if not how.startswith("not fused")
+    ]
+    kinds = (
+        "modulations"
+        if "(1 + scale)" in how
+        else "sums"
+        if how.startswith("+ ")
+        else "pairs"
+        for how in words
+    )
     return set(kinds)
 
 
@@ -41,7 +67,9 @@ def totals(results: list[dict]) -> dict:
         "tried": len(results),
         "built": sum(bool(r["built"]) for r in results),
         "run": sum(ran),
-        "bit_equal": sum(it_ran and not bad for it_ran, bad in zip(ran, verdicts, strict=True)),
+        "bit_equal": sum(
+            it_ran and not bad for it_ran, bad in zip(ran, verdicts, strict=True)
+        ),
         "with_wrong_results": sum(verdicts),
         "not_repeatable": sum(not all(run["repeatable"]) for run in runs),
         "norms_swapped": sum(_sum(run["swapped"]) for run in runs),
@@ -63,32 +91,56 @@ def _by_formula(runs: list[dict]) -> dict[str, int]:
 
 
 def by_reason(results: list[dict], key: str) -> list[dict]:
-    """Per class and reason of "left_alone" or "not_norms": how many modules, in which types."""
+    """Per class and reason of "left_alone" or "not_norms": how many modules, in which
+    types.
+    """
     groups: dict[tuple[str, str], dict] = {}
     for result in results:
         most: dict[tuple[str, str], int] = {}
-        for class_name, reason, n in (entry for run in result["runs"] for entry in run[key]):
+        for class_name, reason, n in (
+            entry for run in result["runs"] for entry in run[key]
+        ):
             most[class_name, reason] = max(n, most.get((class_name, reason), 0))
         for pair, n in most.items():
             group = groups.setdefault(pair, {"modules": 0, "types": []})
             group["modules"] += n
             group["types"].append(result["type"])
-    return [{"class": c, "reason": reason, **g} for (c, reason), g in sorted(groups.items(), key=str)]
+    return [
+        {"class": c, "reason": reason, **g}
+        for (c, reason), g in sorted(groups.items(), key=str)
+    ]
 
 
 def table(results: list[dict]) -> str:
     lines = [f"{'type':<34} {'norms':>5} {'alone':>5} {'run':>5}  {'style':<9} result"]
     lines += [_line(r) for r in results]
-    if fused := [(r["type"], run["fusion"]) for r in results for run in r["runs"][:1] if "fusion" in run]:
-        lines += ["", "operators and launches of one forward: before, norms swapped, fused (of which launches):"]
-        lines += [f"{name:<34} {'{:>5} {:>5} {:>5}'.format(*f['operators'])} ({f['launches']})" for name, f in fused]
-    for title, key in (("left alone", "left_alone"), ("no norms, whatever their names say", "not_norms")):
+    if fused := [
+        (r["type"], run["fusion"])
+        for r in results
+        for run in r["runs"][:1]
+        if "fusion" in run
+    ]:
+        lines += [
+            "",
+            "operators and launches of one forward: before, norms swapped, fused (of which launches):",
+        ]
+        lines += [
+            f"{name:<34} {'{:>5} {:>5} {:>5}'.format(*f['operators'])} ({f['launches']})"
+            for name, f in fused
+        ]
+    for title, key in (
+        ("left alone", "left_alone"),
+        ("no norms, whatever their names say", "not_norms"),
+    ):
         lines += ["", f"{title}:"]
         lines += [
             f"  {g['modules']:>4} x {g['class']}: {g['reason']}  [{', '.join(g['types'][:4])}]"
             for g in by_reason(results, key)
         ]
-    lines += ["", *(f"{k}: {v}" for k, v in totals(results).items() if k != "swapped_by_formula")]
+    lines += [
+        "",
+        *(f"{k}: {v}" for k, v in totals(results).items() if k != "swapped_by_formula"),
+    ]
     return "\n".join(lines)
 
 
@@ -115,16 +167,24 @@ def _sum(entries: list[list]) -> int:
     return sum(n for *_, n in entries)
 
 
-NOT_COMMITTED = {  # arguments of the model; errors behind the first; figures of a plan that no page shows
-    "arguments", "parameters", "errors", "margins", "centred", "scaled", "copied", "undetermined",
+# arguments of the model; errors behind the first; figures of a plan that no page shows
+NOT_COMMITTED = {
+    "arguments", "parameters", "errors", "margins", "centred", "scaled", "copied",
+    "undetermined",
 }  # fmt: skip
 
 
 def committed(result):
     """A result without what nothing reads later."""
     if isinstance(result, dict):
-        return {key: committed(value) for key, value in result.items() if key not in NOT_COMMITTED}
-    return [committed(value) for value in result] if isinstance(result, list) else result
+        return {
+            key: committed(value)
+            for key, value in result.items()
+            if key not in NOT_COMMITTED
+        }
+    return (
+        [committed(value) for value in result] if isinstance(result, list) else result
+    )
 
 
 def lines_of(results: list[dict]) -> str:
@@ -136,7 +196,10 @@ def lines_of(results: list[dict]) -> str:
 def dumped(document: dict) -> str:
     """The JSON of `patch`."""
     types = {name: part["types"] for name, part in document["mappings"].items()}
-    mappings = {name: {**part, "types": f"<{name}>"} for name, part in document["mappings"].items()}
+    mappings = {
+        name: {**part, "types": f"<{name}>"}
+        for name, part in document["mappings"].items()
+    }
     text = json.dumps({**document, "mappings": mappings}, indent=1)
     for name, results in types.items():
         text = text.replace(f'"<{name}>"', lines_of(results))

@@ -29,24 +29,38 @@ def _child(pipe, job: Job, examine: Callable) -> None:
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     try:
-        message = {"result": examine(*job, say=lambda stage: pipe.send({"stage": stage}))}
+        message = {
+            "result": examine(*job, say=lambda stage: pipe.send({"stage": stage}))
+        }
     except BaseException as error:  # whatever stops this one type is that type's result
         place = traceback.extract_tb(error.__traceback__)[-1]
-        message = {"crash": f"{line(error)} at {Path(place.filename).name}:{place.lineno}"}
+        message = {
+            "crash": f"{line(error)} at {Path(place.filename).name}:{place.lineno}"
+        }
     pipe.send(message)
     pipe.close()
     os._exit(0)
 
 
 def run_all(
-    jobs: list[Job], examine: Callable, crashed: Callable, *, warm: Job, workers: int, seconds: float, tell: Callable
+    jobs: list[Job],
+    examine: Callable,
+    crashed: Callable,
+    *,
+    warm: Job,
+    workers: int,
+    seconds: float,
+    tell: Callable,
 ) -> list[dict]:
     """`examine` for each job; what does not end in time is stopped.
 
     Args:
-        examine: of (type, mapping, say=) the result; `say` tells the stage that it has come to.
-        crashed: of (job, error in one line, last stage, seconds) the result of one that gave none.
-        warm: a job that is run here first: it imports, once and for all children, what every model needs.
+        examine: of (type, mapping, say=) the result; `say` tells the stage that it has
+            come to.
+        crashed: of (job, error in one line, last stage, seconds) the result of one that
+            gave none.
+        warm: a job that is run here first: it imports, once and for all children, what
+            every model needs.
         tell: told of each result when it is there.
 
     Returns:
@@ -62,7 +76,9 @@ def run_all(
         process.join()
         pipe.close()
         if "crash" in message:
-            message["result"] = crashed(job, message["crash"], stage, round(time.monotonic() - start, 1))
+            message["result"] = crashed(
+                job, message["crash"], stage, round(time.monotonic() - start, 1)
+            )
         results[job] = message["result"]
         tell(message["result"])
 
@@ -83,6 +99,10 @@ def run_all(
                 running[pipe][3] = message["stage"]
             else:
                 finish(pipe, message)
-        for pipe in [p for p, (_, _, start, _) in running.items() if time.monotonic() - start > seconds]:
+        for pipe in [
+            p
+            for p, (_, _, start, _) in running.items()
+            if time.monotonic() - start > seconds
+        ]:
             finish(pipe, {"crash": f"not done after {seconds} s"})
     return [results[job] for job in jobs]

@@ -1,4 +1,6 @@
-"""Whole models on real hardware: tokens, training, compilation, caches and offloading. How to run: tests/gpu.py."""
+"""Whole models on real hardware: tokens, training, compilation, caches and offloading.
+How to run: tests/gpu.py.
+"""
 
 import pytest
 import torch
@@ -18,14 +20,21 @@ def demo(name, dtype):
     """An embedded trained model on the device, in eval mode, and a prompt."""
     path = demo_path(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
-    ids = AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt").input_ids.to(DEVICE)
+    ids = AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt").input_ids.to(
+        DEVICE
+    )
     return model, ids if GPU else ids[:, :6]
 
 
 def generate(model, ids, tokens=64 if GPU else 2, **options):
     with torch.no_grad():
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0, **options
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
         )
     return out[0, ids.shape[1] :].tolist()
 
@@ -52,7 +61,9 @@ def test_trained_models_are_proven_equal(name, dtype):
 
 @real_gpu
 def test_a_graph_of_one_layer_replays_on_what_its_input_holds_then():
-    """Its input norm was computed by the layer before, outside of the graph: it has to be in the graph too."""
+    """Its input norm was computed by the layer before, outside of the graph: it has to
+    be in the graph too.
+    """
     model = build("llama").to(DEVICE).eval()
     patch_model(model)
     first, second = model.model.layers[:2]
@@ -73,12 +84,15 @@ def test_a_graph_of_one_layer_replays_on_what_its_input_holds_then():
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=real_gpu)])
 def test_static_cache_generates_the_same_tokens(compiled):
-    # With a static cache `generate` compiles the decoding step and records it as CUDA graphs, unless told not to.
+    # With a static cache `generate` compiles the decoding step and records it as CUDA
+    # graphs, unless told not to.
     torch._dynamo.reset()
     model, ids = demo("llama", FP32)
     expected = generate(model, ids)
     with patched(model):
-        got = generate(model, ids, cache_implementation="static", disable_compile=not compiled)
+        got = generate(
+            model, ids, cache_implementation="static", disable_compile=not compiled
+        )
     assert got == expected
 
 
@@ -90,14 +104,18 @@ def test_training_step_on_the_gpu():
         model.zero_grad(set_to_none=True)
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
-        return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+        return loss.item(), {
+            name: p.grad.clone() for name, p in model.named_parameters()
+        }
 
     expected_loss, expected = step()
     with patched(model):
         loss, grads = step()
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     for name, grad in grads.items():
-        difference = (grad - expected[name]).norm() / expected[name].norm().clamp_min(1e-12)
+        difference = (grad - expected[name]).norm() / expected[name].norm().clamp_min(
+            1e-12
+        )
         assert difference.item() < 1e-4, f"gradient of {name}"
 
 
@@ -109,4 +127,6 @@ def test_a_patched_model_compiles_into_one_graph():
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend=COMPILER)
-        torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5
+        )

@@ -1,4 +1,5 @@
-"""What only real hardware can show of one norm: rounding, alignment, streams, graphs, compilation, 64-bit addresses.
+"""What only real hardware can show of one norm: rounding, alignment, streams, graphs,
+compilation, 64-bit addresses.
 
 How to run these: tests/gpu.py.
 """
@@ -30,49 +31,75 @@ from hf_rmsnorm.reference import reference_norm
 
 pytestmark = gpu_tests
 
-DTYPES = [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32), (FP16, FP32), (FP32, BF16)]
+DTYPES = [
+    (BF16, BF16),
+    (FP16, FP16),
+    (FP32, FP32),
+    (BF16, FP32),
+    (FP16, FP32),
+    (FP32, BF16),
+]
 SIZES = (1, 96, 128, 896, 1000, 4096, 5120, 8192, 14336, 16384) if GPU else (1, 96)
 CENTERED_SIZES = (2, 96, 1000, 4096, 8192, 12288, 14336, 16384) if GPU else (2, 96)
 ROWS = 301 if GPU else 5
 
 
 def judge(norm, x, dy):
-    """A patched copy against float64, allowed what the module itself gets wrong on the same input."""
+    """A patched copy against float64, allowed what the module itself gets wrong on the
+    same input.
+    """
     fused, spec = fuse(norm)
-    doubles = [x.detach().double().requires_grad_(), *(p.detach().double().requires_grad_() for p in norm.parameters())]
+    doubles = [
+        x.detach().double().requires_grad_(),
+        *(p.detach().double().requires_grad_() for p in norm.parameters()),
+    ]
     weight, bias = (*doubles[1:], None, None)[:2]
     y = reference_norm(doubles[0], weight, bias, spec)
     exact = [y.detach(), *torch.autograd.grad(y, doubles, dy.double())]
     got, eager = run_fused(fused, x, dy), run(norm, x, dy)
-    for what, *tensors in zip(("y", "dx", "dweight", "dbias"), got, eager, exact, strict=False):
+    for what, *tensors in zip(
+        ("y", "dx", "dweight", "dbias"), got, eager, exact, strict=False
+    ):
         assert_as_accurate(*tensors, what)
     assert got[0].stride() == eager[0].stride()
 
 
-# ---------------------------------------------------------------------------------------------------------- accuracy
+# ----------------------------------------------------------------------------------------------------------
+# accuracy
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d))
+@pytest.mark.parametrize(
+    "dtypes", DTYPES, ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d)
+)
 @pytest.mark.parametrize("name", MODULES)
 def test_formula_in_dtype(name, dtypes):
     x_dtype, weight_dtype = dtypes
     if x_dtype != weight_dtype and name in ("layer_norm", "l2"):
-        pytest.skip("torch's layer_norm takes one dtype, and this RMSNorm has no weight")
+        pytest.skip(
+            "torch's layer_norm takes one dtype, and this RMSNorm has no weight"
+        )
     judge(make(name, 1024 if GPU else 64, weight_dtype), random(ROWS, 1024 if GPU else 64, dtype=x_dtype),
           random(ROWS, 1024 if GPU else 64, dtype=x_dtype, seed=1))  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name, hidden_size", [*(("llama", n) for n in SIZES), *(("layer_norm", n) for n in CENTERED_SIZES)]
+    "name, hidden_size",
+    [*(("llama", n) for n in SIZES), *(("layer_norm", n) for n in CENTERED_SIZES)],
 )
 def test_hidden_size(name, hidden_size):
     rows = max(3, min(ROWS, 2**22 // hidden_size))
-    judge(make(name, hidden_size, BF16), random(rows, hidden_size), random(rows, hidden_size, seed=1))
+    judge(
+        make(name, hidden_size, BF16),
+        random(rows, hidden_size),
+        random(rows, hidden_size, seed=1),
+    )
 
 
 LAYOUTS = {  # (2, 24, 4, 128) each
     "row major": lambda: random(2, 24, 4, 128),
-    "slice of a packed projection": lambda: random(2, 24, 12 * 128)[..., 4 * 128 : 8 * 128].unflatten(-1, (4, 128)),
+    "slice of a packed projection": lambda: random(2, 24, 12 * 128)[
+        ..., 4 * 128 : 8 * 128
+    ].unflatten(-1, (4, 128)),
     "heads before rows": lambda: random(2, 4, 24, 128).transpose(1, 2),
     "three levels": lambda: random(2, 50, 8, 128)[:, :48:2, ::2],
     "odd row stride": lambda: random(2, 24, 4, 129)[..., :128],
@@ -87,7 +114,10 @@ LAYOUTS = {  # (2, 24, 4, 128) each
 def test_layout(operand, layout):
     strided, plain = LAYOUTS[layout](), random(2, 24, 4, 128, seed=2)
     assert strided.shape == plain.shape
-    judge(make("llama", 128, BF16), *((strided, plain) if operand == "x" else (plain, strided)))
+    judge(
+        make("llama", 128, BF16),
+        *((strided, plain) if operand == "x" else (plain, strided)),
+    )
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -99,7 +129,10 @@ def test_half_precision_is_bit_equal_to_llama_rmsnorm(hidden_size, dtype):
     assert equal >= 0.999, f"{equal:.5%} of the elements are bit-equal"
 
 
-@pytest.mark.parametrize("name, hidden_size", [("llama", 128), ("llama", 4096), ("llama", 16384), ("layer_norm", 4096)])
+@pytest.mark.parametrize(
+    "name, hidden_size",
+    [("llama", 128), ("llama", 4096), ("llama", 16384), ("layer_norm", 4096)],
+)
 def test_gradients_are_the_same_bits_every_time(name, hidden_size):
     hidden_size = hidden_size if GPU else 64
     rows = 3000 if GPU else 8
@@ -117,7 +150,8 @@ def test_offsets_beyond_two_to_the_31(layout):
     hidden_size, tail = 4096, 8
     stride = hidden_size if layout == "row major" else 8 * hidden_size
     rows = 2**31 // stride + tail
-    tensors = 4 if layout == "row major" else 2  # x, y, dy and dx; only x is large where its rows are far apart
+    # x, y, dy and dx; only x is large where its rows are far apart
+    tensors = 4 if layout == "row major" else 2
     needed = tensors * rows * stride * 2 + 2**30
     if torch.cuda.mem_get_info()[0] < needed:
         pytest.skip(f"needs {needed / 1e9:.0f} GB of free GPU memory")
@@ -126,8 +160,11 @@ def test_offsets_beyond_two_to_the_31(layout):
     dy = torch.zeros(rows, hidden_size, dtype=BF16, device=DEVICE)
     dy[-tail:] = random(tail, hidden_size)
     y, dx, dweight = run(norm, x, dy)
-    # Only the last rows, all of whose offsets are past 2^31, have a gradient: alone they must give the same.
-    y_tail, dx_tail, dweight_tail = run(norm, x[-tail:].contiguous(), dy[-tail:].clone())
+    # Only the last rows, all of whose offsets are past 2^31, have a gradient: alone
+    # they must give the same.
+    y_tail, dx_tail, dweight_tail = run(
+        norm, x[-tail:].contiguous(), dy[-tail:].clone()
+    )
     assert torch.equal(y[-tail:], y_tail)
     assert torch.equal(dx[-tail:], dx_tail)
     assert not dx[:-tail].any()
@@ -135,7 +172,8 @@ def test_offsets_beyond_two_to_the_31(layout):
     assert (dweight.double() - dweight_tail.double()).abs().max().item() <= one_ulp
 
 
-# ------------------------------------------------------------------------------------------------- devices and streams
+# -------------------------------------------------------------------------------------------------
+# devices and streams
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -160,7 +198,8 @@ def test_runs_on_the_current_stream():
     expected = fused(source)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(100_000_000)  # keeps this stream busy: a launch on another one would read zeros
+        # keeps this stream busy: a launch on another one would read zeros
+        torch.cuda._sleep(100_000_000)
         x.copy_(source)
         y = fused(x)
     torch.cuda.synchronize()
@@ -205,7 +244,8 @@ def test_the_allocator_sees_no_more_than_the_output_and_rstd():
     assert torch.cuda.max_memory_allocated() - before <= y.numel() * 2 + 8192 * 4 + 1024
 
 
-# ----------------------------------------------------------------------------------------------------------- compiling
+# -----------------------------------------------------------------------------------------------------------
+# compiling
 
 
 @real_gpu
@@ -217,7 +257,10 @@ def test_fifty_shapes_compile_nothing_new():
 
     def forward_and_backward(batch, length, heads):
         packed = random(batch, length, (heads + 2) * 128)
-        for x in (random(batch * length, 128), packed[..., : heads * 128].unflatten(-1, (heads, 128))):
+        for x in (
+            random(batch * length, 128),
+            packed[..., : heads * 128].unflatten(-1, (heads, 128)),
+        ):
             run(fused, x, random(*x.shape, seed=1))
             with torch.no_grad():
                 fused(x)
@@ -226,7 +269,9 @@ def test_fifty_shapes_compile_nothing_new():
 
     forward_and_backward(2, 5, 4)
     previous = triton.knobs.runtime.jit_post_compile_hook
-    triton.knobs.runtime.jit_post_compile_hook = lambda **call: compiled.append(call["repr"])
+    triton.knobs.runtime.jit_post_compile_hook = lambda **call: compiled.append(
+        call["repr"]
+    )
     try:
         for i in range(50):
             forward_and_backward(1 + i % 3, 1 + 17 * i, 1 + i % 5)
@@ -235,13 +280,15 @@ def test_fifty_shapes_compile_nothing_new():
     assert not compiled
 
 
-# ------------------------------------------------------------------------------------------------ autocast, checkpoints
+# ------------------------------------------------------------------------------------------------
+# autocast, checkpoints
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_checkpoint_recomputes_under_the_same_backend(backend, use_reentrant):
-    # On a GPU autograd recomputes in a thread of its own, which sees no `use_backend` of the caller.
+    # On a GPU autograd recomputes in a thread of its own, which sees no `use_backend`
+    # of the caller.
     fused, _ = fuse(make("llama", 256, BF16))
     x, dy = random(8, 256), random(8, 256, seed=1)
     expected = run(fused, x, dy)
@@ -257,7 +304,9 @@ def test_checkpoint_recomputes_under_the_same_backend(backend, use_reentrant):
 LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
 HEADS = {  # (batch, heads, length, head_dim) each, as a projection gives them
     "projected": lambda b, h, n, d, seed: random(b, n, h, d, seed=seed).transpose(1, 2),
-    "packed": lambda b, h, n, d, seed: random(b, n, 3 * h, d, seed=seed)[:, :, :h].transpose(1, 2),
+    "packed": lambda b, h, n, d, seed: random(b, n, 3 * h, d, seed=seed)[
+        :, :, :h
+    ].transpose(1, 2),
     "contiguous": lambda b, h, n, d, seed: random(b, h, n, d, seed=seed),
 }
 
@@ -287,6 +336,8 @@ def test_queries_and_keys_in_one_launch(layout, head_dim):
     eager = norm_of_heads("reference", operands, tables, dys)
     doubles = [[t.double() for t in tensors] for tensors in (operands, tables, dys)]
     exact = norm_of_heads("reference", *doubles)
-    for what, *tensors in zip(("yq", "yk", "dq", "dk", "dwq", "dwk"), fused, eager, exact, strict=True):
+    for what, *tensors in zip(
+        ("yq", "yk", "dq", "dk", "dwq", "dwk"), fused, eager, exact, strict=True
+    ):
         assert_as_accurate(*tensors, what)
     assert [y.stride() for y in fused[:2]] == [y.stride() for y in eager[:2]]

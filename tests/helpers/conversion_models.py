@@ -37,33 +37,83 @@ _VISION = {
 CONFIGS = {
     "gpt2": ("gpt2", _GPT2_LIKE),
     "gpt_neox": ("gpt_neox", _LLAMA_LIKE),
-    "gpt_neox_sequential": ("gpt_neox", {**_LLAMA_LIKE, "use_parallel_residual": False}),
+    "gpt_neox_sequential": (
+        "gpt_neox",
+        {**_LLAMA_LIKE, "use_parallel_residual": False},
+    ),
     "phi_qk": ("phi", {**_LLAMA_LIKE, "qk_layernorm": True}),
     "persimmon": ("persimmon", {**_LLAMA_LIKE, "qk_layernorm": True}),
-    "phimoe": ("phimoe", {**_LLAMA_LIKE, "num_local_experts": 4, "num_key_value_heads": 2}),
+    "phimoe": (
+        "phimoe",
+        {**_LLAMA_LIKE, "num_local_experts": 4, "num_key_value_heads": 2},
+    ),
     "olmo_tied": ("olmo", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
     "olmo": ("olmo", {**_LLAMA_LIKE, "tie_word_embeddings": False}),
-    "cohere_qk": ("cohere", {**_LLAMA_LIKE, "use_qk_norm": True, "num_key_value_heads": 2}),
-    "stablelm_qk": ("stablelm", {**_LLAMA_LIKE, "num_key_value_heads": 2, "hidden_size": 64, "qk_layernorm": True}),
+    "cohere_qk": (
+        "cohere",
+        {**_LLAMA_LIKE, "use_qk_norm": True, "num_key_value_heads": 2},
+    ),
+    "stablelm_qk": (
+        "stablelm",
+        {
+            **_LLAMA_LIKE,
+            "num_key_value_heads": 2,
+            "hidden_size": 64,
+            "qk_layernorm": True,
+        },
+    ),
     "stablelm_parallel": (
         "stablelm",
-        {**_LLAMA_LIKE, "num_key_value_heads": 2, "hidden_size": 64, "use_parallel_residual": True},
+        {
+            **_LLAMA_LIKE,
+            "num_key_value_heads": 2,
+            "hidden_size": 64,
+            "use_parallel_residual": True,
+        },
     ),
     "nemotron": ("nemotron", {**_LLAMA_LIKE, "num_key_value_heads": 2, "head_dim": 8}),
     "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "num_key_value_heads": 2}),
-    "falcon_7b": ("falcon", {**_LLAMA_LIKE, "multi_query": True, "parallel_attn": True}),
-    "falcon_40b": ("falcon", {**_LLAMA_LIKE, "new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon_rw": ("falcon", {**_LLAMA_LIKE, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
-    "mpt": ("mpt", {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}),
+    "falcon_7b": (
+        "falcon",
+        {**_LLAMA_LIKE, "multi_query": True, "parallel_attn": True},
+    ),
+    "falcon_40b": (
+        "falcon",
+        {**_LLAMA_LIKE, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon_rw": (
+        "falcon",
+        {
+            **_LLAMA_LIKE,
+            "alibi": True,
+            "multi_query": False,
+            "parallel_attn": False,
+            "bias": True,
+        },
+    ),
+    "mpt": (
+        "mpt",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 64,
+        },
+    ),
     "opt": ("opt", {**_LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 16}),
     "gpt_bigcode": ("gpt_bigcode", _GPT2_LIKE),
     "blenderbot": ("blenderbot", _BART_LIKE),
     "dinov2": ("dinov2", _VISION),
     "vit": ("vit", _VISION),
 }
-# The same of models whose stream gets a mean from what no weight sets: a norm, an activation, a table.
+# The same of models whose stream gets a mean from what no weight sets: a norm, an
+# activation, a table.
 MEAN_OF_A_MODULE = {
-    "bloom": ("bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "bloom": (
+        "bloom",
+        {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    ),
     "whisper": (
         "whisper",
         {
@@ -74,7 +124,10 @@ MEAN_OF_A_MODULE = {
             "max_target_positions": 32,
         },
     ),
-    "xglm": ("xglm", {**_SMALL, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
+    "xglm": (
+        "xglm",
+        {**_SMALL, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
+    ),
 }
 
 
@@ -84,19 +137,25 @@ def config_of(name, configs=CONFIGS):
 
 
 def trained(model, seed=0):
-    """The model in eval mode and float64, all parameters moved off what they start from, none with zero mean."""
+    """The model in eval mode and float64, all parameters moved off what they start
+    from, none with zero mean.
+    """
     generator = torch.Generator().manual_seed(seed)
     model = model.double().eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(3).add_(0.05 + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+            p.mul_(3).add_(
+                0.05 + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            )
     return model
 
 
 def causal_lm(config, seed=0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return trained(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed)
+        return trained(
+            AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed
+        )
 
 
 def carry_out(plan, tensors):
@@ -105,7 +164,9 @@ def carry_out(plan, tensors):
     for c in plan.copy:
         done[c.key] = done[c.source].clone()
     for s in plan.scale:
-        done[s.key] = (done[s.key].movedim(s.axis, -1) * tensors[s.by].double()).movedim(-1, s.axis)
+        done[s.key] = (
+            done[s.key].movedim(s.axis, -1) * tensors[s.by].double()
+        ).movedim(-1, s.axis)
     for s in plan.scale:
         done[s.by] = torch.ones_like(done[s.by])
     for c in plan.centre:
@@ -113,4 +174,7 @@ def carry_out(plan, tensors):
         for i in range(moved.shape[-1] // c.block) if c.blocks is None else c.blocks:
             part = moved[..., i * c.block : (i + 1) * c.block]
             part -= part.mean(-1, keepdim=True)
-    return {key: t.to(tensors[key].dtype if key in tensors else t.dtype).contiguous() for key, t in done.items()}
+    return {
+        key: t.to(tensors[key].dtype if key in tensors else t.dtype).contiguous()
+        for key, t in done.items()
+    }

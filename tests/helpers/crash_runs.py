@@ -1,6 +1,8 @@
-"""Kill conversions at named boundaries and finish them: a script, so that what is forked has no threads.
+"""Kill conversions at named boundaries and finish them: a script, so that what is
+forked has no threads.
 
-``python crash_runs.py FOLDER`` prints a JSON line: for each boundary, what went wrong and how many shards were resumed.
+``python crash_runs.py FOLDER`` prints a JSON line: for each boundary, what went wrong
+and how many shards were resumed.
 """
 
 import json
@@ -19,7 +21,9 @@ def die(*_):
 
 
 def killed_at(call, number, after):
-    """Die at the call of that number of a function of `os`, before it does its work or after."""
+    """Die at the call of that number of a function of `os`, before it does its work or
+    after.
+    """
     real, left = getattr(os, call), [number]
 
     def counted(*args, **options):
@@ -94,7 +98,9 @@ def main(folder):
             wrong += ["it did not resume"] if status else []
             wrong += ["the staging folder is left"] if staging.exists() else []
         if not dst.exists() or contents(dst) != whole or contents(src) != before:
-            wrong.append("the result differs from an undisturbed one, or the source changed")
+            wrong.append(
+                "the result differs from an undisturbed one, or the source changed"
+            )
         report[name] = {"wrong": wrong, "resumed": resumed}
         for path in (dst, staging):
             shutil.rmtree(path, ignore_errors=True)

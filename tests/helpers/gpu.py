@@ -1,8 +1,10 @@
-"""What the tests of real hardware share: the device, the marks, and how a norm is run and fused.
+"""What the tests of real hardware share: the device, the marks, and how a norm is run
+and fused.
 
-`pytest -m gpu` runs those tests on the current GPU. ``HF_RMSNORM_REHEARSE_GPU_TESTS=1 TRITON_INTERPRET=1 pytest -m gpu
-tests/gpu`` runs the bodies of those that can on the CPU with fewer sizes, so that a
-mistake in a test is found where there is no GPU; `python -m benchmarks gpu --dry-run` does that.
+`pytest -m gpu` runs those tests on the current GPU. ``HF_RMSNORM_REHEARSE_GPU_TESTS=1
+TRITON_INTERPRET=1 pytest -m gpu tests/gpu`` runs the bodies of those that can on the
+CPU with fewer sizes, so that a mistake in a test is found where there is no GPU;
+`python -m benchmarks gpu --dry-run` does that.
 """
 
 import copy
@@ -52,7 +54,12 @@ def make(name, hidden_size, dtype):
 
 def random(*shape, dtype=BF16, seed=0):
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=DEVICE).mul_(1.7).add_(0.25).to(dtype)
+    return (
+        torch.randn(shape, generator=generator, device=DEVICE)
+        .mul_(1.7)
+        .add_(0.25)
+        .to(dtype)
+    )
 
 
 def fuse(norm):
@@ -66,7 +73,10 @@ def run(norm, x, dy):
     """[y, dx, gradients of the parameters]."""
     x = x.detach().requires_grad_()
     y = norm(x)
-    return [y.detach(), *torch.autograd.grad(y, [x, *norm.parameters()], dy.to(y.dtype))]
+    return [
+        y.detach(),
+        *torch.autograd.grad(y, [x, *norm.parameters()], dy.to(y.dtype)),
+    ]
 
 
 def run_fused(norm, x, dy):

@@ -1,4 +1,6 @@
-"""Queries and keys as patched attentions compute them: in one launch, or by each norm and then the rotation."""
+"""Queries and keys as patched attentions compute them: in one launch, or by each norm
+and then the rotation.
+"""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""Launches of the kernels on tensors as they are: worked out and called, without the cache of `hf_rmsnorm.ops`."""
+"""Launches of the kernels on tensors as they are: worked out and called, without the
+cache of `hf_rmsnorm.ops`.
+"""
 
 from hf_rmsnorm.kernels.launch import NormForward, Operands
 from hf_rmsnorm.kernels.launch_backward import NormBackward
@@ -6,13 +8,19 @@ from hf_rmsnorm.kernels.launch_qk import QKBackward, QKForward
 from hf_rmsnorm.ops.launches import memory_of
 
 
-def norm_forward(x, weight, bias, spec, stats, gate=None, residual=None, keep_sum=True, **modulation):
+def norm_forward(
+    x, weight, bias, spec, stats, gate=None, residual=None, keep_sum=True, **modulation
+):
     """(y, rstd, mean, h)."""
     operands = Operands(x, weight, bias, gate, residual=residual, **modulation)
-    return NormForward(spec, operands, memory_of(operands), stats, keep_sum).launch(*operands)
+    return NormForward(spec, operands, memory_of(operands), stats, keep_sum).launch(
+        *operands
+    )
 
 
-def norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate=None, dh=None, from_output=False):
+def norm_backward(
+    dy, x, weight, bias, rstd, mean, spec, need, gate=None, dh=None, from_output=False
+):
     """(dx, dweight, dbias, dgate)."""
     need = (*need, False)[:4]
     read = dy, x, weight, bias, gate, dh

@@ -1,4 +1,6 @@
-"""The documentation as the tests read it: its pages, the blocks of code in them, and what stands between backquotes."""
+"""The documentation as the tests read it: its pages, the blocks of code in them, and
+what stands between backquotes.
+"""
 
 import re
 from typing import NamedTuple
@@ -7,14 +9,19 @@ from places import ROOT
 
 NAMES = ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")
 FILES = [*(ROOT / f"{name}.md" for name in NAMES), *sorted(ROOT.glob("docs/*.md"))]
-PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in FILES}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in FILES
+}
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"`([^`]+)`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
-    """A fenced block. `output` is the block of text that follows it with nothing between; "" where none does."""
+    """A fenced block. `output` is the block of text that follows it with nothing
+    between; "" where none does.
+    """
 
     page: str
     line: int
@@ -33,9 +40,17 @@ def blocks(language: str) -> list[Block]:
         matches = list(_BLOCK.finditer(text))
         for match, following in zip(matches, [*matches[1:], None], strict=False):
             if match[1] == language:
-                directly = following and following[1] == "text" and not text[match.end() : following.start()].strip()
+                directly = (
+                    following
+                    and following[1] == "text"
+                    and not text[match.end() : following.start()].strip()
+                )
                 line = text.count("\n", 0, match.start()) + 1
-                result.append(Block(page, line, language, match[2], following[2] if directly else ""))
+                result.append(
+                    Block(
+                        page, line, language, match[2], following[2] if directly else ""
+                    )
+                )
     return result
 
 
@@ -65,18 +80,37 @@ def links(page: str) -> list[str]:
 def anchors(page: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and MkDocs make them."""
     headings = re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
+        for heading in headings
+    }
 
 
 def long_sentences(page: str, most: int = 30) -> list[str]:
     """The sentences outside of code and tables that have more words than that."""
-    lines = [line for line in without_blocks(page).splitlines() if not line.lstrip().startswith("|")]
+    lines = [
+        line
+        for line in without_blocks(page).splitlines()
+        if not line.lstrip().startswith("|")
+    ]
     paragraphs = re.split(r"\n\s*\n|\n(?=- |\d\. )", "\n".join(lines))
-    sentences = [sentence for text in paragraphs for sentence in re.split(r"(?<=[.!?:])\s+", text)]
-    return [" ".join(sentence.split()) for sentence in sentences if len(sentence.split()) > most]
+    sentences = [
+        sentence
+        for text in paragraphs
+        for sentence in re.split(r"(?<=[.!?:])\s+", text)
+    ]
+    return [
+        " ".join(sentence.split())
+        for sentence in sentences
+        if len(sentence.split()) > most
+    ]
 
 
 def row(page: str, start: str) -> list[str]:
-    """The cells of the one table row of a page that starts with `start`, without its first."""
-    (line,) = [line for line in PAGES[page].splitlines() if line.startswith(f"| {start} |")]
+    """The cells of the one table row of a page that starts with `start`, without its
+    first.
+    """
+    (line,) = [
+        line for line in PAGES[page].splitlines() if line.startswith(f"| {start} |")
+    ]
     return [cell.strip() for cell in line.strip()[1:-1].split("|")][1:]

@@ -1,4 +1,6 @@
-"""Two gloo processes on the CPU, and a training step in them: what the tests of parallel training share."""
+"""Two gloo processes on the CPU, and a training step in them: what the tests of
+parallel training share.
+"""
 
 import contextlib
 import os
@@ -21,21 +23,35 @@ NORMS = 9  # of a tiny Qwen3
 
 
 def run_ranks(work, tmp_path, monkeypatch, *args):
-    """Call ``work(rank, *args)`` in each of two processes of one gloo group; raise what any of them raised."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # gloo is for the CPU, where only the interpreter runs the kernels
+    """Call ``work(rank, *args)`` in each of two processes of one gloo group; raise what
+    any of them raised.
+    """
+    # gloo is for the CPU, where only the interpreter runs the kernels
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # accelerate and DeepSpeed ask for them
+    # accelerate and DeepSpeed ask for them
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(20_000 + os.getpid() % 20_000))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in PATHS if path))
-    # Forked, they have everything imported; a process that has used a GPU cannot be forked.
+    # Forked, they have everything imported; a process that has used a GPU cannot be
+    # forked.
     method = "spawn" if torch.accelerator.is_available() else "fork"
-    torch.multiprocessing.start_processes(_rank, (tmp_path / "store", work, args), RANKS, start_method=method)
+    torch.multiprocessing.start_processes(
+        _rank, (tmp_path / "store", work, args), RANKS, start_method=method
+    )
 
 
 def _rank(rank, store, work, args):
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        LOCAL_WORLD_SIZE=str(RANKS),
+    )
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
+    )
     work(rank, *args)
     dist.barrier()
     dist.destroy_process_group()
@@ -58,34 +74,60 @@ def gradients(model):
     """Whole gradients by the model's own parameter names, however the model is wrapped."""
     with contextlib.ExitStack() as stack:
         if isinstance(model, FullyShardedDataParallel):
-            stack.enter_context(FullyShardedDataParallel.summon_full_params(model, with_grads=True))
+            stack.enter_context(
+                FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+            )
         found = {}
         for name, p in model.named_parameters():
-            for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
+            for wrapper in (
+                "_fsdp_wrapped_module.",
+                "_checkpoint_wrapped_module.",
+                "_orig_mod.",
+            ):
                 name = name.replace(wrapper, "")
             grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            found[name.removeprefix("module.")] = grad.detach().clone() if p.requires_grad else None
+            found[name.removeprefix("module.")] = (
+                grad.detach().clone() if p.requires_grad else None
+            )
         return found
 
 
 def rms_error(found, exact):
     """Of all gradients together; both have to have the same."""
     assert found.keys() == exact.keys()
-    assert [n for n, g in found.items() if g is None] == [n for n, g in exact.items() if g is None]
-    errors = [(g.double() - exact[n]).square().sum() for n, g in found.items() if g is not None]
-    return (sum(errors) / sum(g.numel() for g in found.values() if g is not None)).sqrt().item()
+    assert [n for n, g in found.items() if g is None] == [
+        n for n, g in exact.items() if g is None
+    ]
+    errors = [
+        (g.double() - exact[n]).square().sum()
+        for n, g in found.items()
+        if g is not None
+    ]
+    return (
+        (sum(errors) / sum(g.numel() for g in found.values() if g is not None))
+        .sqrt()
+        .item()
+    )
 
 
 def assert_gradients_as_accurate(fused, plain, exact, what=""):
-    """RMS error against float64 at most 1.5 times the unpatched run's; both runs are far nearer than a wrong sum."""
+    """RMS error against float64 at most 1.5 times the unpatched run's; both runs are
+    far nearer than a wrong sum.
+    """
     ours, theirs = rms_error(fused, exact), rms_error(plain, exact)
     size = rms_error({n: g if g is None else 0 * g for n, g in exact.items()}, exact)
-    assert theirs < 0.05 * size, f"{what}: the unpatched run is off by {theirs:.2e} of {size:.2e}"
-    assert ours <= 1.5 * theirs + 1e-7 * size, f"{what}: {ours:.2e}, unpatched {theirs:.2e} of {size:.2e}"
+    assert theirs < 0.05 * size, (
+        f"{what}: the unpatched run is off by {theirs:.2e} of {size:.2e}"
+    )
+    assert ours <= 1.5 * theirs + 1e-7 * size, (
+        f"{what}: {ours:.2e}, unpatched {theirs:.2e} of {size:.2e}"
+    )
 
 
 class Launches(Counter):
-    """What ran in a ``with``: kernels by name, and "sums" that were computed with a norm."""
+    """What ran in a ``with``: kernels by name, and "sums" that were computed with a
+    norm.
+    """
 
 
 @contextlib.contextmanager

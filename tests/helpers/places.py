@@ -1,4 +1,6 @@
-"""Where things lie in the checkout, and what a child process of a test needs on its path."""
+"""Where things lie in the checkout, and what a child process of a test needs on its
+path.
+"""
 
 import os
 from pathlib import Path

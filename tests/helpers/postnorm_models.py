@@ -1,7 +1,15 @@
-"""Tiny post-norm models of every kind the tests speak of, with weights as training leaves them: no mean is zero."""
+"""Tiny post-norm models of every kind the tests speak of, with weights as training
+leaves them: no mean is zero.
+"""
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 
 from hf_rmsnorm.conversion.proxy.model import give_weights, with_settings
 
@@ -32,7 +40,8 @@ OPT = {
     "ffn_dim": 72,
     "do_layer_norm_before": False,
 }
-# name -> (auto class, model_type, config, norms that `exact` makes RMSNorms, norms, keys of the FFN width)
+# name -> (auto class, model_type, config, norms that `exact` makes RMSNorms, norms,
+# keys of the FFN width)
 KINDS = {
     "bert": (AutoModel, "bert", BERT, 3, 5, ["intermediate_size"]),
     "roberta": (AutoModelForMaskedLM, "roberta", BERT, 3, 6, ["intermediate_size"]),
@@ -44,14 +53,29 @@ KINDS = {
         5,
         ["hidden_dim"],
     ),
-    "bart": (AutoModelForSeq2SeqLM, "bart", BART, 6, 12, ["decoder_ffn_dim", "encoder_ffn_dim"]),
+    "bart": (
+        AutoModelForSeq2SeqLM,
+        "bart",
+        BART,
+        6,
+        12,
+        ["decoder_ffn_dim", "encoder_ffn_dim"],
+    ),
     "opt-350m": (AutoModelForCausalLM, "opt", OPT, 2, 4, ["ffn_dim"]),
-    "albert": (AutoModel, "albert", {**BERT, "embedding_size": 24}, 2, 3, ["intermediate_size"]),
+    "albert": (
+        AutoModel,
+        "albert",
+        {**BERT, "embedding_size": 24},
+        2,
+        3,
+        ["intermediate_size"],
+    ),
 }
 
 
 def build(kind, dtype=torch.float64, seed=0, **config):
-    """A tiny model in eval mode, the same for the same arguments; the global generator is left as it was.
+    """A tiny model in eval mode, the same for the same arguments; the global generator
+    is left as it was.
 
     Args:
         kind: a key of `KINDS`.
@@ -60,8 +84,16 @@ def build(kind, dtype=torch.float64, seed=0, **config):
     auto, model_type, sizes, *_ = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
-        model = auto.from_config(AutoConfig.for_model(model_type, **{**sizes, **tokens, **config}), dtype=torch.float64)
+        tokens = {
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 2,
+        }
+        model = auto.from_config(
+            AutoConfig.for_model(model_type, **{**sizes, **tokens, **config}),
+            dtype=torch.float64,
+        )
     give_weights(model, seed)
     return model.to(dtype).eval()
 
@@ -70,7 +102,10 @@ def batch(model, seed=0, rows=4, length=20):
     """Random token ids and a mask with padding, for both stacks where there are two."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 128, (rows, length), generator=generator)
-    mask = (torch.arange(length) < torch.tensor([length, *[length - 3] * (rows - 1)])[:, None]).long()
+    mask = (
+        torch.arange(length)
+        < torch.tensor([length, *[length - 3] * (rows - 1)])[:, None]
+    ).long()
     inputs = {"input_ids": ids, "attention_mask": mask}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids.flip(0)[:, : length - 5]
@@ -79,5 +114,12 @@ def batch(model, seed=0, rows=4, length=20):
 
 def built(conversion, model):
     """What a conversion of this model loads as, in the model's class and dtype."""
-    how = {"config": with_settings(model.config, conversion.config), "dtype": model.dtype}
-    return type(model).from_pretrained(None, state_dict=dict(conversion.tensors), **how).eval()
+    how = {
+        "config": with_settings(model.config, conversion.config),
+        "dtype": model.dtype,
+    }
+    return (
+        type(model)
+        .from_pretrained(None, state_dict=dict(conversion.tensors), **how)
+        .eval()
+    )

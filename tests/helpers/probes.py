@@ -10,7 +10,9 @@ from pathlib import Path
 
 @cache
 def facts(script, target):
-    """What a script prints as JSON of launches for a target, outside of the interpreter."""
+    """What a script prints as JSON of launches for a target, outside of the
+    interpreter.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, Path(__file__).with_name(script), target]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)

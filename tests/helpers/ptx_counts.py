@@ -1,8 +1,10 @@
-"""Counts what compiled kernels do for a row: ``python tests/helpers/ptx_counts.py`` prints it, a line a kernel.
+"""Counts what compiled kernels do for a row: ``python tests/helpers/ptx_counts.py``
+prints it, a line a kernel.
 
-Each count is of the PTX for sm_90 as the executor runs it: instructions of warps, 32-byte sectors of global memory that
-a warp's access touches, barriers that a program meets, and exchanges between the lanes of a warp. They are counts, not
-times; the assembler behind PTX makes fewer or more instructions of it.
+Each count is of the PTX for sm_90 as the executor runs it: instructions of warps,
+32-byte sectors of global memory that a warp's access touches, barriers that a program
+meets, and exchanges between the lanes of a warp. They are counts, not times; the
+assembler behind PTX makes fewer or more instructions of it.
 """
 
 import sys
@@ -23,20 +25,30 @@ BF16 = torch.bfloat16
 
 
 class Counting(machine._Run):
-    """A run that counts. A statement costs every warp that comes to it, whatever its guard."""
+    """A run that counts. A statement costs every warp that comes to it, whatever its
+    guard.
+    """
 
     counts: Counter = Counter()
 
     def _step(self, instruction):
-        warps = self.count // 32 if self.mask is None else int(self.mask.reshape(-1, 32).any(1).sum())
+        warps = (
+            self.count // 32
+            if self.mask is None
+            else int(self.mask.reshape(-1, 32).any(1).sum())
+        )
         self.counts["instructions"] += warps
         if instruction.act in ("barrier", "shuffle"):
             self.counts[instruction.act + "s"] += warps
         super()._step(instruction)
 
     def _touches(self, lanes, address):
-        """Sectors of a warp's access: its lanes read or write 32 bytes at most, from a multiple of what they take."""
-        self.counts["sectors"] += len(np.unique(np.stack([lanes // 32, address >> np.uint64(5)]), axis=1).T)
+        """Sectors of a warp's access: its lanes read or write 32 bytes at most, from a
+        multiple of what they take.
+        """
+        self.counts["sectors"] += len(
+            np.unique(np.stack([lanes // 32, address >> np.uint64(5)]), axis=1).T
+        )
 
     def _ld(self, instruction, mask):
         self._of_global(instruction, mask)
@@ -48,7 +60,10 @@ class Counting(machine._Run):
 
     def _of_global(self, instruction, mask):
         if instruction.numbers[0] == "global":
-            self._touches(self._among(mask), self._address(instruction.sources[0], mask, instruction.numbers[1]))
+            self._touches(
+                self._among(mask),
+                self._address(instruction.sources[0], mask, instruction.numbers[1]),
+            )
 
     def _copy(self, instruction, mask):
         read = self._some(instruction.sources[2], mask, "size") != 0
@@ -59,7 +74,10 @@ class Counting(machine._Run):
 
 def of_launch(executor: machine.Machine, launch: tuple) -> Counter:
     """What all warps of a launch do, by unit; `launch` is one that the driver kept."""
-    with patch.object(machine, "_Run", Counting), patch.object(Counting, "counts", Counter()):
+    with (
+        patch.object(machine, "_Run", Counting),
+        patch.object(Counting, "counts", Counter()),
+    ):
         executor.launch(*launch)
         return Counting.counts
 
@@ -67,7 +85,11 @@ def of_launch(executor: machine.Machine, launch: tuple) -> Counter:
 def _back(made, leaves, dy):
     outputs = made()
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-    torch.autograd.grad(outputs, leaves, [dy if y.shape == dy.shape else torch.ones_like(y) for y in outputs])
+    torch.autograd.grad(
+        outputs,
+        leaves,
+        [dy if y.shape == dy.shape else torch.ones_like(y) for y in outputs],
+    )
 
 
 def _norms():
@@ -75,8 +97,12 @@ def _norms():
     from hf_rmsnorm import NormSpec
     from hf_rmsnorm.ops import fused_add_norm, fused_norm
 
-    rms, layer = NormSpec(False, 1e-6, rounding="before_weight"), NormSpec(True, 1e-5, has_bias=True)
-    between = (1152, 1536, 2304, 2560, 2880, 3072, 3584, 5120, 6144, 7168, 12288, 14336)  # powers of two
+    rms, layer = (
+        NormSpec(False, 1e-6, rounding="before_weight"),
+        NormSpec(True, 1e-5, has_bias=True),
+    )
+    # powers of two
+    between = (1152, 1536, 2304, 2560, 2880, 3072, 3584, 5120, 6144, 7168, 12288, 14336)
     for kind, spec, sizes in (
         ("RMSNorm", rms, (128, 896, 1024, 4096, 8192, 16384, *between)),
         ("LayerNorm", layer, (128, 896, 1024, 4096, 8192, *between)),
@@ -85,7 +111,10 @@ def _norms():
         for size in sizes:
             rows = max(32, 2**17 // size)
             x, residual, dy = (torch.randn(rows, size).to(BF16) for _ in range(3))
-            w, b = torch.randn(size).to(BF16), torch.randn(size).to(BF16) if spec.has_bias else None
+            w, b = (
+                torch.randn(size).to(BF16),
+                torch.randn(size).to(BF16) if spec.has_bias else None,
+            )
 
             leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
             if kind.startswith("sum"):
@@ -100,17 +129,26 @@ def _heads():
 
     from hf_rmsnorm import NormSpec
 
-    q, k = (torch.randn(2, 16, heads, 128).to(BF16).transpose(1, 2).requires_grad_() for heads in (16, 8))
+    q, k = (
+        torch.randn(2, 16, heads, 128).to(BF16).transpose(1, 2).requires_grad_()
+        for heads in (16, 8)
+    )
     tables = [torch.randn(2, 16, 128).to(BF16) for _ in range(2)]
     weights = [torch.randn(128).to(BF16).requires_grad_() for _ in range(2)]
 
     spec = NormSpec(False, 1e-6, rounding="before_weight")
     made = partial(fused_qk_norm, q, k, *weights, spec, *tables)
-    yield "q and k with rotary embedding 128", 2 * 16 * 24, partial(_back, made, (q, k, *weights), torch.ones(()))
+    yield (
+        "q and k with rotary embedding 128",
+        2 * 16 * 24,
+        partial(_back, made, (q, k, *weights), torch.ones(())),
+    )
 
 
 def counted() -> dict:
-    """{name of a case and of its kernel: what a row takes of each of `UNITS`}; of barriers and of sums, a program."""
+    """{name of a case and of its kernel: what a row takes of each of `UNITS`}; of
+    barriers and of sums, a program.
+    """
     from triton.runtime import driver
 
     from hf_rmsnorm import use_backend
@@ -128,9 +166,12 @@ def counted() -> dict:
             programs = int(np.prod(grid))
             share = programs if "reduce" in kernel.name else rows
             counts = {unit: all_warps[unit] / share for unit in UNITS}
-            counts["barriers"] = all_warps["barriers"] / (programs * kernel.threads // 32)
+            counts["barriers"] = all_warps["barriers"] / (
+                programs * kernel.threads // 32
+            )
             key = f"{name} {kernel.name}"
-            if kernel.name == "norm_backward" and key in found:  # a wide LayerNorm launches it twice
+            if kernel.name == "norm_backward" and key in found:
+                # a wide LayerNorm launches it twice
                 key += "_sums"
             found[key] = {unit: round(value, 2) for unit, value in counts.items()}
     return found
@@ -140,4 +181,7 @@ if __name__ == "__main__":
     if not run_kernels_on_cpu():
         sys.exit(f"this needs Triton {TRITON}, and TRITON_INTERPRET unset")
     for name, counts in counted().items():
-        print(f"{name:60}", "  ".join(f"{unit} {value:g}" for unit, value in counts.items()))
+        print(
+            f"{name:60}",
+            "  ".join(f"{unit} {value:g}" for unit, value in counts.items()),
+        )

@@ -1,4 +1,6 @@
-"""`Recentre` in two gloo processes: DDP and `fully_shard` leave what one process makes of both batches."""
+"""`Recentre` in two gloo processes: DDP and `fully_shard` leave what one process makes
+of both batches.
+"""
 
 import sys
 
@@ -23,7 +25,8 @@ def load(folder):
 
 
 def train(model, recentre, rank=None):
-    # Not Adam, which makes a step of the noise where a gradient is zero, as that of a key's bias.
+    # Not Adam, which makes a step of the noise where a gradient is zero, as that of a
+    # key's bias.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         ids = tiny_models.token_ids(4, 12, seed=step)
@@ -39,7 +42,10 @@ def train(model, recentre, rank=None):
 
 def check(model, expected):
     """Whether a model has the parameters of another, and is centred."""
-    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    whole = {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in model.named_parameters()
+    }
     for name, wanted in expected.named_parameters():
         torch.testing.assert_close(whole[name], wanted, rtol=1e-3, atol=1e-5, msg=name)
     result = type(expected)(expected.config)
@@ -49,7 +55,9 @@ def check(model, expected):
 
 def work(rank, store, folders):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
     for folder in folders:
         expected = load(folder)
         train(expected, Recentre(expected))
@@ -62,7 +70,9 @@ def work(rank, store, folders):
         for before in (False, True):
             model = load(folder)
             recentre = Recentre(model) if before else None
-            for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+            for layer in next(
+                m for m in model.modules() if isinstance(m, torch.nn.ModuleList)
+            ):
                 fully_shard(layer)
             fully_shard(model.get_input_embeddings())
             fully_shard(model)
@@ -81,4 +91,6 @@ def work(rank, store, folders):
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.start_processes(work, sys.argv[1:2] + [sys.argv[2:]], nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(
+        work, sys.argv[1:2] + [sys.argv[2:]], nprocs=2, start_method="fork"
+    )

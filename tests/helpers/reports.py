@@ -29,7 +29,9 @@ def reason_for(module):
 
 @contextlib.contextmanager
 def calls_of(function):
-    """The first argument of each call of a function; nothing in the function itself tells that it is watched."""
+    """The first argument of each call of a function; nothing in the function itself
+    tells that it is watched.
+    """
     calls, code = [], function.__code__
 
     def profile(frame, event, _):

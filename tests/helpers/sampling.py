@@ -7,7 +7,9 @@ CASES = {"quick": 1, "all": 2}  # of each test function; of one that is marked f
 
 
 def choose(tier: str, items: list, named_files: set[Path]) -> list:
-    """The tests of `items` that `tier` runs, in their order. Of a named file all run but the nightly ones."""
+    """The tests of `items` that `tier` runs, in their order. Of a named file all run
+    but the nightly ones.
+    """
     if tier == "nightly":
         return items
     items = [item for item in items if not _has(item, "nightly")]
@@ -24,7 +26,9 @@ def choose(tier: str, items: list, named_files: set[Path]) -> list:
 
 
 def spread(items: list, count: int) -> list:
-    """At most `count` of `items`, evenly spread, with the first and the last among them."""
+    """At most `count` of `items`, evenly spread, with the first and the last among
+    them.
+    """
     if len(items) <= count:
         return items
     last = len(items) - 1

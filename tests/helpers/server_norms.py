@@ -1,7 +1,9 @@
-"""What the norms of vLLM 0.33.0, SGLang 0.5.23 and torch compute, stated in plain torch from their own native code.
+"""What the norms of vLLM 0.33.0, SGLang 0.5.23 and torch compute, stated in plain torch
+from their own native code.
 
-vLLM: `vllm/ir/ops/layernorm.py` (RMSNorm, GemmaRMSNorm), `vllm/model_executor/layers/layernorm.py` (LayerNorm,
-RMSNormGated.forward_static), `vllm/model_executor/layers/mamba/mamba_mixer2.py` (Mixer2RMSNormGated). SGLang:
+vLLM: `vllm/ir/ops/layernorm.py` (RMSNorm, GemmaRMSNorm),
+`vllm/model_executor/layers/layernorm.py` (LayerNorm, RMSNormGated.forward_static),
+`vllm/model_executor/layers/mamba/mamba_mixer2.py` (Mixer2RMSNormGated). SGLang:
 `sglang/srt/layers/layernorm.py`, each class's `forward_native`.
 """
 
@@ -27,7 +29,9 @@ def vllm_gemma(x, weight, eps, residual=None):
 
 def sglang_rms(x, weight, eps, residual=None):
     h = x.float() if residual is None else x.float() + residual.float()
-    return (_hat(h, eps) * (1.0 if weight is None else weight)).to(x.dtype), h.to(x.dtype)
+    return (_hat(h, eps) * (1.0 if weight is None else weight)).to(x.dtype), h.to(
+        x.dtype
+    )
 
 
 def sglang_gemma(x, weight, eps, residual=None):
@@ -43,7 +47,11 @@ def torch_rms(x, weight, eps, residual=None):
 def vllm_gated_after(x, gate, weight, eps, sigmoid):
     """`RMSNormGated` with ``norm_before_gate``."""
     z = gate.float()
-    return (_hat(x.float(), eps) * weight.float() * (torch.sigmoid(z) if sigmoid else F.silu(z))).to(x.dtype)
+    return (
+        _hat(x.float(), eps)
+        * weight.float()
+        * (torch.sigmoid(z) if sigmoid else F.silu(z))
+    ).to(x.dtype)
 
 
 def vllm_gated_before(x, gate, weight, eps, group_size):

@@ -1,4 +1,6 @@
-"""Tiny random models of every family the tests speak of, with norm weights as a trained model has them: not ones."""
+"""Tiny random models of every family the tests speak of, with norm weights as a trained
+model has them: not ones.
+"""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -40,7 +42,8 @@ FAMILIES = {
         "tie_word_embeddings": True,
     },
 }
-# For phi3: other frequencies of rotation beyond 32 tokens, as Phi-3-128k, Phi-3.5 and Phi-4-mini have beyond 4096.
+# For phi3: other frequencies of rotation beyond 32 tokens, as Phi-3-128k, Phi-3.5 and
+# Phi-4-mini have beyond 4096.
 LONGROPE = {
     "original_max_position_embeddings": 32,
     "rope_parameters": {
@@ -61,19 +64,29 @@ def converted(family, folder):
 
 
 def build(family, dtype=torch.float32, seed=0, **config):
-    """A tiny causal LM in eval mode, the same for the same arguments; the global generator is left as it was.
+    """A tiny causal LM in eval mode, the same for the same arguments; the global
+    generator is left as it was.
 
     Args:
-        family: a key of `FAMILIES`, or another causal type whose configuration `config` gives in full.
+        family: a key of `FAMILIES`, or another causal type whose configuration `config`
+            gives in full.
         dtype: of all parameters.
         config: changes to its configuration, for example ``num_hidden_layers=4``.
     """
     sizes = {} if family == "gpt2" else _COMMON
-    options = {**sizes, "vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    options = {
+        **sizes,
+        "vocab_size": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     options = {**options, **FAMILIES.get(family, {}), **config}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, **options), dtype=torch.float32
+        )
         train_norms(model)
     return model.to(dtype).eval()
 
@@ -89,9 +102,15 @@ def train_norms(model):
 
 def norms(model):
     """(path, module) of every module whose class is named a norm."""
-    return [(path, module) for path, module in model.named_modules() if "Norm" in type(module).__name__]
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if "Norm" in type(module).__name__
+    ]
 
 
 def token_ids(batch=2, length=12, seed=0):
     """(batch, length) int64 token ids that every family knows."""
-    return torch.randint(3, 128, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, 128, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )

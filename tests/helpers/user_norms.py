@@ -1,4 +1,6 @@
-"""Norm classes as a user's own file holds them; importable, so that pickled models find them in a new process."""
+"""Norm classes as a user's own file holds them; importable, so that pickled models find
+them in a new process.
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,6 @@
-"""Every page of the documentation: its snippets run, its commands, links and names exist, and the pages build."""
+"""Every page of the documentation: its snippets run, its commands, links and names
+exist, and the pages build.
+"""
 
 import ast
 import contextlib
@@ -31,19 +33,32 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "urls"
+]
 ADDRESS = URLS["Repository"]
 # Words of snippets that take more than a quick test's time.
-COSTLY = ("convert_checkpoint", "verify_equivalence", "Trainer(", "generate(", "range(3)", "backward()", "inspect_")
+COSTLY = (
+    "convert_checkpoint",
+    "verify_equivalence",
+    "Trainer(",
+    "generate(",
+    "range(3)",
+    "backward()",
+    "inspect_",
+)
 
 
-# --- snippets ---------------------------------------------------------------------------------------------------
+# --- snippets
+# ---------------------------------------------------------------------------------------------------
 
 
 def examples():
     for block in pages.blocks("python"):
         slow = any(word in block.code for word in COSTLY)
-        yield pytest.param(block, id=str(block), marks=[pytest.mark.full] if slow else [])
+        yield pytest.param(
+            block, id=str(block), marks=[pytest.mark.full] if slow else []
+        )
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +73,21 @@ def on_a_cpu():
 
 
 @pytest.mark.parametrize("block", list(examples()))
-def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, monkeypatch, on_a_cpu):
+def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(
+    block, tmp_path, monkeypatch, on_a_cpu
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan, "runs_on", lambda device: on_a_cpu)
     if "BitsAndBytesConfig" in block.code:
-        pytest.importorskip("bitsandbytes", reason="the quantiser that this is for, of scripts/requirements")
+        pytest.importorskip(
+            "bitsandbytes",
+            reason="the quantiser that this is for, of scripts/requirements",
+        )
     lines = block.code.splitlines(keepends=True)
-    monkeypatch.setitem(linecache.cache, str(block), (len(block.code), None, lines, str(block)))  # as of a file
+    # as of a file
+    monkeypatch.setitem(
+        linecache.cache, str(block), (len(block.code), None, lines, str(block))
+    )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(block.code, str(block), "exec"), {"__name__": "__main__"})
@@ -73,7 +96,8 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(block, tmp_path, m
         assert re.fullmatch(shown, printed.getvalue()), printed.getvalue()
 
 
-# --- commands ---------------------------------------------------------------------------------------------------
+# --- commands
+# ---------------------------------------------------------------------------------------------------
 
 
 def benchmarks_parser():
@@ -89,24 +113,33 @@ def is_file(word):
 
 
 def has_these_tests(words):
-    return all((ROOT / word.partition("::")[0]).exists() for word in words if word.startswith("tests/"))
+    return all(
+        (ROOT / word.partition("::")[0]).exists()
+        for word in words
+        if word.startswith("tests/")
+    )
 
 
 def are_packages(words):
     return words == ["."] or all(re.fullmatch(r"[\w.\[\]-]+", word) for word in words)
 
 
-# The first words of a command, and whether the others are right; a parser exits where they are not.
+# The first words of a command, and whether the others are right; a parser exits where
+# they are not.
 KINDS = {
     "hf-rmsnorm": lambda words: callable(build_parser().parse_args(words).run),
     "python -m benchmarks": lambda words: benchmarks_parser().parse_args(words),
     "python -m scripts.coverage": lambda words: coverage_parser().parse_args(words),
-    "python -m scripts.real_configs": lambda words: real_configs_parser().parse_args(words),
+    "python -m scripts.real_configs": lambda words: real_configs_parser().parse_args(
+        words
+    ),
     "python3 -m scripts.trainers": lambda words: words[0] in ROWS,
     "python -m scripts.tables": lambda words: words in ([], ["--write"]),
     "python -m pytest": has_these_tests,
     "pip install": are_packages,
-    "accelerate launch --config_file": lambda words: is_file(words[0]) and is_file(words[1]),
+    "accelerate launch --config_file": lambda words: (
+        is_file(words[0]) and is_file(words[1])
+    ),
     "mkdocs": lambda words: words == ["build", "--strict"],
     "eval": lambda words: words == ["$(register-python-argcomplete hf-rmsnorm)"],
     "git clone": lambda words: words == [ADDRESS],
@@ -129,7 +162,9 @@ def is_right(line):
 
 
 @pytest.mark.parametrize(
-    "where, line", pages.commands(), ids=[f"{where} {line.split('#')[0].strip()}" for where, line in pages.commands()]
+    "where, line",
+    pages.commands(),
+    ids=[f"{where} {line.split('#')[0].strip()}" for where, line in pages.commands()],
 )
 def test_a_command_exists(where, line):
     assert is_right(line), f"{where}: {line}"
@@ -142,28 +177,41 @@ SUBCOMMANDS = {command.__name__.rpartition(".")[2] for command in COMMANDS}
 def test_the_commands_within_sentences_exist(page):
     for span in pages.code_spans(page):
         words = span.split()
-        if words[:1] == ["hf-rmsnorm"] and len(words) == 2:  # the name of a command, and no call
+        if words[:1] == ["hf-rmsnorm"] and len(words) == 2:
+            # the name of a command, and no call
             assert words[1] in SUBCOMMANDS, span
-        elif span.startswith(("hf-rmsnorm ", "python -m benchmarks", "python -m scripts", "python3 -m scripts")):
+        elif span.startswith(
+            (
+                "hf-rmsnorm ",
+                "python -m benchmarks",
+                "python -m scripts",
+                "python3 -m scripts",
+            )
+        ):
             assert is_right(span), span
 
 
 @pytest.mark.parametrize("name", ["report", "env"])
 def test_a_cheap_command_runs(name, capsys):
-    line = next(line for _, line in pages.commands() if line.startswith(f"hf-rmsnorm {name} "))
+    line = next(
+        line for _, line in pages.commands() if line.startswith(f"hf-rmsnorm {name} ")
+    )
     assert main(shlex.split(line, comments=True)[1:]) == 0
     assert capsys.readouterr().out
 
 
 # hf-rmsnorm verify and convert are run by tests/promises/cli, at length.
 @pytest.mark.full
-@pytest.mark.parametrize("line", ["hf-rmsnorm inspect demo:gpt2", "hf-rmsnorm convert demo:gpt2 --plan"])
+@pytest.mark.parametrize(
+    "line", ["hf-rmsnorm inspect demo:gpt2", "hf-rmsnorm convert demo:gpt2 --plan"]
+)
 def test_a_command_that_only_reads_runs(line, capsys):
     assert any(shown.startswith(line) for _, shown in pages.commands())
     assert main(shlex.split(line)[1:]) == 0
 
 
-# --- links and names --------------------------------------------------------------------------------------------
+# --- links and names
+# --------------------------------------------------------------------------------------------
 
 
 def local(page: str, target: str) -> str:
@@ -216,14 +264,22 @@ def defined(path: str) -> set[str]:
     """The functions, classes and constants of a file of the package."""
     names = set()
     for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-        names |= {getattr(target, "id", getattr(target, "name", "")) for target in targets}
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [getattr(node, "target", node)]
+        )
+        names |= {
+            getattr(target, "id", getattr(target, "name", "")) for target in targets
+        }
     return names
 
 
 def test_what_the_page_on_the_code_names_is_in_its_file():
     """It writes them as "`ops/norm.py`: `run`", with commas between several names."""
-    named = re.findall(r"`(\S+/\S+\.py)`: ((?:`\w+`(?:, )?)+)", pages.PAGES["docs/architecture.md"])
+    named = re.findall(
+        r"`(\S+/\S+\.py)`: ((?:`\w+`(?:, )?)+)", pages.PAGES["docs/architecture.md"]
+    )
     assert len(named) > 20
     for path, names in named:
         path = path if (ROOT / path).exists() else f"hf_rmsnorm/{path}"
@@ -236,35 +292,63 @@ def test_the_interface_page_documents_every_public_name():
     for path in documented:
         module, _, name = path.rpartition(".")
         objects.append(getattr(importlib.import_module(module), name))
-    public = [getattr(hf_rmsnorm, name) for name in hf_rmsnorm.__all__ if name not in ("__version__", "settings")]
+    public = [
+        getattr(hf_rmsnorm, name)
+        for name in hf_rmsnorm.__all__
+        if name not in ("__version__", "settings")
+    ]
     assert not [o for o in public if o not in objects]
     assert type(hf_rmsnorm.settings) in objects
 
 
-# --- the whole --------------------------------------------------------------------------------------------------
+# --- the whole
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    assert {f"docs/{page}" for page in re.findall(r": (\S+\.md)$", menu, re.MULTILINE)} == {
-        page for page in pages.PAGES if page.startswith("docs/")
-    }
+    assert {
+        f"docs/{page}" for page in re.findall(r": (\S+\.md)$", menu, re.MULTILINE)
+    } == {page for page in pages.PAGES if page.startswith("docs/")}
 
 
 @pytest.mark.full
 def test_the_pages_build_without_a_warning(tmp_path):
     pytest.importorskip("mkdocstrings", reason="the extra 'docs'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "http_proxy": "http://127.0.0.1:9", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
-    site = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html"))
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        tmp_path / "site",
+    ]
+    environment = os.environ | {
+        "NO_MKDOCS_2_WARNING": "1",
+        "http_proxy": "http://127.0.0.1:9",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, (
+        done.stdout + done.stderr
+    )
+    site = "".join(
+        path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")
+    )
     assert "--8<--" not in site and 'id="hf_rmsnorm.patching.api.patch_model"' in site
-    assert not re.findall(r'(?:src|<link[^>]* href)="https?://', site), "the pages load nothing from elsewhere"
+    assert not re.findall(r'(?:src|<link[^>]* href)="https?://', site), (
+        "the pages load nothing from elsewhere"
+    )
 
 
 def test_long_sentences_are_listed():
     """It fails for none: pytest's summary of warnings is the list."""
     for page in pages.PAGES:
         for sentence in pages.long_sentences(page):
-            warnings.warn(f"{page}: {len(sentence.split())} words: {sentence}", stacklevel=1)
+            warnings.warn(
+                f"{page}: {len(sentence.split())} words: {sentence}", stacklevel=1
+            )

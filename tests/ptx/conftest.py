@@ -8,7 +8,9 @@ from ptx.driver import RUN_BY
 
 @pytest.fixture
 def driver():
-    """What executes the launches of this process; it keeps none of them when the test is over."""
+    """What executes the launches of this process; it keeps none of them when the test
+    is over.
+    """
     if os.environ.get(RUN_BY) != "executor":
         pytest.skip("`pytest tests/ptx` executes PTX, with the pinned Triton")
     from triton.runtime import driver

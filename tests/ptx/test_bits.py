@@ -1,4 +1,6 @@
-"""What is compiled rounds where Hugging Face rounds: no product goes into a sum before its rounding."""
+"""What is compiled rounds where Hugging Face rounds: no product goes into a sum before
+its rounding.
+"""
 
 import re
 
@@ -10,12 +12,25 @@ from probes import facts
 from hf_rmsnorm import use_backend
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.reference import reference_norm, reference_qk_norm
-from tests.unit.kernels.test_kernels import SPECS, check, last_dimension_strided, parameters, rows, unaligned
+from tests.unit.kernels.test_kernels import (
+    SPECS,
+    check,
+    last_dimension_strided,
+    parameters,
+    rows,
+    unaligned,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ROUNDING = ["llama", "rms_bias", "layer_norm_then_affine", "t5", "gemma", "layer_norm",
             "rounded_rstd_weight"]  # fmt: skip
-APPROXIMATE = ["llama", "layer_norm", "textbook_layer_norm", "silu_before", "silu_after"]
+APPROXIMATE = [
+    "llama",
+    "layer_norm",
+    "textbook_layer_norm",
+    "silu_before",
+    "silu_after",
+]
 SHARE = 0.999  # of bits that must be eager's: its sums are added in another order
 pytestmark = pytest.mark.usefixtures("driver")
 
@@ -43,19 +58,28 @@ def test_norms_have_the_bits_of_eager(name, dtype):
 @pytest.mark.parametrize("turned", [128, pytest.param(64, marks=pytest.mark.full)])
 def test_queries_and_keys_have_the_bits_of_eager(turned, layout, dtype):
     q, k = layout((2, 4, 9, 128), dtype, 0), layout((2, 2, 9, 128), dtype, 1)
-    weights = [parameters(SPECS["llama"], 128, dtype, seed)[0].detach() for seed in (2, 3)]
+    weights = [
+        parameters(SPECS["llama"], 128, dtype, seed)[0].detach() for seed in (2, 3)
+    ]
     angles = torch.arange(9)[:, None] * torch.exp(-torch.arange(turned // 2) / 7.0)
-    tables = [t(torch.cat([angles, angles], -1)).to(dtype)[None] for t in (torch.cos, torch.sin)]
+    tables = [
+        t(torch.cat([angles, angles], -1)).to(dtype)[None]
+        for t in (torch.cos, torch.sin)
+    ]
     with torch.no_grad(), use_backend("triton"):
         fused = fused_qk_norm(q, k, *weights, SPECS["llama"], *tables)
-    for ours, eager in zip(fused, reference_qk_norm(q, k, *weights, SPECS["llama"], *tables), strict=True):
+    for ours, eager in zip(
+        fused, reference_qk_norm(q, k, *weights, SPECS["llama"], *tables), strict=True
+    ):
         assert share(ours, eager) >= SHARE
 
 
 @pytest.mark.parametrize("hidden_size", [1, 2, 3, 7, 24, 33])
 @pytest.mark.parametrize("layout", [unaligned, last_dimension_strided])
 def test_threads_agree_on_the_sums_of_short_rows(layout, hidden_size):
-    """Where they did not, each would write its own last bits to one place, which the executor reports as a race."""
+    """Where they did not, each would write its own last bits to one place, which the
+    executor reports as a race.
+    """
     spec = SPECS["layer_norm"]
     weight, bias = parameters(spec, hidden_size, BF16)
     x = layout((2, 3, 5, hidden_size), BF16, 0).requires_grad_()
@@ -66,15 +90,21 @@ def test_threads_agree_on_the_sums_of_short_rows(layout, hidden_size):
 
 @pytest.mark.parametrize("name", APPROXIMATE)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_an_ulp_of_the_approximate_instructions_is_within_the_tolerance(driver, name, dtype):
+def test_an_ulp_of_the_approximate_instructions_is_within_the_tolerance(
+    driver, name, dtype
+):
     spec = SPECS[name]
     weight, bias = parameters(spec, 96, dtype)
     driver.machine.blurred = True
-    check(spec, rows(64, 96, dtype=dtype), weight, bias, rows(64, 96, dtype=dtype, seed=7))
+    check(
+        spec, rows(64, 96, dtype=dtype), weight, bias, rows(64, 96, dtype=dtype, seed=7)
+    )
 
 
 def test_nothing_is_left_for_the_assembler_to_contract(driver):
-    """A mul and an add without a rounding of their own may become one instruction behind our back."""
+    """A mul and an add without a rounding of their own may become one instruction
+    behind our back.
+    """
     driver.launches = []
     test_threads_agree_on_the_sums_of_short_rows(unaligned, 24)
     test_queries_and_keys_have_the_bits_of_eager(128, unaligned, BF16)
@@ -89,8 +119,17 @@ def test_nothing_is_left_for_the_assembler_to_contract(driver):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "target", [pytest.param("sm_75", marks=pytest.mark.nightly), "sm_80", "sm_90", "sm_100", "gfx942"]
+    "target",
+    [
+        pytest.param("sm_75", marks=pytest.mark.nightly),
+        "sm_80",
+        "sm_90",
+        "sm_100",
+        "gfx942",
+    ],
 )
 def test_forwards_hold_no_fused_multiply_add_on_either_maker(target):
     found = facts("contraction_probe.py", target)
-    assert len(found) == 4 and not any(fused for launches in found.values() for fused in launches), found
+    assert len(found) == 4 and not any(
+        fused for launches in found.values() for fused in launches
+    ), found

@@ -1,8 +1,9 @@
-"""Compiled kernels that are broken on purpose, a statement at a time: whatever was broken must be noticed.
+"""Compiled kernels that are broken on purpose, a statement at a time: whatever was
+broken must be noticed.
 
-Noticed is what the executor reports, or other bits in an output. Where a kernel holds statements that do no harm when
-they are gone (a barrier too many, a mask that is always true, a copy of what nobody uses), all of a kind are broken
-at once.
+Noticed is what the executor reports, or other bits in an output. Where a kernel holds
+statements that do no harm when they are gone (a barrier too many, a mask that is always
+true, a copy of what nobody uses), all of a kind are broken at once.
 """
 
 import re
@@ -25,34 +26,74 @@ GUARD = r"(?<=\n\t)@!?%p\d+ "
 MEMORY = r"(?:@!?%p\d+ )?"
 SHUFFLE = r"shfl\.sync\.bfly\.b32\s+(%r\d+), (%r\d+), (\d+), 31, -1;"
 ALONE = {
-    # But for one behind which a program ends, or branches off, without another look at shared memory.
-    "a wait removed": (r"cp\.async\.wait_group\s+\d+;(?!(?:(?!shared)(?:.|\n))*?\b(?:ret;|bra\b))", ""),
+    # But for one behind which a program ends, or branches off, without another look at
+    # shared memory.
+    "a wait removed": (
+        r"cp\.async\.wait_group\s+\d+;(?!(?:(?!shared)(?:.|\n))*?\b(?:ret;|bra\b))",
+        "",
+    ),
     "a mask of a global store removed": (GUARD + r"(?=st\.global)", ""),
     "a mask of a shared store removed": (GUARD + r"(?=st\.shared)", ""),
     "a mask of a shared load removed": (GUARD + r"(?=ld\.shared)", ""),
     "a mask of a copy removed": (GUARD + r"(?=cp\.async)", ""),
     "a mask turned around": (r"(?<=\n\t)@%p(?=\d+ (?:ld|st|cp)\.)", "@!%p"),
     "a shuffle removed": (SHUFFLE, r"mov.b32 \1, \2;"),
-    "a shuffle half as far": (SHUFFLE, lambda m: m[0].replace(f", {m[3]}, 31", f", {int(m[3]) // 2 or 2}, 31")),
+    "a shuffle half as far": (
+        SHUFFLE,
+        lambda m: m[0].replace(f", {m[3]}, 31", f", {int(m[3]) // 2 or 2}, 31"),
+    ),
     "a global store removed": (MEMORY + r"st\.global[^;]*;", ""),
-    "a global store two bytes on": (r"(st\.global[^\[]*\[ ?%rd\d+ ?)(?:\+ 0 )?\]", r"\1+ 2 ]"),
-    "a global store a vector on": (r"(st\.global[^\[]*\[ ?%rd\d+ ?)(?:\+ 0 )?\]", r"\1+ 16 ]"),
+    "a global store two bytes on": (
+        r"(st\.global[^\[]*\[ ?%rd\d+ ?)(?:\+ 0 )?\]",
+        r"\1+ 2 ]",
+    ),
+    "a global store a vector on": (
+        r"(st\.global[^\[]*\[ ?%rd\d+ ?)(?:\+ 0 )?\]",
+        r"\1+ 16 ]",
+    ),
     "a shared store removed": (MEMORY + r"st\.shared[^;]*;", ""),
-    "a shared store elsewhere": (r"(st\.shared[^\[]*\[\s?%r\d+)\s?(?:\+ 0 )?\]", r"\1+16]"),
+    "a shared store elsewhere": (
+        r"(st\.shared[^\[]*\[\s?%r\d+)\s?(?:\+ 0 )?\]",
+        r"\1+16]",
+    ),
     "a shared load elsewhere": (r"(ld\.shared[^\[]*\[%r\d+)\]", r"\1+16]"),
-    "a copy to elsewhere": (r"(cp\.async\.c[ag]\.shared\.global \[ %r\d+ )\+ 0 \]", r"\1+ 16 ]"),
-    "a result never computed": (r"(?:fma\.rn|mul(?:\.rn)?|add(?:\.rn)?|sub(?:\.rn)?)\.f32[^;]*;", ""),
+    "a copy to elsewhere": (
+        r"(cp\.async\.c[ag]\.shared\.global \[ %r\d+ )\+ 0 \]",
+        r"\1+ 16 ]",
+    ),
+    "a result never computed": (
+        r"(?:fma\.rn|mul(?:\.rn)?|add(?:\.rn)?|sub(?:\.rn)?)\.f32[^;]*;",
+        "",
+    ),
 }
 TOGETHER = {
     "barriers removed": (r"bar\.sync\s+0;", ""),
-    "one barrier in two removed": (r"(bar\.sync\s+0;)((?:.|\n)*?)bar\.sync\s+0;", r"\1\2"),
-    "waits one short": (r"(cp\.async\.wait_group\s+)(\d+);", lambda m: f"{m[1]}{int(m[2]) + 1};"),
+    "one barrier in two removed": (
+        r"(bar\.sync\s+0;)((?:.|\n)*?)bar\.sync\s+0;",
+        r"\1\2",
+    ),
+    "waits one short": (
+        r"(cp\.async\.wait_group\s+)(\d+);",
+        lambda m: f"{m[1]}{int(m[2]) + 1};",
+    ),
     "commits removed": (r"cp\.async\.commit_group;", ""),
     "masks of global loads removed": (GUARD + r"(?=ld\.global)", ""),
-    "sizes of copies not masked": (r"(cp\.async\.c[ag]\.shared\.global [^;]*, 0x\w+), %r\d+;", r"\1;"),
-    "global loads two bytes on": (r"(ld\.global[^\[]*\[ ?%rd\d+ ?)(?:\+ 0 )?\]", r"\1+ 2 ]"),
-    "global loads a vector on": (r"(ld\.global[^\[]*\[ ?%rd\d+ ?)(?:\+ 0 )?\]", r"\1+ 16 ]"),
-    "copies from elsewhere": (r"(cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[ %rd\d+ )\+ 0 \]", r"\1+ 16 ]"),
+    "sizes of copies not masked": (
+        r"(cp\.async\.c[ag]\.shared\.global [^;]*, 0x\w+), %r\d+;",
+        r"\1;",
+    ),
+    "global loads two bytes on": (
+        r"(ld\.global[^\[]*\[ ?%rd\d+ ?)(?:\+ 0 )?\]",
+        r"\1+ 2 ]",
+    ),
+    "global loads a vector on": (
+        r"(ld\.global[^\[]*\[ ?%rd\d+ ?)(?:\+ 0 )?\]",
+        r"\1+ 16 ]",
+    ),
+    "copies from elsewhere": (
+        r"(cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[ %rd\d+ )\+ 0 \]",
+        r"\1+ 16 ]",
+    ),
     "bounds one on": (r"(setp\.)lt(\.[su]32)", r"\1le\2"),
     "branches never taken": (r"@!?%p\d+ bra\s+[^;]*;", ""),
 }
@@ -77,7 +118,10 @@ def _sum(rows, hidden_size):
 
 
 def _heads(length, head_dim):
-    q, k = (torch.randn(1, heads, length, head_dim).to(BF16).requires_grad_() for heads in (4, 2))
+    q, k = (
+        torch.randn(1, heads, length, head_dim).to(BF16).requires_grad_()
+        for heads in (4, 2)
+    )
     weights = [torch.randn(head_dim).to(BF16).requires_grad_() for _ in range(2)]
     tables = [torch.randn(1, length, head_dim).to(BF16) for _ in range(2)]
     turned = fused_qk_norm(q, k, *weights, LLAMA, *tables)
@@ -86,7 +130,9 @@ def _heads(length, head_dim):
 
 @cache
 def launch_of(driver, name):
-    """(kernel, grid, shared memory, arguments, numbers of those that it wrote) of a launch that walks every loop."""
+    """(kernel, grid, shared memory, arguments, numbers of those that it wrote) of a
+    launch that walks every loop.
+    """
     torch.manual_seed(0)
     driver.launches = []
     with use_backend("triton"):
@@ -96,13 +142,29 @@ def launch_of(driver, name):
             _sum(600, 96)
         elif name in GATES:
             x, residual, *modulation = torch.randn(5, 600, 96).to(BF16)
-            modulated_norm(x, None, None, LAYER_NORM_ALONE, *modulation[:2], residual, modulation[2])
+            modulated_norm(
+                x,
+                None,
+                None,
+                LAYER_NORM_ALONE,
+                *modulation[:2],
+                residual,
+                modulation[2],
+            )
         else:
             _norm(LAYER_NORM, 600, 96)
-    kernel, grid, shared, arguments = next(made for made in driver.launches if made[0].name == name.split()[0])
+    kernel, grid, shared, arguments = next(
+        made for made in driver.launches if made[0].name == name.split()[0]
+    )
     if name == "reduce_partials":  # of as many programs as a large chip runs
         arguments[0], arguments[2] = torch.randn(792, 96), 792
-    return kernel, grid, shared, arguments, driver.machine.launch(kernel, grid, shared, arguments)
+    return (
+        kernel,
+        grid,
+        shared,
+        arguments,
+        driver.machine.launch(kernel, grid, shared, arguments),
+    )
 
 
 def noticed(driver, launch, text):
@@ -120,7 +182,8 @@ def noticed(driver, launch, text):
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", [*ALONE, *TOGETHER])
 @pytest.mark.parametrize(
-    "names", [QUICK, *(pytest.param(names, marks=pytest.mark.full) for names in (HEADS, SUMS, GATES))],
+    "names",
+    [QUICK, *(pytest.param(names, marks=pytest.mark.full) for names in (HEADS, SUMS, GATES))],
     ids=["rows", "heads", "sums", "gates"],
 )  # fmt: skip
 def test_what_is_broken_is_noticed(driver, names, kind):
@@ -134,11 +197,19 @@ def test_what_is_broken_is_noticed(driver, names, kind):
         broken = {}
         if kind in ALONE:
             for site in sites[:: -(-len(sites) // MOST) or 1]:
-                new = replacement(site) if callable(replacement) else site.expand(replacement)
+                new = (
+                    replacement(site)
+                    if callable(replacement)
+                    else site.expand(replacement)
+                )
                 broken[site.start()] = text[: site.start()] + new + text[site.end() :]
         elif sites:
             broken[0] = re.sub(pattern, replacement, text)
-        missed += [f"{name}: {text[at : at + 60]}" for at, new in broken.items() if not noticed(driver, launch, new)]
+        missed += [
+            f"{name}: {text[at : at + 60]}"
+            for at, new in broken.items()
+            if not noticed(driver, launch, new)
+        ]
     assert not missed
     assert found or names != QUICK or "shared" in kind, "no kernel has any of these"
 

@@ -1,4 +1,6 @@
-"""The executor of PTX by itself: what instructions compute, and each fault that it must see."""
+"""The executor of PTX by itself: what instructions compute, and each fault that it must
+see.
+"""
 
 import re
 from fractions import Fraction
@@ -35,8 +37,18 @@ LOAD, STORE = "ld.global.b32 %r9, [%rd4];", "st.global.b32 [%rd5], %r9;"
 COPY = "cp.async.ca.shared.global [%r2], [%rd4], 0x4; cp.async.commit_group;"
 
 
-def launch(body, source=None, target=None, grid=(1, 1, 1), shared=256, threads=THREADS, **options):
-    """Run a kernel in which thread t has its element of source at %rd4, of target at %rd5, and 4 * t in %r2."""
+def launch(
+    body,
+    source=None,
+    target=None,
+    grid=(1, 1, 1),
+    shared=256,
+    threads=THREADS,
+    **options,
+):
+    """Run a kernel in which thread t has its element of source at %rd4, of target at
+    %rd5, and 4 * t in %r2.
+    """
     source = torch.arange(THREADS, dtype=torch.int32) if source is None else source
     target = torch.full((THREADS,), -1, dtype=torch.int32) if target is None else target
     text = TEXT.replace("reqntid 64", f"reqntid {threads}")
@@ -103,7 +115,8 @@ def test_a_fault_names_the_statement():
         launch("ld.global.b32 %r9, [%rd4+4];")
 
 
-PARTNER = "ld.shared.b32 %r8, [%r4]; xor.b32 %r9, %r8, 32; " + STORE  # what a thread of the other warp wrote
+# what a thread of the other warp wrote
+PARTNER = "ld.shared.b32 %r8, [%r4]; xor.b32 %r9, %r8, 32; " + STORE
 FINE = {
     "what a thread wrote itself": "st.shared.b32 [%r2], %r1; ld.shared.b32 %r9, [%r2]; " + STORE,
     "a barrier between": "st.shared.b32 [%r2], %r1; bar.sync 0; " + PARTNER,
@@ -140,7 +153,13 @@ def test_a_tensor_that_is_read_and_written_by_two_names_is_refused():
 
 def test_a_launch_that_may_write_where_it_reads_tells_how_many_bytes_it_moved():
     x, moved = torch.arange(THREADS, dtype=torch.int32), []
-    launch("ld.global.b32 %r9, [%rd5]; add.s32 %r9, %r9, 1; " + STORE, x, x, in_place=True, watch=moved.append)
+    launch(
+        "ld.global.b32 %r9, [%rd5]; add.s32 %r9, %r9, 1; " + STORE,
+        x,
+        x,
+        in_place=True,
+        watch=moved.append,
+    )
     assert x.tolist() == list(range(1, THREADS + 1)) and moved == [2 * 4 * THREADS]
 
 
@@ -155,11 +174,18 @@ def test_what_is_not_known_is_an_error(statement):
 
 
 def computed(statement, *operands, blurred=False):
-    """What an instruction makes of 32-bit operands, each an array or a list that is repeated."""
+    """What an instruction makes of 32-bit operands, each an array or a list that is
+    repeated.
+    """
     operands = [np.resize(np.asarray(o), THREADS) for o in operands]
-    loads = [f"ld.global.b32 %r{20 + k}, [%rd4+{4 * THREADS * k}];" for k in range(len(operands))]
+    loads = [
+        f"ld.global.b32 %r{20 + k}, [%rd4+{4 * THREADS * k}];"
+        for k in range(len(operands))
+    ]
     source = torch.from_numpy(np.concatenate([o.view(np.int32) for o in operands]))
-    return launch("\n".join([*loads, statement, STORE]), source, blurred=blurred).numpy()
+    return launch(
+        "\n".join([*loads, statement, STORE]), source, blurred=blurred
+    ).numpy()
 
 
 def floats(*values):
@@ -168,12 +194,19 @@ def floats(*values):
 
 def test_a_fused_multiply_add_rounds_once():
     a = 1 + 2.0**-12  # the square is halfway between two float32 numbers
-    x, y, z = floats(a, a, a, 3.1, 1e30), floats(a, a, a, -0.7, 1e30), floats(0, 2.0**-60, -(2.0**-60), 2.17, 1)
+    x, y, z = (
+        floats(a, a, a, 3.1, 1e30),
+        floats(a, a, a, -0.7, 1e30),
+        floats(0, 2.0**-60, -(2.0**-60), 2.17, 1),
+    )
     got = computed("fma.rn.f32 %r9, %r20, %r21, %r22;", x, y, z).view(np.float32)
     for g, p, q, r in zip(got[:4], x, y, z, strict=False):
         exact = Fraction(float(p)) * Fraction(float(q)) + Fraction(float(r))
         others = [np.nextafter(g, np.float32(s * np.inf)) for s in (1, -1)]
-        assert all(abs(Fraction(float(g)) - exact) <= abs(Fraction(float(o)) - exact) for o in others)
+        assert all(
+            abs(Fraction(float(g)) - exact) <= abs(Fraction(float(o)) - exact)
+            for o in others
+        )
     assert got[1] > got[0] == got[2] and np.isinf(got[4])
 
 
@@ -181,7 +214,9 @@ EDGES = floats(0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3.4e38, 3.4e38, np.inf, 
                65520.0, 6e-8, 0.1, -0.3)  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)]
+)
 def test_halves_are_rounded_as_torch_rounds_them(name, dtype):
     torch.manual_seed(0)
     values = np.concatenate([EDGES, (torch.randn(THREADS - len(EDGES)) * 100).numpy()])
@@ -191,16 +226,23 @@ def test_halves_are_rounded_as_torch_rounds_them(name, dtype):
         expected = torch.from_numpy(given).to(dtype)
         assert torch.equal(halves[:, column].nan_to_num(7), expected.nan_to_num(7))
     back = computed(f"mov.b32 {{%rs1, %rs2}}, %r20;\ncvt.f32.{name} %r9, %rs1;", got)
-    assert torch.equal(torch.from_numpy(back.view(np.float32).copy()).nan_to_num(7), halves[:, 0].float().nan_to_num(7))
+    assert torch.equal(
+        torch.from_numpy(back.view(np.float32).copy()).nan_to_num(7),
+        halves[:, 0].float().nan_to_num(7),
+    )
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)]
+)
 @pytest.mark.parametrize("operator", ["add", "sub", "mul", "fma"])
 def test_arithmetic_of_halves_rounds_once(name, dtype, operator):
     torch.manual_seed(1)
     a, b, c = (torch.randn(2 * THREADS).to(dtype) for _ in range(3))
     c[:8] = (a[:8].double() * b[:8].double() * 2.0**-9).to(dtype)  # nearly halfway
-    given = [t.view(torch.int32).numpy() for t in (a, b, c)][: 3 if operator == "fma" else 2]
+    given = [t.view(torch.int32).numpy() for t in (a, b, c)][
+        : 3 if operator == "fma" else 2
+    ]
     registers = ", ".join(f"%r{20 + k}" for k in range(len(given)))
     got = computed(f"{operator}.rn.{name}x2 %r9, {registers};", *given)
     a, b, c = (t.double() for t in (a, b, c))
@@ -209,12 +251,25 @@ def test_arithmetic_of_halves_rounds_once(name, dtype, operator):
 
 
 def test_halves_are_compared_as_numbers():
-    """-0 equals 0, and NaN differs from itself; of a pair each half has a predicate of its own."""
+    """-0 equals 0, and NaN differs from itself; of a pair each half has a predicate of
+    its own.
+    """
     one, nan, zero, minus = 0x3F80, 0x7FC0, 0x0000, 0x8000
-    a, b = np.array([zero, one, nan, one], np.int32), np.array([minus, one, nan, zero], np.int32)
-    for name, expected in (("eq", [1, 1, 0, 0]), ("neu", [0, 0, 1, 1]), ("gt", [0, 0, 0, 1])):
+    a, b = (
+        np.array([zero, one, nan, one], np.int32),
+        np.array([minus, one, nan, zero], np.int32),
+    )
+    for name, expected in (
+        ("eq", [1, 1, 0, 0]),
+        ("neu", [0, 0, 1, 1]),
+        ("gt", [0, 0, 0, 1]),
+    ):
         unpacked = "mov.b32 {%rs1, %rs2}, %r20;\nmov.b32 {%rs3, %rs4}, %r21;\n"
-        got = computed(f"{unpacked}setp.{name}.bf16 %p2, %rs1, %rs3;\nselp.b32 %r9, 1, 0, %p2;", a, b)
+        got = computed(
+            f"{unpacked}setp.{name}.bf16 %p2, %rs1, %rs3;\nselp.b32 %r9, 1, 0, %p2;",
+            a,
+            b,
+        )
         assert got[:4].tolist() == expected
         for chosen, pair in (("%p2", a), ("%p3", a << 16)):
             other = b if pair is a else b << 16
@@ -223,10 +278,21 @@ def test_halves_are_compared_as_numbers():
 
 
 def test_bytes_are_picked_out_of_two_registers():
-    """0x7632 takes the upper half of either, as a chip without bfloat16 packs two; the fourth bit asks for a sign."""
-    a, b = np.array([0x3F80_1234, 0x0011_2233], np.int32), np.array([0x4049_5678, 0x7F00_80FF], np.int32)
-    for chosen, expected in (("0x7632U", [0x4049_3F80, 0x7F00_0011]), ("0x00C4", [0x3434_0078, 0x3333_FFFF])):
-        assert computed(f"prmt.b32 %r9, %r20, %r21, {chosen};", a, b)[:2].tolist() == expected, chosen
+    """0x7632 takes the upper half of either, as a chip without bfloat16 packs two; the
+    fourth bit asks for a sign.
+    """
+    a, b = (
+        np.array([0x3F80_1234, 0x0011_2233], np.int32),
+        np.array([0x4049_5678, 0x7F00_80FF], np.int32),
+    )
+    for chosen, expected in (
+        ("0x7632U", [0x4049_3F80, 0x7F00_0011]),
+        ("0x00C4", [0x3434_0078, 0x3333_FFFF]),
+    ):
+        assert (
+            computed(f"prmt.b32 %r9, %r20, %r21, {chosen};", a, b)[:2].tolist()
+            == expected
+        ), chosen
 
 
 def test_numbers_too_small_to_be_normal_count_as_zero_where_asked():
@@ -234,18 +300,27 @@ def test_numbers_too_small_to_be_normal_count_as_zero_where_asked():
     expected = {
         "abs.ftz.f32 %r9, %r20;": [0, 0, 0.25, 0.25],
         "rcp.approx.ftz.f32 %r9, %r20;": [np.inf, -np.inf, 4, -4],
-        "ex2.approx.ftz.f32 %r9, %r20;": [1, 1, np.float32(2**0.25), np.float32(2**-0.25)],
+        "ex2.approx.ftz.f32 %r9, %r20;": [
+            1,
+            1,
+            np.float32(2**0.25),
+            np.float32(2**-0.25),
+        ],
         "fma.rn.ftz.f32 %r9, %r20, %r20, %r20;": [0, 0, 0.3125, -0.1875],
     }
     for statement, values in expected.items():
-        assert computed(statement, small)[:4].view(np.float32).tolist() == values, statement
+        assert computed(statement, small)[:4].view(np.float32).tolist() == values, (
+            statement
+        )
     got = computed("cvt.rn.f32.s32 %r9, %r20;", np.array([-3, 2**24 + 1], np.int32))
     assert got[:2].view(np.float32).tolist() == [-3, 2**24]
 
 
 def test_nan_is_found_in_either_operand():
     a, b = floats(1, np.nan, 1, np.nan), floats(1, 1, np.nan, np.inf)
-    assert computed("setp.nan.f32 %p2, %r20, %r21;\nselp.b32 %r9, 1, 0, %p2;", a, b)[:4].tolist() == [0, 1, 1, 1]
+    assert computed("setp.nan.f32 %p2, %r20, %r21;\nselp.b32 %r9, 1, 0, %p2;", a, b)[
+        :4
+    ].tolist() == [0, 1, 1, 1]
 
 
 def test_integers():
@@ -253,51 +328,76 @@ def test_integers():
     given = np.array(a, np.int32), np.array(b, np.int32)
     pairs = list(zip(a, b, strict=True))
     expected = {
-        "div.s32": [int(x / y) for x, y in pairs], "rem.s32": [x - int(x / y) * y for x, y in pairs],
-        "mul.hi.s32": [x * y >> 32 for x, y in pairs], "mul.lo.s32": [x * y for x, y in pairs],
-        "div.u32": [x % 2**32 // (y % 2**32) for x, y in pairs], "max.s32": list(map(max, a, b)),
+        "div.s32": [int(x / y) for x, y in pairs],
+        "rem.s32": [x - int(x / y) * y for x, y in pairs],
+        "mul.hi.s32": [x * y >> 32 for x, y in pairs],
+        "mul.lo.s32": [x * y for x, y in pairs],
+        "div.u32": [x % 2**32 // (y % 2**32) for x, y in pairs],
+        "max.s32": list(map(max, a, b)),
         "shr.s32": [x >> (y % 2**32 if y > 0 else 31) for x, y in pairs],
-        "shr.u32": [x % 2**32 >> (y if y > 0 else 40) for x, y in pairs], "and.b32": [x & y for x, y in pairs],
+        "shr.u32": [x % 2**32 >> (y if y > 0 else 40) for x, y in pairs],
+        "and.b32": [x & y for x, y in pairs],
     }  # fmt: skip
     for name, values in expected.items():
         got = computed(f"{name} %r9, %r20, %r21;", *given)[: len(a)]
         assert [int(g) % 2**32 for g in got] == [v % 2**32 for v in values], name
     got = computed("bfe.u32 %r9, %r20, 4, 3;", given[0])[: len(a)]
     assert got.tolist() == [x >> 4 & 7 for x in a]
-    got = computed("mul.wide.s32 %rd9, %r20, %r21;\nshr.s64 %rd8, %rd9, 8;\ncvt.u32.u64 %r9, %rd8;", *given)[: len(a)]
+    got = computed(
+        "mul.wide.s32 %rd9, %r20, %r21;\nshr.s64 %rd8, %rd9, 8;\ncvt.u32.u64 %r9, %rd8;",
+        *given,
+    )[: len(a)]
     assert got.tolist() == [x * y >> 8 for x, y in pairs]
 
 
 def test_a_program_of_one_warp_meets_where_its_warp_does():
     written, read = "st.shared.b32 [%r2], %r1; ", "ld.shared.b32 %r9, [%r3]; " + STORE
-    both, target = written + "bar.warp.sync -1; " + read, torch.zeros(32, dtype=torch.int32)
-    assert launch(both, target=target, threads=32).tolist() == [t ^ 1 for t in range(32)]
+    both, target = (
+        written + "bar.warp.sync -1; " + read,
+        torch.zeros(32, dtype=torch.int32),
+    )
+    assert launch(both, target=target, threads=32).tolist() == [
+        t ^ 1 for t in range(32)
+    ]
     with pytest.raises(Fault, match="race on shared memory"):
         launch(written + read, target=target, threads=32)
-    with pytest.raises(Unknown):  # of one warp among several the executor knows no barrier
+    with pytest.raises(Unknown):
+        # of one warp among several the executor knows no barrier
         launch(both)
 
 
 def test_shuffles_stay_in_their_warp():
     got = launch("shfl.sync.bfly.b32 %r9, %r1, 16, 31, -1; " + STORE)
     assert got.tolist() == [t ^ 16 for t in range(THREADS)]
-    got = launch("shr.u32 %r8, %r1, 1; shfl.sync.idx.b32 %r9, %r1, %r8, 31, -1; " + STORE)
+    got = launch(
+        "shr.u32 %r8, %r1, 1; shfl.sync.idx.b32 %r9, %r1, %r8, 31, -1; " + STORE
+    )
     assert got.tolist() == [t & ~31 | t // 2 % 32 for t in range(THREADS)]
 
 
 def test_approximations_are_blurred_by_an_ulp_where_that_is_asked_for():
     x = np.linspace(0.5, 3, THREADS, dtype=np.float32)
     wide = x.astype(np.float64)
-    for name, exact in (("rsqrt.approx.ftz.f32", wide**-0.5), ("ex2.approx.f32", 2**wide)):
-        plain, moved = (computed(f"{name} %r9, %r20;", x, blurred=b) for b in (False, True))
+    for name, exact in (
+        ("rsqrt.approx.ftz.f32", wide**-0.5),
+        ("ex2.approx.f32", 2**wide),
+    ):
+        plain, moved = (
+            computed(f"{name} %r9, %r20;", x, blurred=b) for b in (False, True)
+        )
         assert np.array_equal(plain.view(np.float32), exact.astype(np.float32))
         assert set((moved - plain).tolist()) == {-1, 0, 1}
-    same = [computed("div.rn.f32 %r9, %r20, %r21;", x, x[::-1].copy(), blurred=b) for b in (False, True)]
+    same = [
+        computed("div.rn.f32 %r9, %r20, %r21;", x, x[::-1].copy(), blurred=b)
+        for b in (False, True)
+    ]
     assert np.array_equal(*same)
 
 
 def test_matrices_are_read_as_four_lanes_a_row():
-    """Thread l of a warp gets columns 2 (l % 4) and the next of row l / 4, whatever threads gave the rows."""
+    """Thread l of a warp gets columns 2 (l % 4) and the next of row l / 4, whatever
+    threads gave the rows.
+    """
     body = ("st.shared.b32 [%r2], %r1; bar.sync 0; and.b32 %r5, %r1, 7; shl.b32 %r6, %r5, 4;"
             " ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r9}, [%r6]; " + STORE)  # fmt: skip
     assert launch(body).tolist() == 2 * list(range(32))

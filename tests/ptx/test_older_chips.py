@@ -1,6 +1,8 @@
-"""A sample of the executed tests, compiled for older chips; ``.ci/nightly`` runs all of them for sm_75.
+"""A sample of the executed tests, compiled for older chips; ``.ci/nightly`` runs all of
+them for sm_75.
 
-A T4 and a V100 round to bfloat16 in integers and copy nothing ahead. So their code is another than sm_90's.
+A T4 and a V100 round to bfloat16 in integers and copy nothing ahead. So their code is
+another than sm_90's.
 """
 
 import os
@@ -12,7 +14,8 @@ from places import ROOT
 from ptx.driver import CHIP
 
 SAMPLE = (
-    # Norms forward and backward, q and k forward. It looks at the PTX, which names the chip.
+    # Norms forward and backward, q and k forward. It looks at the PTX, which names the
+    # chip.
     "tests/ptx/test_bits.py::test_nothing_is_left_for_the_assembler_to_contract",
     "tests/ptx/test_bits.py::test_norms_have_the_bits_of_eager[llama-dtype0]",
     "tests/unit/kernels/test_batch_invariance.py::test_a_residual_sum_and_its_norm[RMSNorm-96]",
@@ -25,5 +28,9 @@ SAMPLE = (
 @pytest.mark.parametrize("chip", ["75", pytest.param("70", marks=pytest.mark.nightly)])
 def test_a_sample_passes_there(chip):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SAMPLE]
-    run = subprocess.run(command, cwd=ROOT, env=os.environ | {CHIP: chip}, capture_output=True, text=True)
-    assert f"{len(SAMPLE)} passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
+    run = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {CHIP: chip}, capture_output=True, text=True
+    )
+    assert f"{len(SAMPLE)} passed" in run.stdout, (
+        run.stdout[-4000:] + run.stderr[-2000:]
+    )

@@ -1,7 +1,9 @@
-"""The machine code of the kernels, compiled ahead of time by benchmarks/aot.py: no GPU is needed.
+"""The machine code of the kernels, compiled ahead of time by benchmarks/aot.py: no GPU
+is needed.
 
-Registers and programs per multiprocessor are printed, not tested: ``python -m benchmarks aot``. What protects users is:
-no spills on common rows, accesses of 16 bytes, sums in one order, and memory that fits the chip.
+Registers and programs per multiprocessor are printed, not tested: ``python -m
+benchmarks aot``. What protects users is: no spills on common rows, accesses of 16
+bytes, sums in one order, and memory that fits the chip.
 """
 
 import json
@@ -52,14 +54,21 @@ SAMPLE = (
 
 @cache
 def compiled(cases, *options):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}  # it would compile nothing
+    # it would compile nothing
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks", "aot", *cases, *options, "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)["kernels"]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(SAMPLE, marks=pytest.mark.nightly)], ids=["sample"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(SAMPLE, marks=pytest.mark.nightly)],
+    ids=["sample"],
+)
 def kernels(request):
     return compiled(request.param)
 
@@ -71,7 +80,11 @@ def a_few():
 
 @pytest.mark.full
 def test_a_few_kernels(a_few):
-    assert [kernel["kernel"] for kernel in a_few] == ["norm_forward", "norm_backward", "reduce_partials"]
+    assert [kernel["kernel"] for kernel in a_few] == [
+        "norm_forward",
+        "norm_backward",
+        "reduce_partials",
+    ]
     test_common_rows_spill_no_register(a_few)
     test_rows_move_by_16_bytes(a_few)
 
@@ -95,54 +108,87 @@ def is_common(kernel):
     variant = kernel["variant"]
     aligned = not variant.endswith(("unaligned", "strided"))
     return (
-        kernel["target"] in ("sm_80", "sm_90") and aligned and variant not in GATED and kernel["hidden_size"] <= 8_192
+        kernel["target"] in ("sm_80", "sm_90")
+        and aligned
+        and variant not in GATED
+        and kernel["hidden_size"] <= 8_192
     )
 
 
 def test_common_rows_spill_no_register(kernels):
     common = [kernel for kernel in kernels if is_common(kernel)]
-    spilled = {name_of(kernel): kernel["spilled"] for kernel in common if kernel["spilled"]}
+    spilled = {
+        name_of(kernel): kernel["spilled"] for kernel in common if kernel["spilled"]
+    }
     assert common and not spilled, "bytes of local memory per thread"
 
 
 def test_rows_move_by_16_bytes(kernels):
-    """Loads and stores of x, dy, y, dx and gates where pointers and strides are aligned; 8 bytes are enough on AMD."""
+    """Loads and stores of x, dy, y, dx and gates where pointers and strides are
+    aligned; 8 bytes are enough on AMD.
+    """
     narrow = {}
     for kernel in kernels:
         if kernel["variant"].endswith("unaligned"):
             continue
         least = 8 if kernel["target"].startswith("gfx") else 16
-        widths = {operand: w for operand, w in kernel["widths"].items() if operand in OPERANDS}
+        widths = {
+            operand: w for operand, w in kernel["widths"].items() if operand in OPERANDS
+        }
         assert widths or kernel["kernel"].endswith("reduce_partials")
-        narrow |= {f"{name_of(kernel)} {operand}": w for operand, w in widths.items() if min(w) < least}
+        narrow |= {
+            f"{name_of(kernel)} {operand}": w
+            for operand, w in widths.items()
+            if min(w) < least
+        }
     assert not narrow, "bytes per access"
 
 
 @pytest.mark.nightly
 def test_the_machine_code_keeps_these_widths():
-    assert compiled(("sm_90:llama-bf16:128,4096,14336",), "--disassemble")  # the script compares the two
+    # the script compares the two
+    assert compiled(("sm_90:llama-bf16:128,4096,14336",), "--disassemble")
 
 
 def test_nothing_is_assumed_of_unaligned_rows(kernels):
     for kernel in kernels:
-        if kernel["variant"].endswith("unaligned") and not kernel["kernel"].endswith("reduce_partials"):
-            widths = [kernel["widths"][operand] for operand in OPERANDS if operand in kernel["widths"]]
+        if kernel["variant"].endswith("unaligned") and not kernel["kernel"].endswith(
+            "reduce_partials"
+        ):
+            widths = [
+                kernel["widths"][operand]
+                for operand in OPERANDS
+                if operand in kernel["widths"]
+            ]
             size = 4 if "fp32" in kernel["variant"] else 2
             assert widths and all(width == [size] for width in widths), name_of(kernel)
 
 
 def test_a_residual_leaves_the_order_of_the_norms_additions(kernels):
-    """So that residual + x and then the norm, and both in one launch, are the same bits on a GPU too."""
-    sums = {(k["target"], k["variant"], k["kernel"], k["hidden_size"]): k["sums"] for k in kernels}
+    """So that residual + x and then the norm, and both in one launch, are the same bits
+    on a GPU too.
+    """
+    sums = {
+        (k["target"], k["variant"], k["kernel"], k["hidden_size"]): k["sums"]
+        for k in kernels
+    }
     compared = 0
     for (target, variant, kernel, hidden_size), found in sums.items():
         plain = sums.get((target, variant.removeprefix("add_"), kernel, hidden_size))
-        if variant.startswith("add_") and kernel.startswith("norm_forward") and plain is not None:
+        if (
+            variant.startswith("add_")
+            and kernel.startswith("norm_forward")
+            and plain is not None
+        ):
             assert found == plain != [], f"{target} {variant} N={hidden_size}"
             compared += 1
     assert compared >= 20
 
 
 def test_shared_memory_fits_the_chip(kernels):
-    over = {name_of(k): k["shared"] for k in kernels if k["shared"] > SHARED_LIMIT[k["target"]]}
+    over = {
+        name_of(k): k["shared"]
+        for k in kernels
+        if k["shared"] > SHARED_LIMIT[k["target"]]
+    }
     assert not over, "bytes per program"

@@ -1,4 +1,6 @@
-"""`python -m benchmarks`: what it measures and counts without a GPU, its gate, its GPU paths with stubbed clocks."""
+"""`python -m benchmarks`: what it measures and counts without a GPU, its gate, its GPU
+paths with stubbed clocks.
+"""
 
 import json
 import os
@@ -12,23 +14,51 @@ import torch
 from places import ROOT
 from ptx.driver import TRITON
 
-from benchmarks import compact, counting, cpu, kernels, layer_table, models, peers, tables, traffic
+from benchmarks import (
+    compact,
+    counting,
+    cpu,
+    kernels,
+    layer_table,
+    models,
+    peers,
+    tables,
+    traffic,
+)
 from benchmarks.__main__ import main
 from benchmarks.shapes import TINY
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm import unpatch_model
 
-ENVELOPE = {"format", "bench", "started", "versions", "device", "driver", "platform", "commit", "dtype", "not_measured"}
+ENVELOPE = {
+    "format",
+    "bench",
+    "started",
+    "versions",
+    "device",
+    "driver",
+    "platform",
+    "commit",
+    "dtype",
+    "not_measured",
+}
 MODES = ("inference", "forward", "forward+backward")
 PNG = b"\x89PNG\r\n"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_peers():
-    """The same with and without Liger and Quack in the environment; their kernels do not run in the interpreter."""
+    """The same with and without Liger and Quack in the environment; their kernels do
+    not run in the interpreter.
+    """
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # What another test has imported of them too: a module that is there is found without its package.
-        loaded = [name for name in sys.modules if name.split(".")[0] in ("liger_kernel", "quack")]
+        # What another test has imported of them too: a module that is there is found
+        # without its package.
+        loaded = [
+            name
+            for name in sys.modules
+            if name.split(".")[0] in ("liger_kernel", "quack")
+        ]
         for name in {"liger_kernel", "quack", *loaded}:
             monkeypatch.setitem(sys.modules, name, None)
         yield
@@ -44,7 +74,12 @@ def bench(capsys, *arguments):
 
 def fails(capsys, *arguments):
     try:
-        code = main([*map(str, arguments), *(("--device", "cpu") if "layer" not in arguments else ())])
+        code = main(
+            [
+                *map(str, arguments),
+                *(("--device", "cpu") if "layer" not in arguments else ()),
+            ]
+        )
     except SystemExit as stop:
         code = stop.code
     out, err = capsys.readouterr()
@@ -56,8 +91,20 @@ def host(*arguments):
     """What `host` prints of a few rounds, in a process where Triton compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     code = "import sys; from benchmarks import __main__, host; host.ROUNDS = 3; sys.exit(__main__.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "host", "--models", "tiny", "--device", "cpu", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "host",
+        "--models",
+        "tiny",
+        "--device",
+        "cpu",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -87,7 +134,8 @@ class StubbedClock(Stopwatch):
 def test_kernels_on_a_cpu_are_judged_and_not_timed(capsys):
     data = bench(capsys, "kernels", "--models", "tiny", "--tokens", 3)
     assert [case["case"] for case in data["cases"]] == [
-        "RMSNorm 3x64", "add + RMSNorm 3x64", "q/k norm 1x3x4x2x16", "q/k norm + rotary 1x3x4x2x16"
+        "RMSNorm 3x64", "add + RMSNorm 3x64", "q/k norm 1x3x4x2x16",
+        "q/k norm + rotary 1x3x4x2x16",
     ]  # fmt: skip
     assert data["copy_gb_per_s"] is None and "need a GPU" in data["not_measured"][0]
     for case in data["cases"]:
@@ -96,39 +144,70 @@ def test_kernels_on_a_cpu_are_judged_and_not_timed(capsys):
         ours = entries["hf_rmsnorm"]
         assert ours["gate"]["failures"] == [] and ours["gate"]["bit_equal_to_hf"] == 1.0
         assert ours["saved_bytes_per_row"] < entries["hf_eager"]["saved_bytes_per_row"]
-        assert not any(mode in entry for entry in entries.values() for mode in ("forward", "backward"))
+        assert not any(
+            mode in entry
+            for entry in entries.values()
+            for mode in ("forward", "backward")
+        )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio(offset):
     wrong = {
-        "no weight": {"RMSNorm": lambda x, norm: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + 0 * norm.weight},
+        "no weight": {
+            "RMSNorm": lambda x, norm: (
+                x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + 0 * norm.weight
+            )
+        },
         "raises": {"RMSNorm": lambda x, norm: x.no_such_method()},
     }
     case = peers.Case("RMSNorm", (4, 64), offset)
     result = kernels.time_case(case, StubbedClock(), torch.bfloat16, wrong, 100.0)
     entries = result["implementations"]
-    assert any("y: max error" in failure for failure in entries["no weight"]["gate"]["failures"])
-    assert "no_such_method" in entries["raises"]["gate"]["failures"][0] and "forward" not in entries["raises"]
+    assert any(
+        "y: max error" in failure
+        for failure in entries["no weight"]["gate"]["failures"]
+    )
+    assert (
+        "no_such_method" in entries["raises"]["gate"]["failures"][0]
+        and "forward" not in entries["raises"]
+    )
     assert entries["hf_rmsnorm"]["gate"]["failures"] == []
-    rival = entries["F.rms_norm"]["forward"]["times_ours"] if offset else None  # without offset it rounds otherwise
+    # without offset it rounds otherwise
+    rival = entries["F.rms_norm"]["forward"]["times_ours"] if offset else None
     assert entries["hf_rmsnorm"]["forward"]["of_best_with_same_numerics"] == rival
     lines = "\n".join(tables.kernels({"cases": [result]})).splitlines()
     (line,) = (line for line in lines if "no weight" in line)
-    assert "NUMERICS DIFFER: y" in line and f"{entries['no weight']['forward']['times_ours']:.2f}*" in line
+    assert (
+        "NUMERICS DIFFER: y" in line
+        and f"{entries['no weight']['forward']['times_ours']:.2f}*" in line
+    )
     assert any("raises" in line and "FAILED: AttributeError" in line for line in lines)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("phase, unit", [("decode", "tokens_per_s"), ("train", "ms")])
 def test_models_before_and_after(phase, unit):
-    sizes = {"prompt": 4, "new_tokens": 3, "prefill": 6, "batch": 1, "length": 5, "rounds": 1}
+    sizes = {
+        "prompt": 4,
+        "new_tokens": 3,
+        "prefill": 6,
+        "batch": 1,
+        "length": 5,
+        "rounds": 1,
+    }
     found = models.run(TINY, phase, sizes, 2, "cpu", torch.bfloat16)
     variants = found["tiny"]["phases"][phase]
     assert variants["unpatched"][unit] > 0 and variants["patch_model"]["speedup"] > 0
     assert found["tiny"]["norms_swapped"] == 9 and found["tiny"]["layers"] == 2
-    result = {"bench": "train", "device": None, "versions": {}, "layers": {}, "not_measured": []}
+    result = {
+        "bench": "train",
+        "device": None,
+        "versions": {},
+        "layers": {},
+        "not_measured": [],
+    }
     assert "patch_model" in tables.text({**result, "phase": phase, "models": found})
 
 
@@ -136,11 +215,16 @@ def test_models_before_and_after(phase, unit):
 @pytest.mark.parametrize("what", ["generate", "train"])
 def test_on_a_cpu_models_are_counted(capsys, what):
     data = bench(capsys, what, "--models", "tiny")
-    before, after = data["layers"]["tiny"]["unpatched"], data["layers"]["tiny"]["patched"]
+    before, after = (
+        data["layers"]["tiny"]["unpatched"],
+        data["layers"]["tiny"]["patched"],
+    )
     assert before["sum"] == 56 and before["launches"] == 0
     assert after["sum"] == after["operators"] + after["launches"] <= 26
     saved = before["saved_bytes_per_token"] - after["saved_bytes_per_token"]
-    assert saved == 2 * 4 * 64 + 6 * 4 * 16, "xhat in half and x in single precision, of two norms and six heads"
+    assert saved == 2 * 4 * 64 + 6 * 4 * 16, (
+        "xhat in half and x in single precision, of two norms and six heads"
+    )
     assert data["models"] == {} and "before and after" in data["not_measured"][0]
 
 
@@ -151,11 +235,19 @@ def test_zeros_on_every_side_do_not_pass_the_gate():
     made = peers.implementations(case, norms, {}, None)
     inputs, gradients = peers.make_set(case, "cpu", torch.float32)
     verdicts = peers.judge(case, made, norms, inputs, gradients)
-    assert list(verdicts) == ["hf_eager", "hf_rmsnorm", "hf_rmsnorm again", "F.rms_norm"]
+    assert list(verdicts) == [
+        "hf_eager",
+        "hf_rmsnorm",
+        "hf_rmsnorm again",
+        "F.rms_norm",
+    ]
     assert not any(verdict["failures"] for verdict in verdicts.values())
     zeros = [torch.zeros_like(x).requires_grad_() for x in inputs]
     for verdict in peers.judge(case, made, norms, zeros, gradients).values():
-        assert "y: zero everywhere in float64 too, so nothing was computed" in verdict["failures"]
+        assert (
+            "y: zero everywhere in float64 too, so nothing was computed"
+            in verdict["failures"]
+        )
 
 
 @pytest.mark.nightly
@@ -166,12 +258,23 @@ def test_host_costs_on_a_cpu(tmp_path):
     assert out.read_text() == compact.compact_json(printed) + "\n"
     assert picture.read_bytes().startswith(PNG)
     assert printed.keys() >= ENVELOPE
-    assert list(printed["cases"]) == ["RMSNorm 1x1x64", "add + RMSNorm 1x1x64", "q/k norm 1x1x4x2x64"]
+    assert list(printed["cases"]) == [
+        "RMSNorm 1x1x64",
+        "add + RMSNorm 1x1x64",
+        "q/k norm 1x1x4x2x64",
+    ]
     for case, entries in printed["cases"].items():
         for mode in MODES:
-            assert 0 < entries["hf_rmsnorm"][mode]["us_min"] <= entries["hf_rmsnorm"][mode]["us"]
-        # Besides allocations and the launch, only the sum: of one token it is left to torch.
-        assert entries["hf_rmsnorm"]["operators"] == (1 if case.startswith("add") else 0)
+            assert (
+                0
+                < entries["hf_rmsnorm"][mode]["us_min"]
+                <= entries["hf_rmsnorm"][mode]["us"]
+            )
+        # Besides allocations and the launch, only the sum: of one token it is left to
+        # torch.
+        assert entries["hf_rmsnorm"]["operators"] == (
+            1 if case.startswith("add") else 0
+        )
         assert entries["hf_eager"]["operators"] >= 8
     assert printed["ratios"]["inference / F.rms_norm"] > 0
     assert printed["decoding"].keys() == {"LLaMA", "Qwen3"}
@@ -188,7 +291,9 @@ def test_host_costs_are_not_taken_from_the_interpreter(capsys, monkeypatch):
     assert data["cases"] == {} and data["ratios"] == {}
     assert "TRITON_INTERPRET=1" in data["not_measured"][0]
     assert data["layers"]["tiny"]["unpatched"]["sum"] == 56
-    assert "TRITON_INTERPRET=1" in fails(capsys, "host", "--models", "tiny", "--plot", "x.png")
+    assert "TRITON_INTERPRET=1" in fails(
+        capsys, "host", "--models", "tiny", "--plot", "x.png"
+    )
 
 
 def test_what_needs_a_gpu_says_so(capsys, monkeypatch):
@@ -202,11 +307,17 @@ def test_what_needs_a_gpu_says_so(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["kernels", "--models", "tiny,GPT-5"], "no such shape: GPT-5; choose among Llama-3-8B"),
+        (
+            ["kernels", "--models", "tiny,GPT-5"],
+            "no such shape: GPT-5; choose among Llama-3-8B",
+        ),
         (["kernels", "--tokens", "4,0"], "0 is below 1"),
         (["layer", "--table", "--models", "tiny"], "the committed result has no tiny"),
         (["kernals"], "did you mean kernels?"),
-        (["train", "--models", "tiny", "--out", "no/such/folder/x.json"], "cannot write no/such/folder/x.json"),
+        (
+            ["train", "--models", "tiny", "--out", "no/such/folder/x.json"],
+            "cannot write no/such/folder/x.json",
+        ),
     ],
 )
 def test_bad_input_gets_one_line(capsys, arguments, message):
@@ -217,13 +328,26 @@ def test_bad_input_gets_one_line(capsys, arguments, message):
 def test_the_cost_of_a_patch_on_a_cpu_is_a_ratio_beside_that_of_chance():
     model = counting.build(TINY["tiny"], 1, "cpu", torch.float32).eval()
     found = cpu.measure(model, 5)
-    assert found["turns"] == 5 and found["parameters"] == sum(p.numel() for p in model.parameters())
-    assert all(0 < found[kind]["us_min"] <= found[kind]["us"] for kind in (cpu.PLAIN, cpu.PATCHED, cpu.AGAIN))
-    assert found["ratio"] > 0 and found["ratio by chance"] > 0 and unpatch_model(model) == 0
+    assert found["turns"] == 5 and found["parameters"] == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert all(
+        0 < found[kind]["us_min"] <= found[kind]["us"]
+        for kind in (cpu.PLAIN, cpu.PATCHED, cpu.AGAIN)
+    )
+    assert (
+        found["ratio"] > 0
+        and found["ratio by chance"] > 0
+        and unpatch_model(model) == 0
+    )
 
 
 def test_a_committed_result_has_an_entry_a_line_and_five_digits():
-    value = {"name": "x", "of": {str(n): {"us": 1 / 3 + n, "of": [n] * 200} for n in range(3)}, "none": []}
+    value = {
+        "name": "x",
+        "of": {str(n): {"us": 1 / 3 + n, "of": [n] * 200} for n in range(3)},
+        "none": [],
+    }
     text = compact.compact_json(value)
     assert json.loads(text)["of"]["2"] == {"us": 2.3333, "of": [2] * 200}
     assert [line.strip()[:4] for line in text.splitlines()] == [
@@ -239,14 +363,19 @@ def test_a_committed_result_has_an_entry_a_line_and_five_digits():
     ]
 
 
-# --- one decoder layer -------------------------------------------------------------------------------------------
+# --- one decoder layer
+# -------------------------------------------------------------------------------------------
 
 
 def layer(*arguments):
-    """What `layer` counts, in a process where the kernels are compiled and their PTX is executed."""
+    """What `layer` counts, in a process where the kernels are compiled and their PTX is
+    executed.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks", "layer", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=900)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=900
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -263,8 +392,14 @@ def test_a_narrow_layer_launches_what_the_committed_result_says(executed):
     for variant in ("eager", "hf_rmsnorm"):
         for phase in ("decode", "prefill"):
             for what in ("kernels", "fusible_kernels"):
-                assert counted[variant][phase][what] == executed["models"]["Qwen3-8B"][variant][phase][what]
-    assert counted["hf_rmsnorm"]["saved_bytes_per_token"] < counted["eager"]["saved_bytes_per_token"]
+                assert (
+                    counted[variant][phase][what]
+                    == executed["models"]["Qwen3-8B"][variant][phase][what]
+                )
+    assert (
+        counted["hf_rmsnorm"]["saved_bytes_per_token"]
+        < counted["eager"]["saved_bytes_per_token"]
+    )
 
 
 @pytest.mark.nightly
@@ -273,7 +408,8 @@ def test_a_layer_of_the_published_size_is_counted_as_in_the_committed_result(exe
     counted = layer("--models", name)["models"][name]
     for variant, counts in counted.items():
         expected = dict(executed["models"][name][variant])
-        expected.pop("equal_to_eager")  # the order in which a CPU adds depends on the CPU
+        # the order in which a CPU adds depends on the CPU
+        expected.pop("equal_to_eager")
         assert counts.items() >= expected.items()
 
 
@@ -297,7 +433,9 @@ def test_norms_and_sums_are_told_from_the_rest_of_a_layer():
     module, x = _Layer(), torch.zeros(4, 8)
     with torch.no_grad(), traffic.Traffic(module) as counted:
         module(x)
-    assert counted.kernels == 3, "the norm, the matrix product and the sum; the view is free"
+    assert counted.kernels == 3, (
+        "the norm, the matrix product and the sum; the view is free"
+    )
     norm = 2 * 4 * 32 + 2 * 32 + 2 * 4 * 4  # x, y, weight and bias, mean and rstd
     assert counted.fusible == {"kernels": 2, "bytes": norm + 3 * 4 * 32}
 
@@ -305,7 +443,9 @@ def test_norms_and_sums_are_told_from_the_rest_of_a_layer():
 def test_the_picture_of_a_layer_is_that_of_the_committed_result():
     path = ROOT / "docs/draw_layer.py"
     drawing = runpy.run_path(str(path))
-    assert drawing["drawn"](layer_table.committed()["models"]) == drawing["FILE"].read_text(encoding="utf-8")
+    assert drawing["drawn"](layer_table.committed()["models"]) == drawing[
+        "FILE"
+    ].read_text(encoding="utf-8")
 
 
 def test_the_table_of_a_layer_has_the_speeds_of_a_gpu():

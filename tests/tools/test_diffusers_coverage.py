@@ -5,22 +5,38 @@ import json
 import pytest
 from places import SCRIPTS
 
-diffusers = pytest.importorskip("diffusers", reason="the library that this is for, of scripts/requirements")
+diffusers = pytest.importorskip(
+    "diffusers", reason="the library that this is for, of scripts/requirements"
+)
 coverage = pytest.importorskip("scripts.coverage.diffusers")
 
 COMMITTED = SCRIPTS / "results" / f"diffusers-{diffusers.__version__}.json"
-pytestmark = pytest.mark.skipif(not COMMITTED.exists(), reason=f"no table was made with {diffusers.__version__}")
-SAMPLE = "FluxTransformer2DModel", "WanTransformer3DModel", "ZImageTransformer2DModel", "SD3Transformer2DModel"
+pytestmark = pytest.mark.skipif(
+    not COMMITTED.exists(), reason=f"no table was made with {diffusers.__version__}"
+)
+SAMPLE = (
+    "FluxTransformer2DModel",
+    "WanTransformer3DModel",
+    "ZImageTransformer2DModel",
+    "SD3Transformer2DModel",
+)
 
 
 def entries():
-    return {entry["type"]: entry for entry in json.loads(COMMITTED.read_text(encoding="utf-8"))["types"]}
+    return {
+        entry["type"]: entry
+        for entry in json.loads(COMMITTED.read_text(encoding="utf-8"))["types"]
+    }
 
 
 def test_every_transformer_is_in_the_table_and_none_is_changed_by_a_patch():
     table = entries()
     assert table.keys() == coverage.classes().keys()
-    assert not [name for name, entry in table.items() if "error" in entry or coverage.is_wrong(entry)]
+    assert not [
+        name
+        for name, entry in table.items()
+        if "error" in entry or coverage.is_wrong(entry)
+    ]
 
 
 @pytest.mark.parametrize("name", SAMPLE)

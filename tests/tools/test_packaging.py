@@ -1,4 +1,6 @@
-"""The wheel holds what it must and works without the checkout; the bootstrap survives being interrupted."""
+"""The wheel holds what it must and works without the checkout; the bootstrap survives
+being interrupted.
+"""
 
 import ast
 import json
@@ -21,7 +23,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -30,8 +34,20 @@ def wheel(tmp_path_factory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "hf_rmsnorm", source / "hf_rmsnorm", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    shutil.copytree(
+        ROOT / "hf_rmsnorm",
+        source / "hf_rmsnorm",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        "dist",
+    ]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (source / "dist").glob("*.whl")
@@ -45,7 +61,12 @@ def test_wheel_holds_the_licence_and_the_demo_models_and_nothing_else(wheel):
         (licence,) = [name for name in names if name.endswith("licenses/LICENSE")]
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
         for model in ("llama", "qwen3", "gpt2"):
-            for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            for name in (
+                "config.json",
+                "model.safetensors",
+                "tokenizer.json",
+                "tokenizer_config.json",
+            ):
                 path = f"hf_rmsnorm/demo/{model}/{name}"
                 assert archive.read(path) == (ROOT / path).read_bytes()
     assert {"hf_rmsnorm/py.typed", "hf_rmsnorm/__init__.pyi"} <= set(names)
@@ -55,13 +76,17 @@ def test_wheel_holds_the_licence_and_the_demo_models_and_nothing_else(wheel):
 def test_the_stub_names_what_is_there():
     stub = ast.parse((ROOT / "hf_rmsnorm" / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    assert {name.name for node in imports for name in node.names} == set(hf_rmsnorm.__all__) - {"__version__"}
+    assert {name.name for node in imports for name in node.names} == set(
+        hf_rmsnorm.__all__
+    ) - {"__version__"}
     for name in hf_rmsnorm.__all__:
         assert getattr(hf_rmsnorm, name) is not None
 
 
 def test_commits_are_checked_by_the_pinned_linter():
-    (ruff,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    (ruff,) = yaml.safe_load(
+        (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    )["repos"]
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert f"ruff=={ruff['rev'].removeprefix('v')}" in pinned
 
@@ -78,14 +103,33 @@ def test_type_checkers_know_the_public_names_and_their_arguments(tmp_path):
     }
     script = tmp_path / "user.py"
     script.write_text(
-        "from torch import nn\nfrom hf_rmsnorm import convert_checkpoint, patch_model\n" + "\n".join(lines) + "\n"
+        "from torch import nn\nfrom hf_rmsnorm import convert_checkpoint, patch_model\n"
+        + "\n".join(lines)
+        + "\n"
     )
-    options = ["--follow-imports=silent", "--ignore-missing-imports", "--cache-dir", tmp_path]
+    options = [
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+        "--cache-dir",
+        tmp_path,
+    ]
     command = [sys.executable, "-m", "mypy", *options]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    done = subprocess.run([*map(str, command), script], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    found = {int(line.split(":")[1]): line for line in done.stdout.splitlines() if ": error: " in line}
-    assert sorted(found) == [n for n, said in enumerate(lines.values(), start=3) if said], done.stdout + done.stderr
+    done = subprocess.run(
+        [*map(str, command), script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    found = {
+        int(line.split(":")[1]): line
+        for line in done.stdout.splitlines()
+        if ": error: " in line
+    }
+    assert sorted(found) == [
+        n for n, said in enumerate(lines.values(), start=3) if said
+    ], done.stdout + done.stderr
     for number, said in enumerate(lines.values(), start=3):
         assert said in found.get(number, "")
 
@@ -94,7 +138,17 @@ def test_type_checkers_know_the_public_names_and_their_arguments(tmp_path):
 def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+    ]
     subprocess.run([*pip, str(wheel)], check=True)
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
@@ -102,14 +156,19 @@ def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
         f"assert hf_rmsnorm.__file__.startswith({str(target)!r}), hf_rmsnorm.__file__\n"
         "sys.exit(main(['report', 'demo:qwen3', '--json']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=elsewhere, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["swapped"]) == 17  # 4 layers of 2 norms and 2 q/k norms, and the last
+    # 4 layers of 2 norms and 2 q/k norms, and the last
+    assert len(json.loads(done.stdout)["swapped"]) == 17
 
 
 @pytest.fixture
 def bootstrap(monkeypatch, tmp_path):
-    """scripts/_bootstrap.py over an empty folder; what it would install is written down instead."""
+    """scripts/_bootstrap.py over an empty folder; what it would install is written down
+    instead.
+    """
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import _bootstrap
 
@@ -142,7 +201,9 @@ def arguments_in(log) -> set:
 
 def test_bootstrap_installs_once_and_then_only_what_is_new(bootstrap):
     bootstrap.ensure()
-    assert bootstrap.log[0] == "venv" and arguments_in(bootstrap.log).issuperset(bootstrap.REQUIREMENTS)
+    assert bootstrap.log[0] == "venv" and arguments_in(bootstrap.log).issuperset(
+        bootstrap.REQUIREMENTS
+    )
     assert not any("quick.txt" in name for name in arguments_in(bootstrap.log))
     bootstrap.log.clear()
     bootstrap.ensure()
@@ -172,7 +233,9 @@ def test_bootstrap_starts_anew_after_an_interrupted_run(bootstrap, monkeypatch, 
     (bootstrap.VENV / "half-installed").write_text("")
     bootstrap.log.clear()
     bootstrap.ensure()
-    assert bootstrap.log[0] == "venv" and not (bootstrap.VENV / "half-installed").exists()
+    assert (
+        bootstrap.log[0] == "venv" and not (bootstrap.VENV / "half-installed").exists()
+    )
 
 
 def test_bootstrap_starts_anew_when_the_pinned_versions_change(bootstrap):
@@ -195,8 +258,14 @@ def test_bootstrap_and_project_name_the_same_requirements(bootstrap):
     def bare(requirements):
         return {NAME.match(requirement)[0] for requirement in requirements}
 
-    assert bare(PROJECT["dependencies"]) - {"triton", "triton-windows"} == set(bootstrap.REQUIREMENTS) - {"setuptools"}
-    lines = [line for path in bootstrap.EXTRAS.glob("*.txt") for line in path.read_text(encoding="utf-8").splitlines()]
+    assert bare(PROJECT["dependencies"]) - {"triton", "triton-windows"} == set(
+        bootstrap.REQUIREMENTS
+    ) - {"setuptools"}
+    lines = [
+        line
+        for path in bootstrap.EXTRAS.glob("*.txt")
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     listed = bare(line for line in lines if not line.startswith("#"))
     pinned = dict(
         line.split(" ")[0].split("==")
@@ -207,10 +276,19 @@ def test_bootstrap_and_project_name_the_same_requirements(bootstrap):
     assert pinned["torch"] == "2.13.0" and "triton" not in pinned
 
 
-@pytest.mark.parametrize("script, part", [("quickstart", "--max-new-tokens"), ("run_tests", "pytest arguments")])
+@pytest.mark.parametrize(
+    "script, part",
+    [("quickstart", "--max-new-tokens"), ("run_tests", "pytest arguments")],
+)
 def test_scripts_answer_help_at_once(tmp_path, script, part):
-    """Run from a copy of scripts/ alone: there is nothing to install, and nothing may be made."""
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__", "results"))
+    """Run from a copy of scripts/ alone: there is nothing to install, and nothing may
+    be made.
+    """
+    shutil.copytree(
+        ROOT / "scripts",
+        tmp_path / "scripts",
+        ignore=shutil.ignore_patterns("__pycache__", "results"),
+    )
     command = [sys.executable, "-B", tmp_path / "scripts" / f"{script}.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and part in done.stdout

@@ -41,8 +41,12 @@ def run(pytester):
     def run(*arguments):
         done = pytester.inline_run("-p", "no:cacheprovider", *arguments)
         outcomes = {}
-        for outcome, reports in zip(("passed", "skipped", "failed"), done.listoutcomes(), strict=True):
-            outcomes |= {report.nodeid.rpartition("::test_")[2]: outcome for report in reports}
+        for outcome, reports in zip(
+            ("passed", "skipped", "failed"), done.listoutcomes(), strict=True
+        ):
+            outcomes |= {
+                report.nodeid.rpartition("::test_")[2]: outcome for report in reports
+            }
         return outcomes
 
     yield run
@@ -52,7 +56,10 @@ def run(pytester):
 def test_one_case_of_each_quick_test_runs_by_default(run, capsys):
     assert run() == {"quick": "passed", "cases[0]": "passed"}
     output = capsys.readouterr().out
-    assert "tier: quick (one case of each test; --all runs more, --nightly everything)" in output
+    assert (
+        "tier: quick (one case of each test; --all runs more, --nightly everything)"
+        in output
+    )
     assert "21 deselected" in output
 
 
@@ -65,7 +72,11 @@ def test_all_runs_the_full_tests_too_and_more_cases(run):
 
 def test_nightly_runs_everything(run):
     cases = {f"cases[{number}]": "passed" for number in range(20)}
-    assert run("--nightly") == cases | {"quick": "passed", "full": "passed", "nightly": "passed"}
+    assert run("--nightly") == cases | {
+        "quick": "passed",
+        "full": "passed",
+        "nightly": "passed",
+    }
 
 
 def test_markers_choose_by_themselves(run):
@@ -74,11 +85,23 @@ def test_markers_choose_by_themselves(run):
 
 @pytest.mark.parametrize(
     "arguments, hidden",
-    [([], True), (["-m", "not gpu"], True), (["-m", "gpu"], False), (["-m", "full or gpu"], False)],
+    [
+        ([], True),
+        (["-m", "not gpu"], True),
+        (["-m", "gpu"], False),
+        (["-m", "full or gpu"], False),
+    ],
 )
 def test_a_gpu_is_there_for_its_own_tests_alone(run, monkeypatch, arguments, hidden):
-    """Others launch kernels on CPU tensors, and so need the interpreter, whatever the machine has."""
-    for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+    """Others launch kernels on CPU tensors, and so need the interpreter, whatever the
+    machine has.
+    """
+    for name in (
+        "TRITON_INTERPRET",
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+    ):
         monkeypatch.setenv(name, "0")  # as it is after this test
         monkeypatch.delenv(name)
     run(*arguments)

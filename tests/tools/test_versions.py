@@ -1,4 +1,6 @@
-"""scripts/versions.py: every row passed, and the oldest row is what the package asks for."""
+"""scripts/versions.py: every row passed, and the oldest row is what the package asks
+for.
+"""
 
 import json
 import re
@@ -17,7 +19,9 @@ PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def least(name):
-    """The oldest release that pyproject.toml takes; 2.8.0a0 takes what a container makes of 2.8, too."""
+    """The oldest release that pyproject.toml takes; 2.8.0a0 takes what a container
+    makes of 2.8, too.
+    """
     return re.search(rf'"{name}>=([\d.]+?)(\.0a0)?[";]', PROJECT)[1]
 
 
@@ -30,25 +34,37 @@ def test_every_row_passed():
         if each["row"] == NEWEST:
             continue  # it has what was the newest then
         python, transformers, torch_version, triton = each["row"].split("/")
-        assert had["python"].startswith(python + ".") and had["torch"].split("+")[0] == torch_version
+        assert (
+            had["python"].startswith(python + ".")
+            and had["torch"].split("+")[0] == torch_version
+        )
         assert (had["transformers"], had["triton"]) == (transformers, triton)
 
 
 def test_the_package_asks_for_the_oldest_row():
     python, *packages = ROWS[0].split("/")
     assert re.search(r'requires-python = ">=([\d.]+)"', PROJECT)[1] == python
-    for name, version in zip(("transformers", "torch", "triton"), packages, strict=True):
+    for name, version in zip(
+        ("transformers", "torch", "triton"), packages, strict=True
+    ):
         assert version.startswith(least(name) + ".")
 
 
 def test_an_older_torch_is_told_in_one_line(monkeypatch):
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0+cpu"))
+    monkeypatch.setattr(
+        torch, "__version__", torch.torch_version.TorchVersion("2.6.0+cpu")
+    )
     with pytest.raises(ImportError) as error:
         runpy.run_path(str(ROOT / "hf_rmsnorm/formula.py"))
-    assert str(error.value).startswith(f"hf_rmsnorm needs torch {least('torch')} or newer, this is 2.6.0+cpu: ")
+    assert str(error.value).startswith(
+        f"hf_rmsnorm needs torch {least('torch')} or newer, this is 2.6.0+cpu: "
+    )
 
 
-@pytest.mark.parametrize("version", ["2.10.0a0+b4e4ee81d3.nv25.12", "2.8.0a0+5228986c39.nv25.05", "2.9.1+rocm6.4"])
+@pytest.mark.parametrize(
+    "version",
+    ["2.10.0a0+b4e4ee81d3.nv25.12", "2.8.0a0+5228986c39.nv25.05", "2.9.1+rocm6.4"],
+)
 def test_a_containers_torch_is_the_release_that_it_names(version, monkeypatch):
     asked = re.search(r'"torch(>=[^"]+)"', PROJECT)[1]
     assert SpecifierSet(asked).contains(version)
@@ -60,7 +76,14 @@ def test_a_containers_torch_is_the_release_that_it_names(version, monkeypatch):
 def test_a_row_whose_python_is_not_here_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["versions.py", "2.1/4.57.6/2.10.0/3.6.0", "--no-write"])
+    monkeypatch.setattr(
+        sys, "argv", ["versions.py", "2.1/4.57.6/2.10.0/3.6.0", "--no-write"]
+    )
     assert versions.main() == 1
     said = capsys.readouterr().out
-    assert said.startswith("2.1/4.57.6/2.10.0/3.6.0: not run: there is no python2.1 on PATH") and said.count("\n") == 1
+    assert (
+        said.startswith(
+            "2.1/4.57.6/2.10.0/3.6.0: not run: there is no python2.1 on PATH"
+        )
+        and said.count("\n") == 1
+    )

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from hf_rmsnorm.paths import compact_paths
 
-PARTS = st.one_of(st.integers(0, 12).map(str), st.sampled_from(["layers", "norm", "b{0}x", "h1"]))
+PARTS = st.one_of(
+    st.integers(0, 12).map(str), st.sampled_from(["layers", "norm", "b{0}x", "h1"])
+)
 PATHS = st.lists(st.lists(PARTS, min_size=0, max_size=4).map(".".join), max_size=25)
 
 
@@ -22,7 +24,13 @@ def expanded(written):
             pieces.append([text])
             continue
         bounds = [part.split("-") for part in ranges.split(",")]
-        pieces.append([str(n) for bound in bounds for n in range(int(bound[0]), int(bound[-1]) + 1)])
+        pieces.append(
+            [
+                str(n)
+                for bound in bounds
+                for n in range(int(bound[0]), int(bound[-1]) + 1)
+            ]
+        )
     return ["".join(choice) for choice in product(*pieces)]
 
 
@@ -33,6 +41,10 @@ def test_nothing_is_added_or_lost_or_said_twice(paths):
 
 
 def test_ranges_holes_and_blocks_of_two_numbers():
-    assert compact_paths([f"layers.{i}.norm" for i in (0, 1, 2, 5)]) == ["layers.[0-2,5].norm"]
-    assert compact_paths([f"{i}.experts.{j}" for i in (0, 1) for j in (0, 1)]) == ["[0-1].experts.[0-1]"]
+    assert compact_paths([f"layers.{i}.norm" for i in (0, 1, 2, 5)]) == [
+        "layers.[0-2,5].norm"
+    ]
+    assert compact_paths([f"{i}.experts.{j}" for i in (0, 1) for j in (0, 1)]) == [
+        "[0-1].experts.[0-1]"
+    ]
     assert compact_paths(["", "norm", "norm"]) == ["(the model itself)", "norm"]

@@ -1,4 +1,6 @@
-"""The record of a conversion in config.json, and whether the weights still are what it says."""
+"""The record of a conversion in config.json, and whether the weights still are what it
+says.
+"""
 
 import json
 
@@ -7,7 +9,13 @@ import torch
 from conversion_models import carry_out, causal_lm, config_of
 
 from hf_rmsnorm.conversion.proxy.discover import discover
-from hf_rmsnorm.record import RECORD_KEY, explain_violation, make_record, recorded_norms, uncentred
+from hf_rmsnorm.record import (
+    RECORD_KEY,
+    explain_violation,
+    make_record,
+    recorded_norms,
+    uncentred,
+)
 
 
 def converted(name, dtype=torch.float64):
@@ -20,9 +28,13 @@ def converted(name, dtype=torch.float64):
     return model.to(dtype), json.loads(json.dumps(plan.config))[RECORD_KEY]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 @pytest.mark.parametrize("name", ["gpt2", "persimmon"])
-def test_converted_weights_are_centred_in_every_dtype_and_the_original_ones_are_not(name, dtype):
+def test_converted_weights_are_centred_in_every_dtype_and_the_original_ones_are_not(
+    name, dtype
+):
     model, record = converted(name, dtype)
     assert uncentred(dict(model.named_parameters()), record) == []
     assert uncentred(model.state_dict(), record) == []
@@ -40,7 +52,9 @@ def test_fine_tuning_is_noticed():
         model(input_ids=ids, labels=ids).loss.backward()
         optimiser.step()
         optimiser.zero_grad()
-    assert "transformer.h.0.mlp.c_proj.weight" in uncentred(dict(model.named_parameters()), record)
+    assert "transformer.h.0.mlp.c_proj.weight" in uncentred(
+        dict(model.named_parameters()), record
+    )
 
 
 @pytest.mark.parametrize("value", [0.01, float("nan"), float("inf")])
@@ -48,7 +62,9 @@ def test_one_element_of_one_row_is_noticed(value):
     model, record = converted("gpt2", torch.bfloat16)
     with torch.no_grad():
         model.transformer.wte.weight[17, 3] += value * 100
-    assert uncentred(dict(model.named_parameters()), record) == ["transformer.wte.weight"]
+    assert uncentred(dict(model.named_parameters()), record) == [
+        "transformer.wte.weight"
+    ]
 
 
 def test_only_the_recorded_blocks_are_asked():
@@ -68,18 +84,29 @@ def test_missing_and_misshapen_tensors_are_not_centred():
     parameters = dict(model.named_parameters())
     del parameters["transformer.wpe.weight"]
     parameters["transformer.wte.weight"] = parameters["transformer.wte.weight"][:, :31]
-    assert sorted(uncentred(parameters, record)) == ["transformer.wpe.weight", "transformer.wte.weight"]
+    assert sorted(uncentred(parameters, record)) == [
+        "transformer.wpe.weight",
+        "transformer.wte.weight",
+    ]
 
 
 def test_a_writer_that_is_missing_from_one_layer_is_noticed():
-    """A wrapped or replaced layer has its tensors under other names; the layers beside it have not."""
+    """A wrapped or replaced layer has its tensors under other names; the layers beside
+    it have not.
+    """
     model, record = converted("gpt2")
     parameters = dict(model.named_parameters())
     assert record["residual_weights"]["transformer.h.*.mlp.c_proj.weight"]["count"] == 2
-    parameters["transformer.h.1.mlp.c_proj.base_layer.weight"] = parameters.pop("transformer.h.1.mlp.c_proj.weight") + 1
+    parameters["transformer.h.1.mlp.c_proj.base_layer.weight"] = (
+        parameters.pop("transformer.h.1.mlp.c_proj.weight") + 1
+    )
     assert uncentred(parameters, record) == ["transformer.h.*.mlp.c_proj.weight"]
-    assert "transformer.h.*.mlp.c_proj.weight: not all of it is here" in explain_violation(parameters, record)
-    del record["residual_weights"]["transformer.h.*.mlp.c_proj.weight"]["count"]  # as records without it were
+    assert (
+        "transformer.h.*.mlp.c_proj.weight: not all of it is here"
+        in explain_violation(parameters, record)
+    )
+    # as records without it were
+    del record["residual_weights"]["transformer.h.*.mlp.c_proj.weight"]["count"]
     assert uncentred(parameters, record) == []
 
 
@@ -87,7 +114,10 @@ def test_a_writer_that_is_missing_from_one_layer_is_noticed():
 def test_the_rounding_of_a_narrower_dtype_is_told_from_fine_tuning(dtype):
     model, record = converted("gpt2", torch.bfloat16)
     parameters = dict(model.to(dtype).named_parameters())
-    text, wide = explain_violation(parameters, record), str(dtype).removeprefix("torch.")
+    text, wide = (
+        explain_violation(parameters, record),
+        str(dtype).removeprefix("torch."),
+    )
     assert "more has bfloat16 values" in text
     assert f'load it with dtype="auto", or convert the {wide} original' in text
     with torch.no_grad():
@@ -118,10 +148,18 @@ def test_the_record_says_which_modules_are_rmsnorms():
 
 def test_layers_that_are_alike_share_an_entry_and_others_do_not():
     how, other = ({"axis": axis, "block": 8, "blocks": None} for axis in (0, 1))
-    parameters = [f"layers.{i}.out" for i in range(3)] + [f"blocks.{i}.down" for i in range(3)] + ["only.2.table"]
+    parameters = (
+        [f"layers.{i}.out" for i in range(3)]
+        + [f"blocks.{i}.down" for i in range(3)]
+        + ["only.2.table"]
+    )
     writers = {name: how for name in parameters}
     record = make_record(writers, {}, parameters, [])
-    assert set(record["residual_weights"]) == {"layers.*.out", "blocks.*.down", "only.2.table"}
+    assert set(record["residual_weights"]) == {
+        "layers.*.out",
+        "blocks.*.down",
+        "only.2.table",
+    }
     writers["layers.1.out"] = other
     del writers["blocks.2.down"]
     record = make_record(writers, {}, parameters, [])

@@ -1,1 +1,3 @@
-"""One writer of checkpoints: a folder is opened, its tensors are read, and the tensors of the result are written."""
+"""One writer of checkpoints: a folder is opened, its tensors are read, and the tensors
+of the result are written.
+"""

@@ -1,4 +1,6 @@
-"""The files of a result and the tensors in them: as in the source, or in shards of a size at most."""
+"""The files of a result and the tensors in them: as in the source, or in shards of a
+size at most.
+"""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ class HeaderEntry:
                 last = min(first + COPIED, self.nbytes)
                 yield memoryview(source.data(self.tensor.like, first, last).numpy())
         else:
-            yield memoryview(self.tensor.value(source).reshape(-1).view(torch.uint8).numpy())
+            yield memoryview(
+                self.tensor.value(source).reshape(-1).view(torch.uint8).numpy()
+            )
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,11 @@ class Shard:
         header: dict = {"__metadata__": self.metadata} if self.metadata else {}
         at = 0
         for name, entry in self.entries.items():
-            header[name] = {"dtype": entry.code, "shape": entry.shape, "data_offsets": [at, at + entry.nbytes]}
+            header[name] = {
+                "dtype": entry.code,
+                "shape": entry.shape,
+                "data_offsets": [at, at + entry.nbytes],
+            }
             at += entry.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
@@ -66,8 +74,12 @@ class Layout:
     index: dict | None = field(repr=False)
 
 
-def as_source(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str] | None = None) -> Layout:
-    """The shards of the source, with `metadata` added; a new tensor is in the shard of the one that it is like."""
+def as_source(
+    tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str] | None = None
+) -> Layout:
+    """The shards of the source, with `metadata` added; a new tensor is in the shard of
+    the one that it is like.
+    """
     added = sorted(tensors.keys() - source.tensors.keys())
     ordered = [*(name for name in source.tensors if name in tensors), *added]
     names: dict[str, list[str]] = {file: [] for file in source.metadata}
@@ -75,27 +87,53 @@ def as_source(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, 
         names[source.tensors[tensors[name].like].file].append(name)
     shards = {}
     for file, kept in source.metadata.items():
-        # Safetensors notes there which tensor a tied one is saved as: one that is saved itself is not tied.
+        # Safetensors notes there which tensor a tied one is saved as: one that is saved
+        # itself is not tied.
         kept = {key: text for key, text in kept.items() if key not in tensors}
         name = file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
         shards[name] = _shard(names[file], tensors, source, kept | (metadata or {}))
-    return Layout(shards, None if source.index is None else _index(shards, source.index))
+    return Layout(
+        shards, None if source.index is None else _index(shards, source.index)
+    )
 
 
-def split(tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]) -> Layout:
+def split(
+    tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]
+) -> Layout:
     """Shards of a size at most, as `save_pretrained` makes them."""
     sizes = {name: _entry(made, source).nbytes for name, made in tensors.items()}
     names = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_SHARD_SIZE
+        sizes,
+        get_storage_size=int,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_SHARD_SIZE,
     ).filename_to_tensors
-    shards = {file: _shard(held, tensors, source, metadata) for file, held in names.items()}
-    return Layout(shards, _index(shards, {"metadata": {"total_parameters": 0}}) if len(shards) > 1 else None)
+    shards = {
+        file: _shard(held, tensors, source, metadata) for file, held in names.items()
+    }
+    return Layout(
+        shards,
+        _index(shards, {"metadata": {"total_parameters": 0}})
+        if len(shards) > 1
+        else None,
+    )
 
 
-def _shard(names: list[str], tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]) -> Shard:
+def _shard(
+    names: list[str],
+    tensors: dict[str, Lazy],
+    source: Checkpoint,
+    metadata: dict[str, str],
+) -> Shard:
     entries = {name: _entry(tensors[name], source) for name in names}
-    widths = {name: entry.nbytes // max(1, prod(entry.shape)) for name, entry in entries.items()}
-    return Shard(metadata, {name: entries[name] for name in sorted(names, key=lambda name: -widths[name])})
+    widths = {
+        name: entry.nbytes // max(1, prod(entry.shape))
+        for name, entry in entries.items()
+    }
+    return Shard(
+        metadata,
+        {name: entries[name] for name in sorted(names, key=lambda name: -widths[name])},
+    )
 
 
 def _entry(made: Lazy, source: Checkpoint) -> HeaderEntry:
@@ -108,7 +146,10 @@ def _entry(made: Lazy, source: Checkpoint) -> HeaderEntry:
 
 def _index(shards: dict[str, Shard], before: dict) -> dict:
     entries = [entry for shard in shards.values() for entry in shard.entries.values()]
-    sizes = {**(before.get("metadata") or {}), "total_size": sum(entry.nbytes for entry in entries)}
+    sizes = {
+        **(before.get("metadata") or {}),
+        "total_size": sum(entry.nbytes for entry in entries),
+    }
     if "total_parameters" in sizes:
         sizes["total_parameters"] = sum(prod(entry.shape) for entry in entries)
     file_of = {name: file for file, shard in shards.items() for name in shard.entries}

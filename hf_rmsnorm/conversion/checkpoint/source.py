@@ -1,4 +1,6 @@
-"""A checkpoint folder, opened read-only: its tensors, its other files, and clear errors."""
+"""A checkpoint folder, opened read-only: its tensors, its other files, and clear
+errors.
+"""
 
 import json
 import os
@@ -42,7 +44,8 @@ class Checkpoint:
     others: tuple[str, ...]  # files to copy
     not_copied: dict[str, str]  # file or folder -> why
     fingerprints: dict[str, list[int]]  # of every file that is read
-    _pickle: dict[str, dict] = field(default_factory=dict, repr=False)  # the file that was read last, and its tensors
+    # the file that was read last, and its tensors
+    _pickle: dict[str, dict] = field(default_factory=dict, repr=False)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -91,9 +94,14 @@ def _fingerprint(path: Path) -> list[int]:
 
 
 def open_checkpoint(
-    folder: str | os.PathLike, *, allow_pickle: bool = False, adapter: bool = False, weights: bool = True
+    folder: str | os.PathLike,
+    *,
+    allow_pickle: bool = False,
+    adapter: bool = False,
+    weights: bool = True,
 ) -> Checkpoint:
-    """Look at a folder, and read its config and the headers of the weights that `from_pretrained` would load.
+    """Look at a folder, and read its config and the headers of the weights that
+    `from_pretrained` would load.
 
     Args:
         allow_pickle: read ``pytorch_model.bin`` if there is nothing else.
@@ -107,31 +115,59 @@ def open_checkpoint(
         main = main_file(folder, files, config, adapter, weights, allow_pickle)
         index, shards = shards_of(folder, main)
         read = {config_name, main, *shards} - {None}
-        why = {name: why_not_copied(folder, name, config) for name in files if name not in read}
+        why = {
+            name: why_not_copied(folder, name, config)
+            for name in files
+            if name not in read
+        }
         not_copied |= {name: reason for name, reason in why.items() if reason}
         others = tuple(name for name, reason in why.items() if not reason)
-        fingerprints = {name: _fingerprint(folder / name) for name in sorted({*read, *others})}
+        fingerprints = {
+            name: _fingerprint(folder / name) for name in sorted({*read, *others})
+        }
         opened = {name: _open_shard(folder, name) for name in shards}
-    tensors = {key: tensor for _, stored in opened.values() for key, tensor in stored.items()}
+    tensors = {
+        key: tensor for _, stored in opened.values() for key, tensor in stored.items()
+    }
     metadata = {name: kept for name, (kept, _) in opened.items()}
-    return Checkpoint(folder, config, config_name, tensors, metadata, index, others, not_copied, fingerprints)
+    return Checkpoint(
+        folder,
+        config,
+        config_name,
+        tensors,
+        metadata,
+        index,
+        others,
+        not_copied,
+        fingerprints,
+    )
 
 
-def _open_shard(folder: Path, name: str) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+def _open_shard(
+    folder: Path, name: str
+) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """``__metadata__`` and tensors of a file, in the order of their bytes."""
     path = folder / name
     with open(path, "rb") as file:
         if file.read(23) == b"version https://git-lfs":
-            raise ConversionError(f"{path}: a pointer of Git LFS, and not the file: run git lfs pull in its folder")
+            raise ConversionError(
+                f"{path}: a pointer of Git LFS, and not the file: run git lfs pull in its folder"
+            )
     if path.suffix == ".bin":
         state = load_pickle(path)
-        tensors = {key: StoredTensor(name, CODES[t.dtype], tuple(t.shape), 0, t.nbytes) for key, t in state.items()}
+        tensors = {
+            key: StoredTensor(name, CODES[t.dtype], tuple(t.shape), 0, t.nbytes)
+            for key, t in state.items()
+        }
         return {"format": "pt"}, tensors
     try:
-        with safe_open(path, "pt"):  # the library's own check of lengths, offsets, shapes and dtypes
+        with safe_open(path, "pt"):
+            # the library's own check of lengths, offsets, shapes and dtypes
             pass
     except SafetensorError as error:
-        raise ConversionError(f"{path}: truncated or corrupt ({error}): download it again") from error
+        raise ConversionError(
+            f"{path}: truncated or corrupt ({error}): download it again"
+        ) from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(length))
@@ -140,5 +176,11 @@ def _open_shard(folder: Path, name: str) -> tuple[dict[str, str], dict[str, Stor
     for key in sorted(entries, key=lambda key: entries[key]["data_offsets"]):
         entry = entries[key]
         first, last = entry["data_offsets"]
-        tensors[key] = StoredTensor(name, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
+        tensors[key] = StoredTensor(
+            name,
+            entry["dtype"],
+            tuple(entry["shape"]),
+            8 + length + first,
+            last - first,
+        )
     return metadata, tensors

@@ -1,7 +1,9 @@
-"""Write a checkpoint whose tensors are made from those of another, so that a kill at any time costs one shard.
+"""Write a checkpoint whose tensors are made from those of another, so that a kill at
+any time costs one shard.
 
-``DST.converting/`` holds ``lock``, ``journal.json`` (the source and the plan) and ``model/``. At the end ``model/`` is
-renamed to DST. A shard has its name there once it is whole and on the disk.
+``DST.converting/`` holds ``lock``, ``journal.json`` (the source and the plan) and
+``model/``. At the end ``model/`` is renamed to DST. A shard has its name there once it
+is whole and on the disk.
 """
 
 import hashlib
@@ -22,7 +24,8 @@ from .layout import Layout
 from .source import Checkpoint
 
 LOCK, JOURNAL, REPORT, PARTIAL = "lock", "journal.json", "report.txt", ".partial"
-WINDOWS = os.name == "nt"  # where a folder cannot be opened, nor a file flushed that is open for reading
+# where a folder cannot be opened, nor a file flushed that is open for reading
+WINDOWS = os.name == "nt"
 
 
 def write_checkpoint(
@@ -36,18 +39,29 @@ def write_checkpoint(
     restart: bool,
     progress: Callable[[int, int, int], None] | None,
 ) -> int:
-    """Write the tensors of a layout and the source's other files; how many shards were there from a killed run.
+    """Write the tensors of a layout and the source's other files; how many shards were
+    there from a killed run.
 
     Args:
         dst, restart, progress: as in `convert_checkpoint`.
         config: text of config.json.
-        plan: equal for what gives equal bytes; another one does not go on where a run stopped.
-        check: called with the folder that is to become DST. If it raises, the folder is kept, with ``report.txt``.
+        plan: equal for what gives equal bytes; another one does not go on where a run
+            stopped.
+        check: called with the folder that is to become DST. If it raises, the folder is
+            kept, with ``report.txt``.
     """
     dst = destination(source.folder, dst)
     headers = {name: shard.header() for name, shard in layout.shards.items()}
-    made_of = [plan.encode(), config.encode(), json.dumps(layout.index).encode(), *headers.values()]
-    identity = {"plan": hashlib.sha256(b"\n".join(made_of)).hexdigest(), "source": source.fingerprints}
+    made_of = [
+        plan.encode(),
+        config.encode(),
+        json.dumps(layout.index).encode(),
+        *headers.values(),
+    ]
+    identity = {
+        "plan": hashlib.sha256(b"\n".join(made_of)).hexdigest(),
+        "source": source.fingerprints,
+    }
     staging, model = Path(f"{dst}.converting"), Path(f"{dst}.converting", "model")
     with clear_errors(dst), _locked(staging) as lock:
         if not _begin(staging, dst, identity, restart):
@@ -55,7 +69,9 @@ def write_checkpoint(
             return len(layout.shards)
         try:
             with one_thread():
-                done = _write_shards(source, layout, headers, model, progress or (lambda *_: None))
+                done = _write_shards(
+                    source, layout, headers, model, progress or (lambda *_: None)
+                )
         except BadTensor:  # these shards are of no use once the source is repaired
             shutil.rmtree(model)
             _clean_up(staging, lock)
@@ -74,14 +90,18 @@ def write_checkpoint(
 
 @contextmanager
 def _locked(staging: Path) -> Iterator[FileLock]:
-    """Make a staging folder and hold its lock; refused if it is another program's, or in use."""
+    """Make a staging folder and hold its lock; refused if it is another program's, or
+    in use.
+    """
     _journal(staging)
     staging.mkdir(parents=True, exist_ok=True)
     lock = FileLock(staging / LOCK)
     try:
         lock.acquire(blocking=False)
     except (Timeout, FileNotFoundError):  # or the other one has just removed the folder
-        busy = "another process is converting into it: wait for it, or choose another DST"
+        busy = (
+            "another process is converting into it: wait for it, or choose another DST"
+        )
         raise ConversionError(f"{staging}: {busy}") from None
     try:
         yield lock
@@ -90,21 +110,32 @@ def _locked(staging: Path) -> Iterator[FileLock]:
 
 
 def _journal(staging: Path) -> dict:
-    """The content of the journal, {} before there is one; refused if the folder is another program's."""
+    """The content of the journal, {} before there is one; refused if the folder is
+    another program's.
+    """
     try:
         names = {*os.listdir(staging)}
-        journal = json.loads((staging / JOURNAL).read_bytes()) if JOURNAL in names else {}
-        if isinstance(journal.get("identity"), dict) or not names - {LOCK, JOURNAL + PARTIAL}:
+        journal = (
+            json.loads((staging / JOURNAL).read_bytes()) if JOURNAL in names else {}
+        )
+        if isinstance(journal.get("identity"), dict) or not names - {
+            LOCK,
+            JOURNAL + PARTIAL,
+        }:
             return journal
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError, NotADirectoryError):
         pass
-    raise ConversionError(f"{staging}: in the way, of another program: move it, or choose another DST")
+    raise ConversionError(
+        f"{staging}: in the way, of another program: move it, or choose another DST"
+    )
 
 
 def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
-    """Make the folder ready; False if DST is the model that was in it, as a run was killed after the rename."""
+    """Make the folder ready; False if DST is the model that was in it, as a run was
+    killed after the rename.
+    """
     journal, model = _journal(staging), staging / "model"
     is_same = journal.get("identity") == identity
     if os.path.lexists(dst):
@@ -114,7 +145,9 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
     if journal and not is_same:
         if not restart:
             what = "an unfinished conversion by another plan, or of a source that has changed since"
-            raise ConversionError(f"{staging}: {what}: finish that one, or drop it by restart=True")
+            raise ConversionError(
+                f"{staging}: {what}: finish that one, or drop it by restart=True"
+            )
         shutil.rmtree(model, ignore_errors=True)
     with _whole_file(staging / JOURNAL, staging) as file:
         file.write(json.dumps({"identity": identity}).encode())
@@ -122,13 +155,18 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
     return True
 
 
-def _write_shards(source: Checkpoint, layout: Layout, headers: dict, model: Path, progress: Callable) -> int:
+def _write_shards(
+    source: Checkpoint, layout: Layout, headers: dict, model: Path, progress: Callable
+) -> int:
     """Write the shards that are not there; how many were."""
     tensors = size = there = 0
     total = sum(shard.nbytes for shard in layout.shards.values())
     for name, shard in layout.shards.items():
         target = model / name
-        if target.exists() and target.stat().st_size == len(headers[name]) + shard.nbytes:
+        if (
+            target.exists()
+            and target.stat().st_size == len(headers[name]) + shard.nbytes
+        ):
             there += 1
             tensors, size = tensors + len(shard.entries), size + shard.nbytes
             progress(tensors, size, total)
@@ -146,7 +184,9 @@ def _write_shards(source: Checkpoint, layout: Layout, headers: dict, model: Path
 
 @contextmanager
 def _whole_file(target: Path, staging: Path) -> Iterator[BinaryIO]:
-    """A file to write to; at the end it is on the disk and has its name, or it never has it."""
+    """A file to write to; at the end it is on the disk and has its name, or it never
+    has it.
+    """
     with open(staging / (target.name + PARTIAL), "wb") as file:
         yield file
         file.flush()
@@ -183,9 +223,16 @@ def _sync(path: Path) -> None:
 
 
 def _clean_up(staging: Path, lock: FileLock) -> None:
-    """Remove the staging folder, but for files of others; the journal goes last, as it makes the folder ours."""
+    """Remove the staging folder, but for files of others; the journal goes last, as it
+    makes the folder ours.
+    """
     lock.release()
-    for path in (staging / REPORT, *staging.glob(f"*{PARTIAL}"), staging / LOCK, staging / JOURNAL):
+    for path in (
+        staging / REPORT,
+        *staging.glob(f"*{PARTIAL}"),
+        staging / LOCK,
+        staging / JOURNAL,
+    ):
         path.unlink(missing_ok=True)
     with suppress(OSError):
         staging.rmdir()

@@ -1,4 +1,6 @@
-"""From a config to a conversion plan: which tensors to centre, which norms become RMSNorms, which stay and why."""
+"""From a config to a conversion plan: which tensors to centre, which norms become
+RMSNorms, which stay and why.
+"""
 
 import copy
 from collections import Counter
@@ -28,7 +30,8 @@ from .shift_invariance import (
 )
 from .unreached import refuse_if_unreached
 
-MORE_TOKENS = ((4, 64), (16, 64), (32, 96))  # rows and lengths that are tried while no token reaches some experts
+# rows and lengths that are tried while no token reaches some experts
+MORE_TOKENS = ((4, 64), (16, 64), (32, 96))
 
 NOTES = (
     "output_hidden_states differs: its mean is removed. So do features of a vision or audio encoder.",
@@ -41,7 +44,8 @@ class Discovery:
     """The result of the tests on a proxy model.
 
     Args:
-        residual_weights: the residual weights that can be centred, and are in the checkpoint.
+        residual_weights: the residual weights that can be centred, and are in the
+            checkpoint.
         scales: layer scales that are folded, as `find_layer_scales` gives them.
         reasons: path of a norm -> why it stays a LayerNorm.
         masks: parameters that take the place of masked patches or frames.
@@ -58,7 +62,8 @@ class Discovery:
 
 
 def discover(source, **how) -> CentringPlan:
-    """The plan for a checkpoint, found on a small random model of the same classes; no weights are read.
+    """The plan for a checkpoint, found on a small random model of the same classes; no
+    weights are read.
 
     `source` is a `ProxyModel`, or with `how` the arguments of `make_proxy`.
     """
@@ -70,17 +75,23 @@ def discover(source, **how) -> CentringPlan:
     fold_layer_scales(work, scales)
     test = _confirmed(_test_all(work, proxy, norms), proxy, norms, scales)
     unsaved = keys.unsaved()
-    residual_weights = [weight for weight in test.residual_weights if weight.parameter not in unsaved]
+    residual_weights = [
+        weight for weight in test.residual_weights if weight.parameter not in unsaved
+    ]
     centre(work, residual_weights)
     reasons = _why_norms_stay(work, proxy, norms, unsaved | set(test.undetermined))
     becoming = {path: norm for path, norm in norms.items() if path not in reasons}
     proxy.widths = _widths(proxy, residual_weights)
     masks = refuse_if_unreached(proxy, becoming, test)
     scales = _scales_of(residual_weights, scales)
-    return _plan(Discovery(proxy, norms, keys, test, residual_weights, scales, reasons, masks))
+    return _plan(
+        Discovery(proxy, norms, keys, test, residual_weights, scales, reasons, masks)
+    )
 
 
-def _scales_of(residual_weights: list[ResidualWeight], scales: list) -> list[tuple[str, int, str]]:
+def _scales_of(
+    residual_weights: list[ResidualWeight], scales: list
+) -> list[tuple[str, int, str]]:
     """The layer scales behind linears that are centred."""
     centred = {weight.parameter for weight in residual_weights}
     folded = {by for weight, _, by in scales if weight in centred}
@@ -88,13 +99,17 @@ def _scales_of(residual_weights: list[ResidualWeight], scales: list) -> list[tup
 
 
 def _reached_norms(proxy: ProxyModel) -> Norms:
-    """The LayerNorms of the proxy model; refused if the inputs do not reach all, or there is none."""
+    """The LayerNorms of the proxy model; refused if the inputs do not reach all, or
+    there is none.
+    """
     norms, silent = find_layer_norms(proxy.model, proxy.inputs)
     if silent and attend_to_encoder(proxy):
         norms, silent = find_layer_norms(proxy.model, proxy.inputs)
     if silent:
         reached = f"the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms and not {silent[0]}"
-        raise ConversionRefused(f"{proxy.name}: {reached}: pass inputs=... that reach all")
+        raise ConversionRefused(
+            f"{proxy.name}: {reached}: pass inputs=... that reach all"
+        )
     if not norms:
         raise ConversionRefused(f"{proxy.name}: {_nothing_to_convert(proxy.model)}")
     return norms
@@ -102,14 +117,18 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
 
 def _nothing_to_convert(model: torch.nn.Module) -> str:
     """The reason to refuse a model without a LayerNorm."""
-    recipes = [entry.recipe for entry in make_plan(model.float()) if entry.recipe is not None]
+    recipes = [
+        entry.recipe for entry in make_plan(model.float()) if entry.recipe is not None
+    ]
     if any(not recipe.spec.centered for recipe in recipes):
         return "it uses RMSNorm already: nothing to convert; to fuse its norms, use patch_model"
     return "it has no LayerNorm: nothing to convert"
 
 
 def _test_all(work, proxy: ProxyModel, norms: Norms) -> ShiftTest:
-    """The shift-invariance test, with more tokens while some experts are unreached and others are centred."""
+    """The shift-invariance test, with more tokens while some experts are unreached and
+    others are centred.
+    """
     try:
         test = shift_invariance_test(work, proxy.inputs, norms)
     except (AssertionError, RuntimeError) as error:
@@ -125,7 +144,9 @@ def _test_all(work, proxy: ProxyModel, norms: Norms) -> ShiftTest:
         test = shift_invariance_test(work, proxy.inputs, norms)
     if left := _unreached_experts(test):
         what = f"no input reached {and_more(left)}, though the same weights of other experts write to the stream"
-        raise ConversionRefused(f"{proxy.name}: {what}: pass inputs=... that reach every expert")
+        raise ConversionRefused(
+            f"{proxy.name}: {what}: pass inputs=... that reach every expert"
+        )
     return test
 
 
@@ -135,22 +156,37 @@ def _unreached_experts(test: ShiftTest) -> list[str]:
 
 
 def _confirmed(test: ShiftTest, proxy: ProxyModel, norms: Norms, scales) -> ShiftTest:
-    """The blocks that pass with other weights too: an activation saturated everywhere looks like a linear function."""
+    """The blocks that pass with other weights too: an activation saturated everywhere
+    looks like a linear function.
+    """
     other = copy.deepcopy(proxy.model)
     give_weights(other, seed=5, lean=0.0)
     fold_layer_scales(other, scales)
     second = shift_invariance_test(other, proxy.inputs, norms)
-    passed = {(w.parameter, w.axis, w.block, block) for w in second.residual_weights for block in w.blocks}
+    passed = {
+        (w.parameter, w.axis, w.block, block)
+        for w in second.residual_weights
+        for block in w.blocks
+    }
     residual_weights = []
     for weight in test.residual_weights:
         place = weight.parameter, weight.axis, weight.block
         if weight.parameter not in second.undetermined:
-            weight = replace(weight, blocks=tuple(block for block in weight.blocks if (*place, block) in passed))
+            weight = replace(
+                weight,
+                blocks=tuple(
+                    block for block in weight.blocks if (*place, block) in passed
+                ),
+            )
         if weight.blocks:
             residual_weights.append(weight)
     margins = {
-        "invariant_max": max(test.margins["invariant_max"], second.margins["invariant_max"]),
-        "dependent_min": min(test.margins["dependent_min"], second.margins["dependent_min"]),
+        "invariant_max": max(
+            test.margins["invariant_max"], second.margins["invariant_max"]
+        ),
+        "dependent_min": min(
+            test.margins["dependent_min"], second.margins["dependent_min"]
+        ),
     }
     return replace(test, residual_weights=residual_weights, margins=margins)
 
@@ -158,11 +194,14 @@ def _confirmed(test: ShiftTest, proxy: ProxyModel, norms: Norms, scales) -> Shif
 class Cause(NamedTuple):
     """Why the input of a norm keeps a mean."""
 
-    source: str  # path of the first module whose output has exactly that mean; "" if there is none
+    # path of the first module whose output has exactly that mean; "" if there is none
+    source: str
     is_norm: bool  # whether that module is a LayerNorm
 
 
-def _why_norms_stay(work, proxy: ProxyModel, norms: Norms, fixed: set[str]) -> dict[str, str]:
+def _why_norms_stay(
+    work, proxy: ProxyModel, norms: Norms, fixed: set[str]
+) -> dict[str, str]:
     """Path -> reason of each norm whose input keeps a mean; refused if that is all, or most in a post-norm model."""
     bad = with_mean(work, proxy.inputs, norms)
     if not bad:
@@ -172,30 +211,42 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms, fixed: set[str]) -> d
     reasons = {path: _explain(cause, work, fixed) for path, cause in causes.items()}
     if len(bad) == len(norms):
         reason, _ = Counter(reasons.values()).most_common(1)[0]
-        raise ConversionRefused(f"{proxy.name}: all {len(norms)} LayerNorms would stay, {bad[0]} for one: {reason}")
+        raise ConversionRefused(
+            f"{proxy.name}: all {len(norms)} LayerNorms would stay, {bad[0]} for one: {reason}"
+        )
     return reasons
 
 
-def _refuse_post_norm(proxy: ProxyModel, norms: Norms, causes: dict[str, Cause]) -> None:
-    """In a post-norm model nearly each norm reads the output of another one, and in others many that of one."""
+def _refuse_post_norm(
+    proxy: ProxyModel, norms: Norms, causes: dict[str, Cause]
+) -> None:
+    """In a post-norm model nearly each norm reads the output of another one, and in
+    others many that of one.
+    """
     by_norm = [cause for cause in causes.values() if cause.is_norm]
     others = {cause.source for cause in by_norm}
     if 3 * len(others) > 2 * len(causes) and 2 * len(causes) > len(norms) > 1:
         which = f"{len(by_norm)} of its {len(norms)} LayerNorms read a sum with another's output"
         cure = "examples/postnorm converts such models in memory"
-        raise ConversionRefused(f"{proxy.name} is a post-norm model: {which}, whose mean no weight removes: {cure}")
+        raise ConversionRefused(
+            f"{proxy.name} is a post-norm model: {which}, whose mean no weight removes: {cure}"
+        )
 
 
 @torch.no_grad()
 def _causes(work, proxy: ProxyModel, norms: Norms, bad: list[str]) -> dict[str, Cause]:
-    """For each norm whose input keeps a mean: where the mean comes from, as equal means of tensors show."""
+    """For each norm whose input keeps a mean: where the mean comes from, as equal means
+    of tensors show.
+    """
     means: list[tuple[str, torch.Tensor]] = []
     causes: dict[str, Cause] = {}
     widths = {norm.hidden_size for norm in norms.values()}
 
     def note(path, args, output):
         if path in bad and path not in causes:
-            source = next((p for p, mean in means if p != path and _same_mean(mean, args[0])), "")
+            source = next(
+                (p for p, mean in means if p != path and _same_mean(mean, args[0])), ""
+            )
             causes[path] = Cause(source, source in norms)
         first = output[0] if isinstance(output, tuple) and output else output
         if is_float(first) and first.ndim and first.shape[-1] in widths:
@@ -216,7 +267,9 @@ def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
 
 
 def _explain(cause: Cause, work, fixed: set[str]) -> str:
-    """Why centring does not remove a mean; `fixed` are parameters that a conversion cannot change."""
+    """Why centring does not remove a mean; `fixed` are parameters that a conversion
+    cannot change.
+    """
     if not cause.source:
         return "its input has a mean that no weight sets alone, or that the model's outputs depend on"
     module = work.get_submodule(cause.source)
@@ -232,17 +285,26 @@ def _explain(cause: Cause, work, fixed: set[str]) -> str:
     return f"its input has the mean of {what}, which no weight sets alone, or the model's outputs depend on it"
 
 
-def _widths(proxy: ProxyModel, residual_weights: list[ResidualWeight]) -> dict[int, int]:
+def _widths(
+    proxy: ProxyModel, residual_weights: list[ResidualWeight]
+) -> dict[int, int]:
     """Length of a block here -> in the checkpoint."""
     widths: dict[int, int] = {}
     for weight in residual_weights:
         here = proxy.model.get_parameter(weight.parameter).shape[weight.axis]
         there = proxy.shapes[weight.parameter][weight.axis] * weight.block
-        if there % here or widths.setdefault(weight.block, there // here) != there // here:
-            what = f"rows of {weight.parameter!r} are narrowed in another way than others"
+        if (
+            there % here
+            or widths.setdefault(weight.block, there // here) != there // here
+        ):
+            what = (
+                f"rows of {weight.parameter!r} are narrowed in another way than others"
+            )
             raise ConversionRefused(f"{proxy.name}: {what}")
     if len(set(widths.values())) != len(widths):
-        raise ConversionRefused(f"{proxy.name}: rows of different lengths when narrowed are equal in the checkpoint")
+        raise ConversionRefused(
+            f"{proxy.name}: rows of different lengths when narrowed are equal in the checkpoint"
+        )
     return widths
 
 
@@ -251,15 +313,28 @@ def _plan(found: Discovery) -> CentringPlan:
     proxy, keys, residual_weights = found.proxy, found.keys, found.residual_weights
     records = _norm_records(found)
     copies = _untied(found)
-    headless = not copies and would_tie_a_head(proxy.model, proxy.config, residual_weights)
-    undetermined = tuple(sorted({key for name in found.test.undetermined for key in keys.of(name)}))
-    record = make_record(proxy.entries(residual_weights), rms_norms(records), proxy.shapes, found.norms)
+    headless = not copies and would_tie_a_head(
+        proxy.model, proxy.config, residual_weights
+    )
+    undetermined = tuple(
+        sorted({key for name in found.test.undetermined for key in keys.of(name)})
+    )
+    record = make_record(
+        proxy.entries(residual_weights), rms_norms(records), proxy.shapes, found.norms
+    )
     config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
     if copies or headless:
         config["tie_word_embeddings"] = False
-    scales = [step for weight, axis, by in found.scales for step in keys.scale(weight, axis, by)]
+    scales = [
+        step
+        for weight, axis, by in found.scales
+        for step in keys.scale(weight, axis, by)
+    ]
     plan = CentringPlan(
-        centre=tuple(replace(step, block=proxy.widths[step.block]) for step in keys.centre(residual_weights)),
+        centre=tuple(
+            replace(step, block=proxy.widths[step.block])
+            for step in keys.centre(residual_weights)
+        ),
         scale=tuple(scales),
         copy=copies,
         norms=tuple(records),
@@ -275,42 +350,65 @@ def _plan(found: Discovery) -> CentringPlan:
 def _norm_records(found: Discovery) -> list[NormRecord]:
     records = []
     for path, norm in found.norms.items():
-        width = found.proxy.widths.get(norm.hidden_size, norm.hidden_size * found.proxy.factor)
+        width = found.proxy.widths.get(
+            norm.hidden_size, norm.hidden_size * found.proxy.factor
+        )
         reason = found.reasons.get(path, "")
         records.append(NormRecord(path, width, norm.spec.eps, not reason, reason))
     return records
 
 
 def _untied(found: Discovery) -> tuple[Copy, ...]:
-    """Tensors that are stored twice in the result, as a residual weight is tied to another parameter."""
+    """Tensors that are stored twice in the result, as a residual weight is tied to
+    another parameter.
+    """
     tied = new_model(type(found.proxy.model), found.proxy.config)
     names = {name: id(p) for name, p in tied.named_parameters(remove_duplicate=False)}
     shared = Counter(names.values())
-    if any(shared[names.get(weight.parameter)] > 1 for weight in found.residual_weights):
+    if any(
+        shared[names.get(weight.parameter)] > 1 for weight in found.residual_weights
+    ):
         return found.keys.untie(KeyMap(tied))
     return ()
 
 
 def would_tie_a_head(model, config, residual_weights: list[ResidualWeight]) -> bool:
-    """Whether a class with a head would tie it to the table of tokens, which is centred, and this one has none."""
+    """Whether a class with a head would tie it to the table of tokens, which is
+    centred, and this one has none.
+    """
     try:
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     except (AttributeError, NotImplementedError):  # there are no tokens
         return False
-    centred = any(model.get_parameter(weight.parameter) is table for weight in residual_weights)
-    return centred and head is None and bool(getattr(config, "tie_word_embeddings", False))
+    centred = any(
+        model.get_parameter(weight.parameter) is table for weight in residual_weights
+    )
+    return (
+        centred and head is None and bool(getattr(config, "tie_word_embeddings", False))
+    )
 
 
-def _notes(found: Discovery, copies: tuple[Copy, ...], headless: bool, undetermined: tuple[str, ...]) -> list[str]:
+def _notes(
+    found: Discovery,
+    copies: tuple[Copy, ...],
+    headless: bool,
+    undetermined: tuple[str, ...],
+) -> list[str]:
     notes = list(NOTES)
     if getattr(found.proxy.config, RECORD_KEY, None) is not None:
-        notes.append("It was converted before, as config.json says: weights that training has not moved stay.")
+        notes.append(
+            "It was converted before, as config.json says: weights that training has not moved stay."
+        )
     if copies:
         names = ", ".join(c.key for c in copies)
-        notes.append(f"Tied tensors are stored twice ({names}): centring one would change the other.")
+        notes.append(
+            f"Tied tensors are stored twice ({names}): centring one would change the other."
+        )
     if headless:
         why = "a head tied to the centred table would give other logits"
-        notes.append(f"tie_word_embeddings becomes false: {why}; a class with a head now says that it is missing.")
+        notes.append(
+            f"tie_word_embeddings becomes false: {why}; a class with a head now says that it is missing."
+        )
     if found.masks:
         why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
         notes.append(f"{and_more(found.masks)} stays as it is: {why}.")

@@ -1,4 +1,6 @@
-"""Random inputs that a proxy model runs on: texts, and what its towers for pictures and sound take."""
+"""Random inputs that a proxy model runs on: texts, and what its towers for pictures and
+sound take.
+"""
 
 import inspect
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ FRAMES = 64  # of a sound
 
 @dataclass(frozen=True)
 class Tower:
-    """A part of a model that reads pictures or sound; its features replace certain tokens.
+    """A part of a model that reads pictures or sound; its features replace certain
+    tokens.
 
     Args:
         configs: names that its config may have in the model's config.
@@ -47,15 +50,18 @@ TOWERS = (
 
 
 def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dict:
-    """Inputs for a float64 model that it runs on, through each tower that inputs can be made for.
+    """Inputs for a float64 model that it runs on, through each tower that inputs can be
+    made for.
 
-    If it runs on none, the error of the first is raised. `tokens` are rows of text and their length.
+    If it runs on none, the error of the first is raised. `tokens` are rows of text and
+    their length.
     """
     inputs = _first_that_runs(model, _texts(model, tokens))
     for tower in TOWERS:
         try:
             inputs = _first_that_runs(model, _with_tower(model, inputs, tower))
-        except MISFITS:  # nothing can be made for it: its norms are counted as not reached
+        except MISFITS:
+            # nothing can be made for it: its norms are counted as not reached
             continue
     return inputs
 
@@ -63,7 +69,10 @@ def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dic
 def _first_that_runs(model: torch.nn.Module, choices: Iterator[dict]) -> dict:
     first: Exception | None = None
     for inputs in choices:
-        inputs = {name: value.double() if is_float(value) else value for name, value in inputs.items()}
+        inputs = {
+            name: value.double() if is_float(value) else value
+            for name, value in inputs.items()
+        }
         try:
             run(model, inputs)
         except MISFITS as error:
@@ -78,8 +87,14 @@ def _texts(model: torch.nn.Module, tokens: tuple[int, int]) -> Iterator[dict]:
     yield inputs
     codebooks = getattr(model.config, "num_codebooks", None)
     if isinstance(codebooks, int) and "input_ids" in inputs:
-        yield {**inputs, "input_ids": inputs["input_ids"].repeat_interleave(codebooks, 0)}
-        yield {**inputs, "input_ids": inputs["input_ids"][..., None].repeat(1, 1, codebooks)}
+        yield {
+            **inputs,
+            "input_ids": inputs["input_ids"].repeat_interleave(codebooks, 0),
+        }
+        yield {
+            **inputs,
+            "input_ids": inputs["input_ids"][..., None].repeat(1, 1, codebooks),
+        }
 
 
 def _with_tower(model: torch.nn.Module, inputs: dict, tower: Tower) -> Iterator[dict]:
@@ -88,11 +103,19 @@ def _with_tower(model: torch.nn.Module, inputs: dict, tower: Tower) -> Iterator[
     part = _first_of(model.config, tower.configs)
     token = _first_of(model.config, tower.tokens)
     argument = next((name for name in tower.arguments if name in names), None)
-    if part is None or token is None or argument is None or argument in inputs or "input_ids" not in inputs:
+    if (
+        part is None
+        or token is None
+        or argument is None
+        or argument in inputs
+        or "input_ids" not in inputs
+    ):
         return
     row = inputs["input_ids"].reshape(1, -1)
     row = torch.where(row == token, (row + 1) % row.max(), row)
-    for values in _pictures(part) if argument == "pixel_values" else _sounds(part, argument):
+    for values in (
+        _pictures(part) if argument == "pixel_values" else _sounds(part, argument)
+    ):
         values = {name: value for name, value in values.items() if name in names}
         count = _count_features(model, tower, values)
         if not count:
@@ -107,15 +130,23 @@ def _with_tower(model: torch.nn.Module, inputs: dict, tower: Tower) -> Iterator[
 
 def _first_of(config, names: tuple[str, ...]):
     """The first of these attributes that a config has, and that is not None."""
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    return next(
+        (value for name in names if (value := getattr(config, name, None)) is not None),
+        None,
+    )
 
 
 def _count_features(model: torch.nn.Module, tower: Tower, values: dict) -> int:
     """How many rows a tower makes of its inputs; 0 where it does not take them."""
-    method = getattr(model, tower.method, None) or getattr(model.base_model, tower.method, None)
+    method = getattr(model, tower.method, None) or getattr(
+        model.base_model, tower.method, None
+    )
     if method is None:
         return 0
-    wide = {name: value.double() if is_float(value) else value for name, value in values.items()}
+    wide = {
+        name: value.double() if is_float(value) else value
+        for name, value in values.items()
+    }
     try:
         with torch.no_grad():
             features = method(**wide)
@@ -136,11 +167,16 @@ def _pictures(part) -> Iterator[dict]:
     yield {"pixel_values": picture[None]}
     patch = _number(part, "patch_size", default=8)
     row = channels * patch * patch * _number(part, "temporal_patch_size", default=1)
-    yield {"pixel_values": normal(GRID * GRID, row), "image_grid_thw": torch.tensor([[1, GRID, GRID]])}
+    yield {
+        "pixel_values": normal(GRID * GRID, row),
+        "image_grid_thw": torch.tensor([[1, GRID, GRID]]),
+    }
 
 
 def _sounds(part, argument: str) -> Iterator[dict]:
-    """Arguments for one sound: its waveform, or its spectrogram with and without a mask."""
+    """Arguments for one sound: its waveform, or its spectrogram with and without a
+    mask.
+    """
     normal = _normal()
     if argument == "input_values":
         yield {"input_values": normal(1, 4000)}
@@ -150,7 +186,11 @@ def _sounds(part, argument: str) -> Iterator[dict]:
     for frames in filter(None, (2 * positions, FRAMES)):
         mask = torch.ones(1, frames, dtype=torch.long)
         for features in (normal(1, bins, frames), normal(1, frames, bins)):
-            yield {"input_features": features, "feature_attention_mask": mask, "input_features_mask": mask}
+            yield {
+                "input_features": features,
+                "feature_attention_mask": mask,
+                "input_features_mask": mask,
+            }
             yield {"input_features": features}
 
 

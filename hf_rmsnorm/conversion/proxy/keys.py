@@ -1,7 +1,9 @@
-"""Map parameters of a model to tensors of its checkpoint, by saving numbers that identify their places.
+"""Map parameters of a model to tensors of its checkpoint, by saving numbers that
+identify their places.
 
-Transformers renames, splits, stacks and drops parameters when it saves. So each element of all
-parameters gets another number, the model is saved, and each saved number gives the parameter and the place in it.
+Transformers renames, splits, stacks and drops parameters when it saves. So each element
+of all parameters gets another number, the model is saved, and each saved number gives
+the parameter and the place in it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ except ImportError:  # before Transformers 5, which renames by rules of each mod
 
 @dataclass(frozen=True)
 class ResidualWeight:
-    """Blocks of a parameter that write to the stream: as `plan.Centre`, by the parameter's name in the model."""
+    """Blocks of a parameter that write to the stream: as `plan.Centre`, by the
+    parameter's name in the model.
+    """
 
     parameter: str
     axis: int
@@ -41,22 +45,30 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder, quiet():
         PreTrainedModel.save_pretrained(model, folder, max_shard_size="1TB")
         files = sorted(Path(folder).glob("*.safetensors"))
-        return {key: tensor for file in files for key, tensor in load_file(file).items()}
+        return {
+            key: tensor for file in files for key, tensor in load_file(file).items()
+        }
 
 
 class KeyMap:
-    """Where each element of each parameter of a model is saved; refused if it saves numbers of no parameter."""
+    """Where each element of each parameter of a model is saved; refused if it saves
+    numbers of no parameter.
+    """
 
     def __init__(self, model: PreTrainedModel):
         numbered, first, self.total = copy.deepcopy(model), {}, 0
         named = list(numbered.named_parameters(remove_duplicate=False))
-        self.aliases: dict[str, str] = {name: first.setdefault(id(p), name) for name, p in named}
+        self.aliases: dict[str, str] = {
+            name: first.setdefault(id(p), name) for name, p in named
+        }
         self.shapes: dict[str, torch.Size] = {}
         self.offsets: dict[str, int] = {}
         for name, p in numbered.named_parameters():
             self.shapes[name], self.offsets[name] = p.shape, self.total
             self.total += p.numel()
-            p.data = torch.arange(self.offsets[name], self.total, dtype=torch.float64).reshape(p.shape)
+            p.data = torch.arange(
+                self.offsets[name], self.total, dtype=torch.float64
+            ).reshape(p.shape)
         self.saved = self._numbers_saved(numbered)
         self._keys: dict[str, list[str]] = {}
         for key, index in self.saved.items():
@@ -72,10 +84,17 @@ class KeyMap:
             if key in buffers:
                 continue
             index = tensor.long() if tensor.dtype == torch.float64 else None
-            if index is None or not torch.equal(index.double(), tensor) or not self._in_range(index):
+            if (
+                index is None
+                or not torch.equal(index.double(), tensor)
+                or not self._in_range(index)
+            ):
                 if not key.endswith(ends):
-                    raise ConversionRefused(f"{type(numbered).__name__} saves {key!r}, which no parameter of it holds")
-            elif int((index - index.min()).flatten().bincount().max()) == 1:  # all differ
+                    raise ConversionRefused(
+                        f"{type(numbered).__name__} saves {key!r}, which no parameter of it holds"
+                    )
+            elif int((index - index.min()).flatten().bincount().max()) == 1:
+                # all differ
                 saved[key] = index
         return saved
 
@@ -100,10 +119,16 @@ class KeyMap:
         for index in self.saved.values():
             present[index.flatten()] = True
         parts = present.split([shape.numel() for shape in self.shapes.values()])
-        return {name for name, part in zip(self.shapes, parts, strict=True) if not part.all()}
+        return {
+            name
+            for name, part in zip(self.shapes, parts, strict=True)
+            if not part.all()
+        }
 
     def centre(self, residual_weights: list[ResidualWeight]) -> tuple[Centre, ...]:
-        """Their blocks in checkpoint tensors, as long as here; refused if a block is no row of one tensor."""
+        """Their blocks in checkpoint tensors, as long as here; refused if a block is no
+        row of one tensor.
+        """
         group = torch.full((self.total,), -1, dtype=torch.long)
         size = torch.zeros(self.total, dtype=torch.long)
         count = 0
@@ -128,16 +153,29 @@ class KeyMap:
             length = int(lengths[0])
             found = _blocks(marks, length) if bool((lengths == length).all()) else None
             if found is None:
-                raise ConversionRefused(f"{key!r} of the checkpoint holds rows of the stream in an order unknown")
+                raise ConversionRefused(
+                    f"{key!r} of the checkpoint holds rows of the stream in an order unknown"
+                )
             axis, blocks = found
             covered += len(lengths)
-            done.append(Centre(key, axis, length, None if len(blocks) == marks.shape[axis] // length else blocks))
+            done.append(
+                Centre(
+                    key,
+                    axis,
+                    length,
+                    None if len(blocks) == marks.shape[axis] // length else blocks,
+                )
+            )
         if covered != int((group >= 0).sum()):
-            raise ConversionRefused("a parameter that writes to the residual stream is only partly in the checkpoint")
+            raise ConversionRefused(
+                "a parameter that writes to the residual stream is only partly in the checkpoint"
+            )
         return tuple(done)
 
     def scale(self, parameter: str, axis: int, by: str) -> list[Scale]:
-        """A parameter times the vector `by` along `axis`; refused if either is stored in another order."""
+        """A parameter times the vector `by` along `axis`; refused if either is stored
+        in another order.
+        """
         (by_key, *more), start = self.of(by), self.offsets[by]
         wanted = torch.arange(start, start + self.shapes[by].numel())
         shape = self.shapes[parameter]
@@ -149,24 +187,36 @@ class KeyMap:
             for key in self.of(parameter):
                 here = place[self.saved[key] - self.offsets[parameter]]
                 axes = (a for a in range(here.ndim) if here.shape[a] == len(wanted))
-                axes = [a for a in axes if bool((here.movedim(a, -1) == torch.arange(len(wanted))).all())]
+                axes = [
+                    a
+                    for a in axes
+                    if bool((here.movedim(a, -1) == torch.arange(len(wanted))).all())
+                ]
                 done += [Scale(key, a, by_key) for a in axes[:1]]
             if len(done) == len(self.of(parameter)):
                 return done
-        raise ConversionRefused(f"the layer scale {by!r} is stored in another order than {parameter!r}")
+        raise ConversionRefused(
+            f"the layer scale {by!r} is stored in another order than {parameter!r}"
+        )
 
     def untie(self, tied: KeyMap) -> tuple[Copy, ...]:
-        """Copies for the tensors that this model saves, and that `tied`, the same model with ties, does not."""
+        """Copies for the tensors that this model saves, and that `tied`, the same model
+        with ties, does not.
+        """
         copies = []
         for key in sorted(self.saved.keys() - tied.saved.keys()):
             source = self._source_in(tied, key)
             if source is None:
-                raise ConversionRefused(f"{key!r} is tied to something that the checkpoint does not hold")
+                raise ConversionRefused(
+                    f"{key!r} is tied to something that the checkpoint does not hold"
+                )
             copies.append(Copy(key, source))
         return tuple(copies)
 
     def _source_in(self, tied: KeyMap, key: str) -> str | None:
-        """The tensor of a tied model that holds the parameter which this one saves as `key`."""
+        """The tensor of a tied model that holds the parameter which this one saves as
+        `key`.
+        """
         names = [name for name in self.offsets if key in self.of(name)]
         if len(names) != 1:
             return None
@@ -175,7 +225,9 @@ class KeyMap:
         if tied.shapes.get(other) != self.shapes[name]:
             return None
         wanted = self.saved[key] - self.offsets[name] + tied.offsets[other]
-        return next((k for k, index in tied.saved.items() if torch.equal(index, wanted)), None)
+        return next(
+            (k for k, index in tied.saved.items() if torch.equal(index, wanted)), None
+        )
 
 
 def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | None:
@@ -194,16 +246,23 @@ def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | N
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors that `from_pretrained` loads from a folder; empty if its weights are not here."""
+    """Names of the tensors that `from_pretrained` loads from a folder; empty if its
+    weights are not here.
+    """
     return {*open_checkpoint(folder, allow_pickle=True, weights=False).tensors}
 
 
-def naming(names: Collection[str], model: PreTrainedModel, optional: Collection[str] = ()) -> Callable[[str], str]:
-    """Return a function from the name of a tensor that a model saves to its name in a checkpoint.
+def naming(
+    names: Collection[str], model: PreTrainedModel, optional: Collection[str] = ()
+) -> Callable[[str], str]:
+    """Return a function from the name of a tensor that a model saves to its name in a
+    checkpoint.
 
     Args:
-        names: every tensor of the checkpoint, as `from_pretrained` accepts it; if empty, each keeps its name.
-        optional: tensors that keep their name if they are missing; any other missing tensor is refused.
+        names: every tensor of the checkpoint, as `from_pretrained` accepts it; if
+            empty, each keeps its name.
+        optional: tensors that keep their name if they are missing; any other missing
+            tensor is refused.
     """
     prefix = model.base_model_prefix
     loaded_name = _loaded_name(model)
@@ -220,7 +279,9 @@ def naming(names: Collection[str], model: PreTrainedModel, optional: Collection[
             return others[0]
         if key in optional or not names:
             return key
-        missing = f"tensor {key!r}, which such a model has, is missing from the checkpoint"
+        missing = (
+            f"tensor {key!r}, which such a model has, is missing from the checkpoint"
+        )
         raise ConversionRefused(f"{missing}: add it, or download the checkpoint again")
 
     return name
@@ -231,13 +292,23 @@ def _loaded_name(model: PreTrainedModel) -> Callable[[str], str]:
     if conversion_mapping is None:
         return str
     transforms = conversion_mapping.get_model_conversion_mapping(model)
-    converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
-    renamings = [each for each in transforms if not isinstance(each, core_model_loading.WeightConverter)]
+    converters = [
+        each
+        for each in transforms
+        if isinstance(each, core_model_loading.WeightConverter)
+    ]
+    renamings = [
+        each
+        for each in transforms
+        if not isinstance(each, core_model_loading.WeightConverter)
+    ]
     parameters = model.state_dict()
     where = model.base_model_prefix, parameters
 
     def loaded_name(key: str) -> str:
-        renamed, _ = core_model_loading.rename_source_key(key, renamings, converters, *where)
+        renamed, _ = core_model_loading.rename_source_key(
+            key, renamings, converters, *where
+        )
         if renamed not in parameters and key in parameters:
             return key
         return renamed
@@ -245,13 +316,19 @@ def _loaded_name(model: PreTrainedModel) -> Callable[[str], str]:
     return loaded_name
 
 
-def named_as_stored(plan: CentringPlan, names: Collection[str], model: PreTrainedModel) -> CentringPlan:
-    """The plan with each key as the checkpoint has it; the arguments are those of `naming`."""
+def named_as_stored(
+    plan: CentringPlan, names: Collection[str], model: PreTrainedModel
+) -> CentringPlan:
+    """The plan with each key as the checkpoint has it; the arguments are those of
+    `naming`.
+    """
     name = naming(names, model, {*(c.key for c in plan.copy), *plan.undetermined})
     return replace(
         plan,
         centre=tuple(replace(c, key=name(c.key)) for c in plan.centre),
         scale=tuple(replace(s, key=name(s.key), by=name(s.by)) for s in plan.scale),
-        copy=tuple(replace(c, key=name(c.key), source=name(c.source)) for c in plan.copy),
+        copy=tuple(
+            replace(c, key=name(c.key), source=name(c.source)) for c in plan.copy
+        ),
         undetermined=tuple(name(key) for key in plan.undetermined),
     )

@@ -1,4 +1,6 @@
-"""The proof of a plan: carried out on the proxy's own checkpoint, loaded again, and run as LayerNorm and as RMSNorm."""
+"""The proof of a plan: carried out on the proxy's own checkpoint, loaded again, and run
+as LayerNorm and as RMSNorm.
+"""
 
 import copy
 import math
@@ -15,7 +17,9 @@ from .model import ProxyModel, give_weights, new_model, with_settings
 from .run import loaded, run
 from .shift_invariance import input_means
 
-BOUND = 1e-9  # of the outputs' scale. Roundings make 1e-15, and 1e-11 in 40 layers; a wrong plan 1e-6 and more
+# of the outputs' scale. Roundings make 1e-15, and 1e-11 in 40 layers; a wrong plan 1e-6
+# and more
+BOUND = 1e-9
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,12 @@ class ProofReport:
     """How far a converted proxy is from the original, everything in float64."""
 
     model_class: str
-    stock: float  # max |difference| of the outputs with the model's own LayerNorms, over the largest
+    # max |difference| of the outputs with the model's own LayerNorms, over the largest
+    stock: float
     rms: float  # the same with RMSNorms wherever the plan says so
     norms: tuple[int, int]  # how many became RMSNorms, and how many there are
-    means: dict[str, float] = field(repr=False)  # path -> largest |mean| / RMS of a row that enters the norm there
+    # path -> largest |mean| / RMS of a row that enters the norm there
+    means: dict[str, float] = field(repr=False)
 
     @property
     def passed(self) -> bool:
@@ -35,25 +41,38 @@ class ProofReport:
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
-        return {"passed": self.passed, "stock": self.stock, "rms": self.rms, "norms": list(self.norms)}
+        return {
+            "passed": self.passed,
+            "stock": self.stock,
+            "rms": self.rms,
+            "norms": list(self.norms),
+        }
 
     def __str__(self) -> str:
         verdict = "proven" if self.passed else "NOT equal"
-        apart = f"{self.stock:.1e} (LayerNorm) and {self.rms:.1e} (RMSNorm) of their scale"
+        apart = (
+            f"{self.stock:.1e} (LayerNorm) and {self.rms:.1e} (RMSNorm) of their scale"
+        )
         norms = f"{self.norms[0]} of {self.norms[1]} norms as RMSNorm"
-        return f"{self.model_class}: {verdict}, {norms}; float64 outputs differ by {apart}"
+        return (
+            f"{self.model_class}: {verdict}, {norms}; float64 outputs differ by {apart}"
+        )
 
 
 @torch.no_grad()
 def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
-    """Carry out what `discover` found on a checkpoint of the proxy, load it with the stock class, compare outputs."""
+    """Carry out what `discover` found on a checkpoint of the proxy, load it with the
+    stock class, compare outputs.
+    """
     cls = type(proxy.model)
     original = new_model(cls, proxy.config)
     give_weights(original, seed=3)
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
     here = {there: n for n, there in proxy.widths.items()}
-    own = replace(plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre))
+    own = replace(
+        plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre)
+    )
     own = named_as_stored(own, tensors.keys(), original)
     source = InMemory(tensors)
     made = computed(planned_tensors(own, source, proxy.name), source)
@@ -63,27 +82,43 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     norms, _ = find_layer_norms(converted, proxy.inputs)
     chosen = {n.path for n in plan.norms if n.becomes_rms}
     if lost := sorted(chosen - norms.keys()):
-        raise ConversionRefused(f"{cls.__name__}: {lost[0]} is no LayerNorm once converted")
+        raise ConversionRefused(
+            f"{cls.__name__}: {lost[0]} is no LayerNorm once converted"
+        )
     means = input_means(converted, proxy.inputs, norms)
     rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
     return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means)
 
 
-def run_as_rms(model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm], chosen) -> list[torch.Tensor]:
+def run_as_rms(
+    model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm], chosen
+) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
     with torch.no_grad():
-        return run(model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0]))
+        return run(
+            model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0])
+        )
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
-    model, wrong = loaded(cls, None, config=copy.deepcopy(config), dtype=torch.float64, state_dict=dict(tensors))
+    model, wrong = loaded(
+        cls,
+        None,
+        config=copy.deepcopy(config),
+        dtype=torch.float64,
+        state_dict=dict(tensors),
+    )
     if wrong:
-        raise ConversionRefused(f"{cls.__name__} does not load what it saved: {wrong[0]!r} is missing or misshapen")
+        raise ConversionRefused(
+            f"{cls.__name__} does not load what it saved: {wrong[0]!r} is missing or misshapen"
+        )
     return model.double()
 
 
 def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> float:
-    """Largest |difference| of outputs over the largest |output| that was expected; infinite if any is not a number."""
+    """Largest |difference| of outputs over the largest |output| that was expected;
+    infinite if any is not a number.
+    """
     if [x.shape for x in expected] != [y.shape for y in outputs]:
         return math.inf
     apart, scales = [], []

@@ -1,4 +1,6 @@
-"""Run a model of Transformers in float64, look at what its modules take and give, and take its outputs apart."""
+"""Run a model of Transformers in float64, look at what its modules take and give, and
+take its outputs apart.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,13 +15,23 @@ from ...verification.context import hooked, output_tensors
 from ...verification.float64 import Float64Mode
 
 # What any constructor or forward may raise on sizes that do not suit it.
-MISFITS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
+MISFITS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+)
 MISFITS += (ValueError, StrictDataclassError)
 
 
 @contextmanager
 def in_double():
-    """Casts of a forward to a narrower float have no effect, and new tensors are float64; gradients pass."""
+    """Casts of a forward to a narrower float have no effect, and new tensors are
+    float64; gradients pass.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -29,8 +41,11 @@ def in_double():
         torch.set_default_dtype(before)
 
 
-def run(model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=None) -> list[torch.Tensor]:
-    """The model's outputs in float64: logits and whatever else is no cache, loss or hidden state; with gradients.
+def run(
+    model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=None
+) -> list[torch.Tensor]:
+    """The model's outputs in float64: logits and whatever else is no cache, loss or
+    hidden state; with gradients.
 
     While it runs, `hook` is on the modules at `paths`, as by `hooked`.
     """
@@ -46,7 +61,9 @@ def run(model: torch.nn.Module, inputs: dict, paths: Iterable[str] = (), hook=No
 
 @contextmanager
 def quiet():
-    """No progress bars of Transformers, and no reports of missing tensors: the callers look at those."""
+    """No progress bars of Transformers, and no reports of missing tensors: the callers
+    look at those.
+    """
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -58,8 +75,12 @@ def quiet():
             logging.enable_progress_bar()
 
 
-def loaded(cls, folder, *, wrong=("missing_keys", "mismatched_keys"), **how) -> tuple[PreTrainedModel, list[str]]:
-    """(model in eval mode, keys of these kinds that loading reports); `folder` and `how` as for `from_pretrained`."""
+def loaded(
+    cls, folder, *, wrong=("missing_keys", "mismatched_keys"), **how
+) -> tuple[PreTrainedModel, list[str]]:
+    """(model in eval mode, keys of these kinds that loading reports); `folder` and
+    `how` as for `from_pretrained`.
+    """
     with quiet():
         model, info = cls.from_pretrained(folder, **how, output_loading_info=True)
     return model.eval(), sorted(str(key) for kind in wrong for key in info[kind])
@@ -72,35 +93,56 @@ def and_more(names: Sequence[str]) -> str:
 
 
 def alike(name: str) -> str:
-    """A name with its numbers taken out: equal for parameters that differ in layer or expert alone."""
+    """A name with its numbers taken out: equal for parameters that differ in layer or
+    expert alone.
+    """
     return re.sub(r"\d+", "*", name)
 
 
 def weight_axis(module: torch.nn.Module) -> int | None:
-    """The axis of a linear module's weight that its output runs along; None if it is no linear module."""
+    """The axis of a linear module's weight that its output runs along; None if it is no
+    linear module.
+    """
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, torch.nn.Parameter) or weight.ndim != 2 or isinstance(module, torch.nn.Embedding):
+    if (
+        not isinstance(weight, torch.nn.Parameter)
+        or weight.ndim != 2
+        or isinstance(module, torch.nn.Embedding)
+    ):
         return None
     for axis in (0, 1):
         matrix = weight if axis else weight.T
         x = torch.ones(1, 1, matrix.shape[0], dtype=weight.dtype) / 3
         try:
             y = module(x)
-        except (RuntimeError, TypeError, ValueError):  # it takes other inputs, or rows of the other length
+        except (RuntimeError, TypeError, ValueError):
+            # it takes other inputs, or rows of the other length
             continue
         expected = x @ matrix
         if bias is not None and bias.shape == expected.shape[-1:]:
             expected = expected + bias
-        if torch.is_tensor(y) and y.shape == expected.shape and torch.allclose(y, expected):
+        if (
+            torch.is_tensor(y)
+            and y.shape == expected.shape
+            and torch.allclose(y, expected)
+        ):
             return axis
     return None
 
 
 def leaves(model: torch.nn.Module) -> list[str]:
     """Paths of the modules without children."""
-    return [path for path, module in model.named_modules() if path and next(module.children(), None) is None]
+    return [
+        path
+        for path, module in model.named_modules()
+        if path and next(module.children(), None) is None
+    ]
 
 
 def linear_paths(model: torch.nn.Module) -> list[str]:
     """Paths of the linear modules."""
-    return [path for path in leaves(model) if weight_axis(model.get_submodule(path)) is not None]
+    return [
+        path
+        for path in leaves(model)
+        if weight_axis(model.get_submodule(path)) is not None
+    ]

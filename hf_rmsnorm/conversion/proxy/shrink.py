@@ -1,4 +1,6 @@
-"""Smaller configs of the same structure: equal depth, heads, experts and flags, narrower in every width."""
+"""Smaller configs of the same structure: equal depth, heads, experts and flags,
+narrower in every width.
+"""
 
 import copy
 import math
@@ -16,22 +18,36 @@ _NO_WIDTH = re.compile(
     r"^(num|max|n)_(?!embd|inner)|layers?$|(?<!^d_)heads?$|embeddings$|ratio|factor|dropout|act|size_per"
 )
 _INNER = re.compile(r"intermediate|ffn|d_?ff$|inner|mlp|feed_?forward")
-_WIDTH = re.compile(r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|d_head|rotary|projection_size")
-_POSITIONS = re.compile(r"max_(source_|target_)?position|n_positions|n_ctx|max_seq|seq_len|block_size$")
+_WIDTH = re.compile(
+    r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|d_head|rotary|projection_size"
+)
+_POSITIONS = re.compile(
+    r"max_(source_|target_)?position|n_positions|n_ctx|max_seq|seq_len|block_size$"
+)
 _TOKEN = re.compile(r"tok(en)?_(id|index)s?$")
 _VOCABULARY = re.compile(r"vocab_size$|^vocab_size")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim")
 
 
 def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
-    """(what its widths were divided by, a narrower copy) in several styles, the likeliest first.
+    """(what its widths were divided by, a narrower copy) in several styles, the
+    likeliest first.
 
-    Which attribute is a width is read from its name and its value. Whether a copy is a model at all, and one of the
-    same structure, is for the caller to find out.
+    Which attribute is a width is read from its name and its value. Whether a copy is a
+    model at all, and one of the same structure, is for the caller to find out.
     """
     divisor = math.gcd(*_head_sizes(config))
-    factors = [f for f in range(1, divisor + 1) if divisor % f == 0 and divisor // f >= 2]
+    factors = [
+        f for f in range(1, divisor + 1) if divisor % f == 0 and divisor // f >= 2
+    ]
     # Eight channels a head leave room for partial rotary embeddings and cost little.
     for factor in sorted(factors, key=lambda f: abs(math.log2(divisor / f / 8))):
         for inner, pictures in ((True, True), (False, True), (False, False)):
@@ -39,19 +55,27 @@ def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
 
 
 def _head_sizes(config: PretrainedConfig) -> list[int]:
-    """The sizes of a head, or of the stream where no heads are named, in each part of a config."""
+    """The sizes of a head, or of the stream where no heads are named, in each part of a
+    config.
+    """
     sizes = []
     for part in _parts(config):
-        values = vars(part)  # under their own names; a config may refuse to give some as attributes
+        # under their own names; a config may refuse to give some as attributes
+        values = vars(part)
         heads, hidden = _first(values, _HEADS), _first(values, _HIDDEN)
         per_head = hidden // heads if heads and hidden % heads == 0 else hidden
-        sizes += [_first(values, ("head_dim",) if "head_dim" in values else ("d_head",)), per_head]
+        sizes += [
+            _first(values, ("head_dim",) if "head_dim" in values else ("d_head",)),
+            per_head,
+        ]
     return [size for size in sizes if size] or [1]
 
 
 def _first(values: dict, names: tuple[str, ...]) -> int:
     """The first of these that is a number above 0; else 0."""
-    return next((v for name in names if isinstance(v := values.get(name), int) and v), 0)
+    return next(
+        (v for name in names if isinstance(v := values.get(name), int) and v), 0
+    )
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -63,25 +87,39 @@ def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
     return parts
 
 
-def _narrow(config: PretrainedConfig, factor: int, inner: bool, pictures: bool) -> PretrainedConfig:
+def _narrow(
+    config: PretrainedConfig, factor: int, inner: bool, pictures: bool
+) -> PretrainedConfig:
     for part in _parts(config):
         patch = vars(part).get("patch_size")
         for name, value in list(vars(part).items()):
             if name.startswith("_") and name != "_max_position_embeddings":
                 continue
-            if pictures and name == "image_size" and isinstance(value, int) and isinstance(patch, int):
+            if (
+                pictures
+                and name == "image_size"
+                and isinstance(value, int)
+                and isinstance(patch, int)
+            ):
                 narrow = min(value, IMAGE_PATCHES * patch)
             else:
                 narrow = _narrow_value(name, value, factor, inner)
-            vars(part)[name] = narrow  # past validators, which would see some widths narrowed and some not
+            # past validators, which would see some widths narrowed and some not
+            vars(part)[name] = narrow
     return config
 
 
 def _narrow_value(name: str, value, factor: int, inner: bool):
-    """A number, a list of them or the settings of a rotary embedding, narrowed; all else as it is."""
+    """A number, a list of them or the settings of a rotary embedding, narrowed; all
+    else as it is.
+    """
     if type(value) is int:
         return _number(name, value, factor, inner)
-    if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
+    if (
+        isinstance(value, (list, tuple))
+        and value
+        and all(type(v) is int for v in value)
+    ):
         return type(value)(_number(name, v, factor, inner) for v in value)
     if name.startswith("rope") and isinstance(value, dict):
         return _rotation(value, factor)
@@ -89,10 +127,16 @@ def _narrow_value(name: str, value, factor: int, inner: bool):
 
 
 def _rotation(values: dict, factor: int) -> dict:
-    """Settings of a rotary embedding, some by type of layer; longrope lists a factor for each pair of channels."""
+    """Settings of a rotary embedding, some by type of layer; longrope lists a factor
+    for each pair of channels.
+    """
     narrow = {}
     for name, value in values.items():
-        if name.endswith("_factor") and isinstance(value, list) and len(value) % factor == 0:
+        if (
+            name.endswith("_factor")
+            and isinstance(value, list)
+            and len(value) % factor == 0
+        ):
             value = value[::factor]
         narrow[name] = _rotation(value, factor) if isinstance(value, dict) else value
     return narrow

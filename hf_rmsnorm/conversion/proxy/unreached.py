@@ -1,4 +1,6 @@
-"""Parameters that the inputs did not reach and that may yet write to the residual stream."""
+"""Parameters that the inputs did not reach and that may yet write to the residual
+stream.
+"""
 
 from collections.abc import Iterable
 
@@ -13,7 +15,8 @@ from .shift_invariance import ShiftTest
 
 
 def refuse_if_unreached(proxy: ProxyModel, norms: Norms, test: ShiftTest) -> list[str]:
-    """Refuse unreached parameters as wide as the stream, as with other inputs they may write to it.
+    """Refuse unreached parameters as wide as the stream, as with other inputs they may
+    write to it.
 
     Returns:
         those that take the place of a masked patch or frame: they are left as they are.
@@ -23,7 +26,8 @@ def refuse_if_unreached(proxy: ProxyModel, norms: Norms, test: ShiftTest) -> lis
     masks = [name for name in left if "mask" in name.rpartition(".")[2]]
     left = [name for name in left if name not in masks]
     if left:
-        called = _called_leaves(proxy)  # their outputs are dropped, or the norms' inputs show what they write
+        # their outputs are dropped, or the norms' inputs show what they write
+        called = _called_leaves(proxy)
         left = [name for name in left if name.rpartition(".")[0] not in called]
         left = _not_known_otherwise(proxy, left, test.undetermined)
     if left:
@@ -36,18 +40,28 @@ def _called_leaves(proxy: ProxyModel) -> set[str]:
     """Paths of the modules without children that the model calls."""
     called: set[str] = set()
     with torch.no_grad():
-        run(proxy.model, proxy.inputs, leaves(proxy.model), lambda path, args, output: called.add(path))
+        run(
+            proxy.model,
+            proxy.inputs,
+            leaves(proxy.model),
+            lambda path, args, output: called.add(path),
+        )
     return called
 
 
-def _not_known_otherwise(proxy: ProxyModel, names: list[str], undetermined: Iterable[str]) -> list[str]:
-    """Those that have no second name, nor a parameter of the same place in another layer, that was reached."""
+def _not_known_otherwise(
+    proxy: ProxyModel, names: list[str], undetermined: Iterable[str]
+) -> list[str]:
+    """Those that have no second name, nor a parameter of the same place in another
+    layer, that was reached.
+    """
     reached = proxy.shapes.keys() - set(undetermined)
     places = set(map(alike, reached))
     left = [name for name in names if alike(name) not in places]
     if not left:
         return []
-    # With tied embeddings a head's bias may have a second name, which is used only there.
+    # With tied embeddings a head's bias may have a second name, which is used only
+    # there.
     tied = with_settings(proxy.config, {"tie_word_embeddings": True})
     aliases = KeyMap(new_model(type(proxy.model), tied)).aliases
     known = {alias for name, alias in aliases.items() if name in reached}
@@ -55,7 +69,9 @@ def _not_known_otherwise(proxy: ProxyModel, names: list[str], undetermined: Iter
 
 
 def _may_write(proxy: ProxyModel, name: str, lengths: set[int]) -> bool:
-    """Whether an axis along which a parameter may write is as long as a row of the stream, or several."""
+    """Whether an axis along which a parameter may write is as long as a row of the
+    stream, or several.
+    """
     path, _, leaf = name.rpartition(".")
     here, there = proxy.model.get_parameter(name).shape, proxy.shapes[name]
     axis = weight_axis(proxy.model.get_submodule(path)) if leaf == "weight" else None

@@ -1,4 +1,5 @@
-"""The interface of planned conversions, and the one that keeps the checkpoint's architecture.
+"""The interface of planned conversions, and the one that keeps the checkpoint's
+architecture.
 
 There, all that writes to the residual stream is centred, so that LayerNorm is RMSNorm.
 """
@@ -95,14 +96,31 @@ class PlannedCentring(PlannedSteps):
 
     def __str__(self) -> str:
         plan = self.centring
-        steps = [f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones" for scale in plan.scale]
-        steps += [f"new tensor {copy.key}, a copy of {copy.source} as it is" for copy in plan.copy]
+        steps = [
+            f"  {scale.key} takes in the layer scale {scale.by}, which becomes ones"
+            for scale in plan.scale
+        ]
+        steps += [
+            f"new tensor {copy.key}, a copy of {copy.source} as it is"
+            for copy in plan.copy
+        ]
         becoming = [norm.path for norm in plan.norms if norm.becomes_rms]
-        lines = [str(self.proof), f"tensors changed ({len(plan.centre)}):", *_grouped(_changed(plan)), *_few(steps)]
+        lines = [
+            str(self.proof),
+            f"tensors changed ({len(plan.centre)}):",
+            *_grouped(_changed(plan)),
+            *_few(steps),
+        ]
         lines += _grouped({f"norms that become RMSNorm ({len(becoming)}):": becoming})
         lines += _grouped(_staying(plan))
         if plan.undetermined:
-            lines += _grouped({"tensors that nothing depends on, copied as they are:": [*plan.undetermined]})
+            lines += _grouped(
+                {
+                    "tensors that nothing depends on, copied as they are:": [
+                        *plan.undetermined
+                    ]
+                }
+            )
         return "\n".join([*lines, *plan.notes])
 
     def verify(self, src, folder, how):
@@ -124,14 +142,22 @@ def _changed(plan: CentringPlan) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for step in plan.centre:
         rows = "each row" if step.axis else "each column or vector"
-        blocks = "" if step.blocks is None else f" (some of the rows: {_listed(step.blocks)})"
-        groups.setdefault(f"  {rows} of {step.block} has its mean subtracted{blocks}:", []).append(step.key)
+        blocks = (
+            ""
+            if step.blocks is None
+            else f" (some of the rows: {_listed(step.blocks)})"
+        )
+        groups.setdefault(
+            f"  {rows} of {step.block} has its mean subtracted{blocks}:", []
+        ).append(step.key)
     return groups
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, numbers[:SHOWN]))
-    return shown if len(numbers) <= SHOWN else f"{shown} and {len(numbers) - SHOWN} more"
+    return (
+        shown if len(numbers) <= SHOWN else f"{shown} and {len(numbers) - SHOWN} more"
+    )
 
 
 def _staying(plan: CentringPlan) -> dict[str, list[str]]:
@@ -141,14 +167,24 @@ def _staying(plan: CentringPlan) -> dict[str, list[str]]:
         if not norm.becomes_rms:
             reason, paths = groups.setdefault(alike(norm.reason), (norm.reason, []))
             paths.append(norm.path)
-    return {f"norms that stay LayerNorm ({len(paths)}): {reason}": paths for reason, paths in groups.values()}
+    return {
+        f"norms that stay LayerNorm ({len(paths)}): {reason}": paths
+        for reason, paths in groups.values()
+    }
 
 
 def _grouped(groups: dict[str, list[str]]) -> list[str]:
     """A line for each head and its paths, as many as fit on a screen."""
-    lines = [[head, *_few([f"    {path}" for path in compact_paths(paths)])] for head, paths in groups.items()]
+    lines = [
+        [head, *_few([f"    {path}" for path in compact_paths(paths)])]
+        for head, paths in groups.items()
+    ]
     shown = [line for group in lines[:SHOWN] for line in group]
-    return [*shown, f"  and {len(lines) - SHOWN} more kinds (--json lists all)"] if len(lines) > SHOWN else shown
+    return (
+        [*shown, f"  and {len(lines) - SHOWN} more kinds (--json lists all)"]
+        if len(lines) > SHOWN
+        else shown
+    )
 
 
 def _few(lines: list[str]) -> list[str]:
@@ -158,14 +194,22 @@ def _few(lines: list[str]) -> list[str]:
 
 
 def plan_centring(src, proxy: ProxyModel) -> PlannedCentring:
-    """The plan for the checkpoint in a folder, proven on its proxy; refused if it is not exact."""
+    """The plan for the checkpoint in a folder, proven on its proxy; refused if it is
+    not exact.
+    """
     plan = discover(proxy)
     proof = prove(plan, proxy)
     if not proof.passed:
-        raise ConversionRefused(f"{proof}: this model is not converted, as its plan is not exact")
+        raise ConversionRefused(
+            f"{proof}: this model is not converted, as its plan is not exact"
+        )
     made = provenance(src)
-    record = _as_before({**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}, proxy)
-    return PlannedCentring(made, replace(plan, config={**plan.config, RECORD_KEY: record}), proof)
+    record = _as_before(
+        {**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}, proxy
+    )
+    return PlannedCentring(
+        made, replace(plan, config={**plan.config, RECORD_KEY: record}), proof
+    )
 
 
 def _as_before(record: dict, proxy: ProxyModel) -> dict:

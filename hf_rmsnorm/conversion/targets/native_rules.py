@@ -1,7 +1,8 @@
-"""Which LayerNorm architecture computes the same as which RMSNorm one: the one file that names architectures.
+"""Which LayerNorm architecture computes the same as which RMSNorm one: the one file
+that names architectures.
 
-Sources and targets here share the tensor names of LLaMA. Once the residual weights are centred, the norms' biases fold
-into the linears that read them.
+Sources and targets here share the tensor names of LLaMA. Once the residual weights are
+centred, the norms' biases fold into the linears that read them.
 """
 
 from collections.abc import Callable
@@ -40,10 +41,13 @@ class NativePair:
         mlp: the linears of a layer's MLP.
         side_by_side: attention and MLP read the same norm.
         weight_offset: a number that the norms add to their weight.
-        interleaved: neighbouring channels are rotated together, and not the halves of a head.
-        settings: keys of the target's config beyond those that the source's config has too.
+        interleaved: neighbouring channels are rotated together, and not the halves of a
+            head.
+        settings: keys of the target's config beyond those that the source's config has
+            too.
         refusals: reasons against a source of this config.
-        biases: keys of the target's config that switch on the biases of attention and MLP.
+        biases: keys of the target's config that switch on the biases of attention and
+            MLP.
     """
 
     target: str
@@ -65,8 +69,11 @@ def _dense_cohere(rotate_all: bool) -> Callable[[PretrainedConfig], dict[str, An
         "head_dim": c.hidden_size // c.num_attention_heads,
         "mlp_layer_types": ["dense"] * c.num_hidden_layers,
         "prefix_dense_intermediate_size": c.intermediate_size,
-        "layer_types": ["full_attention"] * c.num_hidden_layers if rotate_all else c.layer_types,
-        # 1 makes layers of full attention rotate; with any other number only those with a window rotate.
+        "layer_types": ["full_attention"] * c.num_hidden_layers
+        if rotate_all
+        else c.layer_types,
+        # 1 makes layers of full attention rotate; with any other number only those with
+        # a window rotate.
         "prefix_dense_sliding_window_pattern": 1 if rotate_all else 4,
     }
 
@@ -87,16 +94,31 @@ PAIRS: dict[str, NativePair] = {
         target="llama",
         eps=1e-5,
         biases=("attention_bias",),
-        refusals=(("it clips queries, keys and values (clip_qkv)", lambda c: c.clip_qkv is not None),),
+        refusals=(
+            (
+                "it clips queries, keys and values (clip_qkv)",
+                lambda c: c.clip_qkv is not None,
+            ),
+        ),
     ),
-    "cohere": _cohere(settings=_dense_cohere(rotate_all=True), refusals=((QK_NORMS, lambda c: c.use_qk_norm),)),
+    "cohere": _cohere(
+        settings=_dense_cohere(rotate_all=True),
+        refusals=((QK_NORMS, lambda c: c.use_qk_norm),),
+    ),
     "cohere2": _cohere(settings=_dense_cohere(rotate_all=False)),
     "cohere2_moe": _cohere(
         mlp=_gated_or_sparse,
-        refusals=(("its norms are RMSNorms already (rms_norm_eps)", lambda c: c.rms_norm_eps is not None),),
+        refusals=(
+            (
+                "its norms are RMSNorms already (rms_norm_eps)",
+                lambda c: c.rms_norm_eps is not None,
+            ),
+        ),
     ),
     "jais2": NativePair(target="arcee", eps="layer_norm_eps", mlp=_plain),
-    "nemotron": NativePair(target="arcee", eps="norm_eps", mlp=_plain, weight_offset=1.0),
+    "nemotron": NativePair(
+        target="arcee", eps="norm_eps", mlp=_plain, weight_offset=1.0
+    ),
     "stablelm": NativePair(
         target="llama",
         eps="layer_norm_eps",

@@ -1,4 +1,6 @@
-"""A checkpoint and its conversion, run on the same inputs; module by module if memory does not hold both."""
+"""A checkpoint and its conversion, run on the same inputs; module by module if memory
+does not hold both.
+"""
 
 import logging
 import tempfile
@@ -15,7 +17,13 @@ from transformers import AutoTokenizer
 from ...patching import patched
 from ...verification import NoiseFloor, verify_equivalence
 from ...verification.context import TOKENS as RANDOM_TOKENS
-from ...verification.context import default_inputs, in_dtype_of, one_line, output_tensors, prompt_length
+from ...verification.context import (
+    default_inputs,
+    in_dtype_of,
+    one_line,
+    output_tensors,
+    prompt_length,
+)
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..checkpoint.source import open_checkpoint
@@ -34,11 +42,15 @@ PROMPTS = (
 TOKENS = 64
 GREEDY_TOKENS = 16
 SHORT = 8
-ENOUGH = 128  # output values of a comparison: from a few logits the source's own error cannot be estimated
+# output values of a comparison: from a few logits the source's own error cannot be
+# estimated
+ENOUGH = 128
 TINY = 2**25  # bytes of weights up to which several threads cost more than they save
-LARGE = 2**28  # bytes of weights from which on a few tokens are run, unless all is asked for
+# bytes of weights from which on a few tokens are run, unless all is asked for
+LARGE = 2**28
 FEW_TOKENS = 16
-_IN_FLOAT64 = 6  # two models, and the widest weights of a run in float64, in sizes of the checkpoint
+# two models, and the widest weights of a run in float64, in sizes of the checkpoint
+_IN_FLOAT64 = 6
 _FOR_EACH = 0.1  # of the free memory: weights that stay while the others are read
 
 
@@ -50,11 +62,14 @@ class Running:
     model_class: type | None = None
     inputs: Callable[[torch.nn.Module], dict] | None = None
     prompts: list[str] | None = None
-    verify: bool | str = True  # "full" runs all texts of large models, and greedy tokens
+    # "full" runs all texts of large models, and greedy tokens
+    verify: bool | str = True
 
     def class_of(self, src) -> type:
         """The class that a source is loaded with."""
-        _, cls = config_and_class(src, self.trust_remote_code, self.model_class, trained=True)
+        _, cls = config_and_class(
+            src, self.trust_remote_code, self.model_class, trained=True
+        )
         return cls
 
 
@@ -86,10 +101,13 @@ class ModelPair:
     inputs: list[dict]
     run_on: str  # a description of the runs, for people
     greedy: bool  # whether greedy tokens are compared too
-    missing: list[str]  # parameters that the result's checkpoint lacks, or has in another shape
+    # parameters that the result's checkpoint lacks, or has in another shape
+    missing: list[str]
 
     def compare(self) -> dict:
-        """Figures of the result, whose error against float64 is compared with the source's own."""
+        """Figures of the result, whose error against float64 is compared with the
+        source's own.
+        """
         if self.greedy:
             return self._compare_greedy()
         own, exact = self._of_source
@@ -98,7 +116,12 @@ class ModelPair:
 
     def _compare_greedy(self) -> dict:
         report = verify_equivalence(
-            self.source, self.result, self.inputs, norms=False, max_new_tokens=GREEDY_TOKENS, backend="reference"
+            self.source,
+            self.result,
+            self.inputs,
+            norms=False,
+            max_new_tokens=GREEDY_TOKENS,
+            backend="reference",
         )
         greedy = report.greedy
         equal = "equal" if greedy.equal else "tie" if greedy.passed else "different"
@@ -135,11 +158,15 @@ class ModelPair:
         """The outputs of all inputs, in rows."""
         rows = []
         for inputs in self.inputs:
-            rows += [t.flatten(0, -2) for t in output_tensors(model(**inputs)) if t.dim() > 1]
+            rows += [
+                t.flatten(0, -2) for t in output_tensors(model(**inputs)) if t.dim() > 1
+            ]
         return rows
 
     def add_inputs_if_few(self) -> None:
-        """Run random inputs too if the outputs of a classifier, say, are too few to compare."""
+        """Run random inputs too if the outputs of a classifier, say, are too few to
+        compare.
+        """
         outputs = self._outputs(self.source)
         if outputs and sum(t.numel() for t in outputs) < ENOUGH:
             more = _random(self.source, -(-ENOUGH // outputs[0].shape[-1]), SHORT)
@@ -148,25 +175,39 @@ class ModelPair:
 
 @contextmanager
 def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
-    """Load two checkpoints in their own dtype, module by module if memory does not hold both."""
+    """Load two checkpoints in their own dtype, module by module if memory does not hold
+    both.
+    """
     cls, size = how.class_of(src), _size(Path(src))
     streamed = not fits_memory(Path(src))
     whole = not streamed and (how.verify == "full" or size < LARGE)
-    with tempfile.TemporaryDirectory() as scratch, one_thread() if size < TINY else nullcontext():
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        one_thread() if size < TINY else nullcontext(),
+    ):
         loading: dict = {"dtype": "auto", "trust_remote_code": how.trust_remote_code}
         if streamed:
             room = int(_FOR_EACH * psutil.virtual_memory().available)
-            loading |= {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": scratch}
+            loading |= {
+                "device_map": "auto",
+                "max_memory": {"cpu": room},
+                "offload_folder": scratch,
+            }
         source, _ = loaded(cls, src, **loading)
         result, missing = loaded(cls, folder, **loading)
-        # A float64 model has no wider run to compare with, and parts of its forward may stay in float32.
+        # A float64 model has no wider run to compare with, and parts of its forward may
+        # stay in float32.
         if source.dtype == torch.float64 and not streamed:
             source, result = source.float(), result.float()
         batches = _batches(src, source, how)
         if not whole:
-            batches = [{name: _shortened(name, value) for name, value in batches[0].items()}]
+            batches = [
+                {name: _shortened(name, value) for name, value in batches[0].items()}
+            ]
         greedy = how.verify == "full" and whole and _generates(source, batches)
-        pair = ModelPair(source, result, batches, _run_on(streamed, whole), greedy, missing)
+        pair = ModelPair(
+            source, result, batches, _run_on(streamed, whole), greedy, missing
+        )
         logger.info("verifying: source and result %s", pair.run_on)
         if how.inputs is None:
             pair.add_inputs_if_few()
@@ -189,7 +230,10 @@ def _generates(model, batches: list[dict]) -> bool:
 def _batches(src, model, how: Running) -> list[dict]:
     """The inputs that the models are run on: the caller's, texts, or random ones."""
     batches = [how.inputs(model)] if how.inputs else _prompts(src, model, how)
-    return [in_dtype_of(model, batch) for batch in batches or [_random(model, *RANDOM_TOKENS)]]
+    return [
+        in_dtype_of(model, batch)
+        for batch in batches or [_random(model, *RANDOM_TOKENS)]
+    ]
 
 
 def fits_memory(src: Path) -> bool:
@@ -198,12 +242,19 @@ def fits_memory(src: Path) -> bool:
 
 
 def _size(src: Path) -> int:
-    return sum(tensor.nbytes for tensor in open_checkpoint(src, allow_pickle=True).tensors.values())
+    return sum(
+        tensor.nbytes
+        for tensor in open_checkpoint(src, allow_pickle=True).tensors.values()
+    )
 
 
 def _shortened(name: str, value):
     """A few tokens of token ids; any other value as it is."""
-    return value[:1, :FEW_TOKENS] if name.endswith("input_ids") and value.dim() == 2 else value
+    return (
+        value[:1, :FEW_TOKENS]
+        if name.endswith("input_ids") and value.dim() == 2
+        else value
+    )
 
 
 def _random(model, rows: int, tokens: int) -> dict:
@@ -216,36 +267,57 @@ def _prompts(src, model, how: Running) -> list[dict]:
     if tokenizer is None:
         return []
     most = prompt_length(model.config, TOKENS, GREEDY_TOKENS)
-    texts = [{"input_ids": tokenizer(t, return_tensors="pt").input_ids[:, :most]} for t in how.prompts or PROMPTS]
+    texts = [
+        {"input_ids": tokenizer(t, return_tensors="pt").input_ids[:, :most]}
+        for t in how.prompts or PROMPTS
+    ]
     return [inputs for inputs in texts if inputs["input_ids"].numel()]
 
 
 def tokenizer_of_source(src, how: Running):
-    """The tokenizer of a source; None if it has none, and ConversionError if that does not load."""
+    """The tokenizer of a source; None if it has none, and ConversionError if that does
+    not load.
+    """
     return _tokenizer(src, how.class_of(src), how.trust_remote_code)
 
 
 def _tokenizer(src, model, trust_remote_code: bool):
-    """The tokenizer of a folder, for a model or class that takes token ids; None if there is none."""
+    """The tokenizer of a folder, for a model or class that takes token ids; None if
+    there is none.
+    """
     if model.main_input_name != "input_ids" or not any(Path(src).glob("*token*")):
         return None
     try:
-        return AutoTokenizer.from_pretrained(src, trust_remote_code=bool(trust_remote_code))
+        return AutoTokenizer.from_pretrained(
+            src, trust_remote_code=bool(trust_remote_code)
+        )
     except Exception as error:  # a tokenizer's own code may raise anything
         cure = "pass trust_remote_code=True if it brings code, or verify=False"
-        raise ConversionError(f"{src}: its tokenizer does not load: {cure} ({one_line(error)})") from error
+        raise ConversionError(
+            f"{src}: its tokenizer does not load: {cure} ({one_line(error)})"
+        ) from error
 
 
 def missing_parameters(src, how: Running) -> list[str]:
-    """Parameters of the model that the checkpoint lacks, found without reading values; refused if a shape differs."""
+    """Parameters of the model that the checkpoint lacks, found without reading values;
+    refused if a shape differs.
+    """
     cls = how.class_of(src)
-    loading = {"device_map": "meta", "dtype": "auto", "trust_remote_code": how.trust_remote_code}
+    loading = {
+        "device_map": "meta",
+        "dtype": "auto",
+        "trust_remote_code": how.trust_remote_code,
+    }
     with quiet():
         try:
-            _, info = cls.from_pretrained(src, **loading, ignore_mismatched_sizes=True, output_loading_info=True)
+            _, info = cls.from_pretrained(
+                src, **loading, ignore_mismatched_sizes=True, output_loading_info=True
+            )
         except Exception as error:  # a model's own code may raise anything
             cure = "repair the folder, or pass the model_class that it was saved from"
-            raise ConversionError(f"{src}: {cls.__name__} does not load it: {cure} ({one_line(error)})") from error
+            raise ConversionError(
+                f"{src}: {cls.__name__} does not load it: {cure} ({one_line(error)})"
+            ) from error
     if info["mismatched_keys"]:
         key, stored, wanted = sorted(info["mismatched_keys"])[0]
         what = f"{key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by its config.json"

@@ -1,1 +1,3 @@
-"""Finds the formula of a module: it runs on chosen inputs, and its outputs are compared with a family of formulas."""
+"""Finds the formula of a module: it runs on chosen inputs, and its outputs are compared
+with a family of formulas.
+"""

@@ -1,1 +1,3 @@
-"""Which sums, and which q and k norms, a layer computes with its norms: learned from its own forward."""
+"""Which sums, and which q and k norms, a layer computes with its norms: learned from
+its own forward.
+"""

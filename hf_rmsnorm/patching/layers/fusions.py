@@ -1,4 +1,6 @@
-"""Which modules of a model have their norms computed with what surrounds them, and why others have not."""
+"""Which modules of a model have their norms computed with what surrounds them, and why
+others have not.
+"""
 
 import contextlib
 import re
@@ -20,10 +22,12 @@ _ROWS = nn.ModuleList, nn.Sequential
 
 
 def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
-    """Compile the forwards of a patched model again where they show what surrounds a norm; `undo` is told how to undo.
+    """Compile the forwards of a patched model again where they show what surrounds a
+    norm; `undo` is told how to undo.
 
     Returns:
-        What was done to each module that repeats in the model, or to its parts, and why nothing was.
+        What was done to each module that repeats in the model, or to its parts, and why
+        nothing was.
     """
     finder = _FusionFinder(model)
     records: dict[str, FusedLayer] = {}
@@ -31,22 +35,32 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         if not finder.looks_at(module):
             continue
         choice = finder.choice(module)
-        reason = choice if isinstance(choice, str) else _fuse(model, module, choice, undo)
+        reason = (
+            choice if isinstance(choice, str) else _fuse(model, module, choice, undo)
+        )
         if not reason:
             records[path] = FusedLayer(path, type(module).__name__, str(choice))
-        elif (module in finder.layers and norms_of(module)) or isinstance(reason, QKRefusal):
+        elif (module in finder.layers and norms_of(module)) or isinstance(
+            reason, QKRefusal
+        ):
             records[path] = FusedLayer(path, type(module).__name__, "", reason)
     for path, reason in _norms_further_in(model, finder.layers, set(records)).items():
-        records[path] = FusedLayer(path, type(model.get_submodule(path)).__name__, "", reason)
+        records[path] = FusedLayer(
+            path, type(model.get_submodule(path)).__name__, "", reason
+        )
     paths = [path for path, _ in model.named_modules() if path in records]
-    return tuple(records[path] for path in paths if not _is_served_inside(path, records))
+    return tuple(
+        records[path] for path in paths if not _is_served_inside(path, records)
+    )
 
 
 def _is_served_inside(path: str, records: dict[str, FusedLayer]) -> bool:
     """Whether a module is not fused, and a module in it has a fused sum."""
     if records[path].fused:
         return False
-    inside = (record for inner, record in records.items() if inner.startswith(f"{path}."))
+    inside = (
+        record for inner, record in records.items() if inner.startswith(f"{path}.")
+    )
     return any(record.fused.startswith("+") for record in inside)
 
 
@@ -56,9 +70,17 @@ def sums_unknown(layer: FusedLayer) -> bool:
 
 
 def norms_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The module's children that are patched norms of one input, and may be computed with what surrounds them."""
-    norms = ((name, child, fusible_recipe(child)) for name, child in module.named_children())
-    return {name: child for name, child, recipe in norms if recipe is not None and recipe.is_simple}
+    """The module's children that are patched norms of one input, and may be computed
+    with what surrounds them.
+    """
+    norms = (
+        (name, child, fusible_recipe(child)) for name, child in module.named_children()
+    )
+    return {
+        name: child
+        for name, child, recipe in norms
+        if recipe is not None and recipe.is_simple
+    }
 
 
 class _FusionFinder:
@@ -72,14 +94,18 @@ class _FusionFinder:
 
     def __init__(self, model: nn.Module):
         rows = [row for row in model.modules() if isinstance(row, _ROWS)]
-        self.layers = {_inner(module) for row in rows for module in row if module is not None}  # a place may hold None
+        # a place may hold None
+        self.layers = {
+            _inner(module) for row in rows for module in row if module is not None
+        }
         self.repeated = {module for layer in self.layers for module in layer.modules()}
         recipes = filter(None, map(fusible_recipe, model.modules()))
         self.unrounded = any(not recipe.rounds_sum for recipe in recipes)
         self._known: dict[tuple, object] = {}
 
     def looks_at(self, module: nn.Module) -> bool:
-        # Not at the wrappers around a norm or a layer: FSDP's forward would gather weights, on one rank before another.
+        # Not at the wrappers around a norm or a layer: FSDP's forward would gather
+        # weights, on one rank before another.
         if isinstance(module, nn.ModuleList) or _inner(module) is not module:
             return False
         return bool(_of_rows(module)) or (self.unrounded and module in self.layers)
@@ -87,7 +113,10 @@ class _FusionFinder:
     def choice(self, module: nn.Module) -> object:
         """What is fused in a module, or why nothing is, in words."""
         part = layer_part(type(module))
-        if part is not None and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original:
+        if (
+            part is not None
+            and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original
+        ):
             return "its class was given another forward: unpatch the model and patch it again"
         if other := replaced_forward(module):
             return f"its forward was replaced on the instance by {other}"
@@ -104,30 +133,46 @@ class _FusionFinder:
     def _find(self, module: nn.Module, inside: bool) -> object:
         cls = unfused(type(module))
         try:
-            fusion = find_sums(cls, norms_of(module).keys(), _of_rows(module), self.unrounded)
+            fusion = find_sums(
+                cls, norms_of(module).keys(), _of_rows(module), self.unrounded
+            )
             return fusion or _pair_of(module, cls, inside)
         except CannotRewrite as error:
             return str(error)
-        except Exception as error:  # whatever a user's class does, its norms are swapped
+        except Exception as error:
+            # whatever a user's class does, its norms are swapped
             return f"it could not be examined: {type(error).__name__}: {error}"
 
 
 def structure(module: nn.Module) -> tuple:
-    """What modules alike have in common: their class and its forward, the classes of their children, norms' shapes."""
+    """What modules alike have in common: their class and its forward, the classes of
+    their children, norms' shapes.
+    """
     cls = unfused(type(module))
     children = tuple((name, type(child)) for name, child in module.named_children())
-    shapes = tuple(tuple(p.shape) for norm in norms_of(module).values() for p in norm.parameters(recurse=False))
+    shapes = tuple(
+        tuple(p.shape)
+        for norm in norms_of(module).values()
+        for p in norm.parameters(recurse=False)
+    )
     return cls, cls.forward, children, shapes
 
 
-def _fuse(model: nn.Module, module: nn.Module, fusion, undo: contextlib.ExitStack) -> str:
-    """Give a module its fusion in place of one of an earlier patch; returns why that cannot be, or ""."""
+def _fuse(
+    model: nn.Module, module: nn.Module, fusion, undo: contextlib.ExitStack
+) -> str:
+    """Give a module its fusion in place of one of an earlier patch; returns why that
+    cannot be, or "".
+    """
     try:
-        undo.callback(fuse_again, model, module, getattr(type(module), "_hf_rmsnorm_fusion", None))
+        undo.callback(
+            fuse_again, model, module, getattr(type(module), "_hf_rmsnorm_fusion", None)
+        )
         fuse(module, fusion)
     except CannotRewrite as error:
         return str(error)
-    except Exception as error:  # a metaclass or __init_subclass__ of the user's may refuse in any way
+    except Exception as error:
+        # a metaclass or __init_subclass__ of the user's may refuse in any way
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -136,7 +181,11 @@ def _pair_of(module: nn.Module, cls: type, inside: bool):
     """What is fused of a module's norms of q and k, or why nothing of it is."""
     norms = norms_of(module)
     try:
-        return find_qk(cls, {name for name, norm in norms.items() if _is_of_heads(norm)}, module._modules.keys())
+        return find_qk(
+            cls,
+            {name for name, norm in norms.items() if _is_of_heads(norm)},
+            module._modules.keys(),
+        )
     except CannotRewrite as error:
         if inside and len(norms) > 1:
             return QKRefusal(error)
@@ -144,9 +193,11 @@ def _pair_of(module: nn.Module, cls: type, inside: bool):
 
 
 def _is_of_heads(norm: nn.Module) -> bool:
-    """Whether a norm may be computed with a rotation: one weight for all heads, and no bias.
+    """Whether a norm may be computed with a rotation: one weight for all heads, and no
+    bias.
 
-    What `F.rms_norm` and `F.layer_norm` return is contiguous. Computed behind a transpose it would lie otherwise.
+    What `F.rms_norm` and `F.layer_norm` return is contiguous. Computed behind a
+    transpose it would lie otherwise.
     """
     spec = fusible_recipe(norm).spec
     shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
@@ -154,20 +205,32 @@ def _is_of_heads(norm: nn.Module) -> bool:
     return short and not (spec.functional or spec.has_bias)
 
 
-def _norms_further_in(model: nn.Module, layers: set[nn.Module], recorded: set[str]) -> dict[str, str]:
+def _norms_further_in(
+    model: nn.Module, layers: set[nn.Module], recorded: set[str]
+) -> dict[str, str]:
     """Of the layers that hold patched norms, and have no record: path -> why none of their sums is fused."""
     names = {path for path, module in model.named_modules() if module in layers}
     holders: dict[str, list[str]] = {}
-    for path in (path for path, module in model.named_modules() if fusible_recipe(module) is not None):
+    for path in (
+        path
+        for path, module in model.named_modules()
+        if fusible_recipe(module) is not None
+    ):
         parents = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
         layer = next((parent for parent in reversed(parents) if parent in names), None)
-        if layer is not None and recorded.isdisjoint(parent for parent in parents if parent.startswith(layer)):
-            holders.setdefault(layer, []).append(path[len(layer) + 1 :].rpartition(".")[0])
+        if layer is not None and recorded.isdisjoint(
+            parent for parent in parents if parent.startswith(layer)
+        ):
+            holders.setdefault(layer, []).append(
+                path[len(layer) + 1 :].rpartition(".")[0]
+            )
     return {layer: _why_apart(inside) for layer, inside in holders.items()}
 
 
 def _why_apart(holders: list[str]) -> str:
-    """Why no sum of a layer is fused: the paths in it of the modules that hold its norms say so."""
+    """Why no sum of a layer is fused: the paths in it of the modules that hold its
+    norms say so.
+    """
     if "" in holders:
         return "no launch serves a sum with norms like its own, as their formula or notes say"
     where = ", ".join(dict.fromkeys(holders))
@@ -175,7 +238,9 @@ def _why_apart(holders: list[str]) -> str:
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """The layer in its wrappers (FSDP, activation checkpoints, `torch.compile`): an only child by a private name."""
+    """The layer in its wrappers (FSDP, activation checkpoints, `torch.compile`): an
+    only child by a private name.
+    """
     while len(module._modules) == 1:
         ((name, child),) = module._modules.items()
         if child is None or not name.startswith("_"):
@@ -195,4 +260,6 @@ def _shared_norms(module: nn.Module) -> list[str]:
 
 def _of_rows(module: nn.Module) -> set[str]:
     recipes = ((name, fusible_recipe(child)) for name, child in module.named_children())
-    return {name for name, recipe in recipes if recipe is not None and recipe.is_of_rows}
+    return {
+        name for name, recipe in recipes if recipe is not None and recipe.is_of_rows
+    }

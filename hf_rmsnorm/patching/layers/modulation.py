@@ -1,4 +1,5 @@
-"""Scale and shift of a norm's result, as in an adaptive LayerNorm, found in the source of one forward.
+"""Scale and shift of a norm's result, as in an adaptive LayerNorm, found in the source
+of one forward.
 
     y = self.norm(x) * (1 + scale[:, None]) + shift    ->    y = modulated(x, self.norm, scale[:, None], shift)
 
@@ -8,8 +9,9 @@
     scale = 1 + scale
     y = self.norm(x) * scale                           ->    y = modulated(x, self.norm, Factor(scale))
 
-The factors may have any order, and the shift may be missing. Scale and shift are variables, or views of them, so it
-does not matter when they are computed. A function that only scales and shifts its argument is read too (`helpers`).
+The factors may have any order, and the shift may be missing. Scale and shift are
+variables, or views of them, so it does not matter when they are computed. A function
+that only scales and shifts its argument is read too (`helpers`).
 """
 
 import ast
@@ -23,14 +25,27 @@ from .uses import blocks, is_read_later, reads
 
 MODULATED = "_hf_rmsnorm_modulated"
 FACTOR = "_hf_rmsnorm_factor"
-_PURE = (ast.Name, ast.Attribute, ast.Subscript, ast.Slice, ast.Constant, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
+_PURE = (
+    ast.Name,
+    ast.Attribute,
+    ast.Subscript,
+    ast.Slice,
+    ast.Constant,
+    ast.Tuple,
+    ast.UnaryOp,
+    ast.USub,
+    ast.Load,
+)
 _VIEWS = {"unsqueeze", "squeeze", "view", "expand", "to", "float", "index_select"}
-_VIEWS_OF_A_SUM = {"unsqueeze", "squeeze", "expand"}  # which give the same of 1 + scale and of scale
+# which give the same of 1 + scale and of scale
+_VIEWS_OF_A_SUM = {"unsqueeze", "squeeze", "expand"}
 _MEMORY = {"data", "numpy"}  # a write through these moves no version
 
 
 class _Modulation(NamedTuple):
-    """``normed * (1 + scale) + shift``, or ``normed * scale + shift`` where the scale is prepared."""
+    """``normed * (1 + scale) + shift``, or ``normed * scale + shift`` where the scale
+    is prepared.
+    """
 
     normed: ast.expr
     scale: ast.expr
@@ -38,7 +53,11 @@ class _Modulation(NamedTuple):
 
 
 def mark_modulations(
-    definition: ast.FunctionDef, cls: type, itself: str, norms: Set[str], shared: Set[str]
+    definition: ast.FunctionDef,
+    cls: type,
+    itself: str,
+    norms: Set[str],
+    shared: Set[str],
 ) -> list[str]:
     """Make one call of each norm and its modulation; returns the norms' names.
 
@@ -51,18 +70,31 @@ def mark_modulations(
     marks = _Marks(cls, itself, norms, shared, _prepared_factors(definition))
     marks.join_block(definition.body, [])
     marks.visit(definition)
-    return [n.args[1].attr for n in ast.walk(definition) if is_modulated(n) or is_later(n)]
+    return [
+        n.args[1].attr for n in ast.walk(definition) if is_modulated(n) or is_later(n)
+    ]
 
 
 def is_modulated(node: ast.AST) -> bool:
     """Whether this is a call that `mark_modulations` has put there."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == MODULATED
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == MODULATED
+    )
 
 
 class _Marks(ast.NodeTransformer):
     """Puts the calls in their places: of two statements first, then of one expression."""
 
-    def __init__(self, cls: type, itself: str, norms: Set[str], shared: Set[str], factors: set[str]):
+    def __init__(
+        self,
+        cls: type,
+        itself: str,
+        norms: Set[str],
+        shared: Set[str],
+        factors: set[str],
+    ):
         self.cls = cls
         self.itself = itself
         self.norms = norms
@@ -80,7 +112,9 @@ class _Marks(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def join_block(self, body: list[ast.stmt], after: list[ast.stmt] | None) -> None:
-        """Make one statement of each ``y = self.norm(x)`` and ``z = y * (1 + scale) + shift`` in a list."""
+        """Make one statement of each ``y = self.norm(x)`` and ``z = y * (1 + scale) +
+        shift`` in a list.
+        """
         for at, statement in enumerate(body):
             rest = None if after is None else body[at + 1 :] + after
             for block, follows in blocks(statement, rest):
@@ -89,9 +123,13 @@ class _Marks(ast.NodeTransformer):
         for at in range(len(body) - 1, 0, -1):
             self._join(body, at, after)
 
-    def _join(self, body: list[ast.stmt], at: int, after: list[ast.stmt] | None) -> None:
+    def _join(
+        self, body: list[ast.stmt], at: int, after: list[ast.stmt] | None
+    ) -> None:
         match body[at - 1], body[at]:
-            case ast.Assign([ast.Name(name)], norm), ast.Assign([target], value) if self._is_norm(norm):
+            case ast.Assign([ast.Name(name)], norm), ast.Assign([target], value) if (
+                self._is_norm(norm)
+            ):
                 parts, result = self._modulation(value), getattr(target, "id", "")
             case _:
                 return
@@ -112,12 +150,18 @@ class _Marks(ast.NodeTransformer):
         body[at].value = self._call(norm, parts)
         del body[at - 1]
 
-    def _may_be_read(self, name: str, rest: list[ast.stmt], after: list[ast.stmt] | None) -> bool:
+    def _may_be_read(
+        self, name: str, rest: list[ast.stmt], after: list[ast.stmt] | None
+    ) -> bool:
         return after is None or name in self.shared or is_read_later(name, rest + after)
 
     def _reads_normed(self, statement: ast.stmt) -> str | None:
         """The name that a statement modulates."""
-        parts = self._modulation(statement.value) if isinstance(statement, ast.Assign) else None
+        parts = (
+            self._modulation(statement.value)
+            if isinstance(statement, ast.Assign)
+            else None
+        )
         return None if parts is None else getattr(parts.normed, "id", None)
 
     def _is_norm(self, node: ast.expr) -> bool:
@@ -141,16 +185,23 @@ class _Marks(ast.NodeTransformer):
                 return None
         if not is_product(product):
             return None
-        for normed, factor in ((product.left, product.right), (product.right, product.left)):
+        for normed, factor in (
+            (product.left, product.right),
+            (product.right, product.left),
+        ):
             scale = self._scale(factor)
             # Computing the norm's input may change the scale: then the order decides.
-            in_order = _is_first(normed, node) or all(map(_is_pure, getattr(normed, "args", ())))
+            in_order = _is_first(normed, node) or all(
+                map(_is_pure, getattr(normed, "args", ()))
+            )
             if scale is not None and in_order:
                 return _Modulation(normed, scale, shift)
         return None
 
     def _scale(self, factor: ast.expr) -> ast.expr | None:
-        """The scale in ``1 + scale``, or a name that holds this sum; None of another factor."""
+        """The scale in ``1 + scale``, or a name that holds this sum; None of another
+        factor.
+        """
         if isinstance(factor, ast.Name) and factor.id in self.factors:
             return call(FACTOR, factor, factor)
         scale = _scale_in_sum(factor)
@@ -162,13 +213,19 @@ def _prepared_factors(definition: ast.FunctionDef) -> set[str]:
     names = set()
     for statement in ast.walk(definition):
         match statement:
-            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(
+                targets
+            ) == len(values):
                 pairs = zip(targets, values, strict=True)
             case ast.Assign([target], value):
                 pairs = [(target, value)]
             case _:
                 continue
-        names.update(t.id for t, v in pairs if isinstance(t, ast.Name) and _scale_in_sum(v) is not None)
+        names.update(
+            t.id
+            for t, v in pairs
+            if isinstance(t, ast.Name) and _scale_in_sum(v) is not None
+        )
     return names
 
 
@@ -184,18 +241,30 @@ def is_product(node: ast.expr) -> bool:
 
 
 def _scale_in_sum(factor: ast.expr) -> ast.expr | None:
-    """The scale in ``1 + scale``; where a view is made of that sum, a view of the scale."""
+    """The scale in ``1 + scale``; where a view is made of that sum, a view of the
+    scale.
+    """
     match factor:
-        case ast.BinOp(ast.Constant(1), ast.Add(), scale) | ast.BinOp(scale, ast.Add(), ast.Constant(1)):
+        case ast.BinOp(ast.Constant(1), ast.Add(), scale) | ast.BinOp(
+            scale, ast.Add(), ast.Constant(1)
+        ):
             return scale
         case ast.Subscript(inner, index):
             scale = _scale_in_sum(inner)
-            return None if scale is None else ast.copy_location(ast.Subscript(scale, index, ast.Load()), factor)
-        case ast.Call(ast.Attribute(inner, name), arguments, []) if name in _VIEWS_OF_A_SUM:
+            return (
+                None
+                if scale is None
+                else ast.copy_location(ast.Subscript(scale, index, ast.Load()), factor)
+            )
+        case ast.Call(ast.Attribute(inner, name), arguments, []) if (
+            name in _VIEWS_OF_A_SUM
+        ):
             scale = _scale_in_sum(inner)
             if scale is None:
                 return None
-            return ast.copy_location(ast.Call(ast.Attribute(scale, name, ast.Load()), arguments, []), factor)
+            return ast.copy_location(
+                ast.Call(ast.Attribute(scale, name, ast.Load()), arguments, []), factor
+            )
     return None
 
 

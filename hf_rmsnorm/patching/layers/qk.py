@@ -1,4 +1,5 @@
-"""Norms of q and k in front of a rotary embedding, found in the source of one forward, and put in one launch with it.
+"""Norms of q and k in front of a rotary embedding, found in the source of one forward,
+and put in one launch with it.
 
     q = self.q_norm(rows).transpose(1, 2)          pair = pair_to_rotate(self.q_norm, self.k_norm)
     k = self.k_norm(others).transpose(1, 2)        q = (self.q_norm(rows) if pair is None else rows).transpose(1, 2)
@@ -9,8 +10,9 @@
     x = self.q_norm(x)                             x = norm_and_rotate_one(self.q_norm, rotate, 2, x, cos, sin)
     x = rotate(x, cos, sin, unsqueeze_dim=2) ->
 
-Between a norm and the rotation a forward may transpose q and k. Whatever else reads them there, or writes in place,
-leaves them apart. The rotation may stand under an `if` without `else`, and so may both norms.
+Between a norm and the rotation a forward may transpose q and k. Whatever else reads
+them there, or writes in place, leaves them apart. The rotation may stand under an `if`
+without `else`, and so may both norms.
 """
 
 import ast
@@ -21,12 +23,22 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...fused import attention as run_time
-from ...fused.source import CannotRewrite, call, compiled_again, forward_source, name_of_self
+from ...fused.source import (
+    CannotRewrite,
+    call,
+    compiled_again,
+    forward_source,
+    name_of_self,
+)
 from .rotary import is_rotary
 from .uses import Replace, captured, reads
 
 _PAIR = "_hf_rmsnorm_pair"
-_WAIT, _ROTATE, _BOTH = "_hf_rmsnorm_pair_to_rotate", "_hf_rmsnorm_norm_and_rotate", "_hf_rmsnorm_norm_both"
+_WAIT, _ROTATE, _BOTH = (
+    "_hf_rmsnorm_pair_to_rotate",
+    "_hf_rmsnorm_norm_and_rotate",
+    "_hf_rmsnorm_norm_both",
+)
 _ROTATE_ONE = "_hf_rmsnorm_norm_and_rotate_one"
 _HELPERS = {
     _WAIT: run_time.pair_to_rotate,
@@ -42,7 +54,9 @@ class QKRefusal(str):
 
 @dataclass(frozen=True)
 class QKFusion:
-    """The child norms of q and k that are computed with the function that rotates both; `children` are all children."""
+    """The child norms of q and k that are computed with the function that rotates both;
+    `children` are all children.
+    """
 
     q: str
     k: str
@@ -65,7 +79,9 @@ class QKFusion:
 
 @dataclass(frozen=True)
 class SingleFusion:
-    """The child norms of an attention that are each computed with a function that rotates one tensor."""
+    """The child norms of an attention that are each computed with a function that
+    rotates one tensor.
+    """
 
     norms: tuple[str, ...]
     rotary: str
@@ -81,7 +97,10 @@ class SingleFusion:
         return compiled_again(base, change, _HELPERS)
 
     def __str__(self) -> str:
-        return ", ".join(f"{norm} with {self.rotary}" for norm in self.norms) + ", each in one launch"
+        return (
+            ", ".join(f"{norm} with {self.rotary}" for norm in self.norms)
+            + ", each in one launch"
+        )
 
 
 def find_qk(cls: type, norms: Set[str], children: Set[str]) -> QKFusion | SingleFusion:
@@ -91,7 +110,8 @@ def find_qk(cls: type, norms: Set[str], children: Set[str]) -> QKFusion | Single
         children: names of all children.
 
     Raises:
-        CannotRewrite: it rotates nothing of them directly, or not by a function that the kernels compute.
+        CannotRewrite: it rotates nothing of them directly, or not by a function that
+            the kernels compute.
     """
     function, definition = forward_source(cls)
     itself = name_of_self(function)
@@ -109,7 +129,9 @@ def find_qk(cls: type, norms: Set[str], children: Set[str]) -> QKFusion | Single
 
 
 class _Normed(NamedTuple):
-    """``name = self.norm(rows)``, transposed maybe: its statement, and the list of statements that this stands in."""
+    """``name = self.norm(rows)``, transposed maybe: its statement, and the list of
+    statements that this stands in.
+    """
 
     statement: ast.Assign
     block: list[ast.stmt]
@@ -125,7 +147,9 @@ class _Normed(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """A normalised q and k, and the statement that rotates them; `branch` is the `if` that it stands under."""
+    """A normalised q and k, and the statement that rotates them; `branch` is the `if`
+    that it stands under.
+    """
 
     q: _Normed
     k: _Normed
@@ -138,7 +162,9 @@ class _Pair(NamedTuple):
 
 
 class _Single(NamedTuple):
-    """``x = self.norm(rows)`` and right behind it ``x = rotary(x, cos, sin, unsqueeze_dim=heads_at)``."""
+    """``x = self.norm(rows)`` and right behind it ``x = rotary(x, cos, sin,
+    unsqueeze_dim=heads_at)``.
+    """
 
     block: list[ast.stmt]
     at: int
@@ -149,13 +175,16 @@ class _Single(NamedTuple):
 
 @dataclass
 class _Search:
-    """Goes through a forward's statements with the normalised tensors that nothing has read or written yet.
+    """Goes through a forward's statements with the normalised tensors that nothing has
+    read or written yet.
 
     Args:
         norms: names of the children that may be computed with a rotation.
         children: names of all children.
-        memory: by the name of a variable, the names that may hold views of the same memory.
-        waiting: by the name of the variable that holds one, a tensor that was normalised.
+        memory: by the name of a variable, the names that may hold views of the same
+            memory.
+        waiting: by the name of the variable that holds one, a tensor that was
+            normalised.
         pairs: what the search has come to.
     """
 
@@ -187,7 +216,11 @@ class _Search:
             self.waiting[normed.name] = normed
 
     def _is_plain_branch(self, statement: ast.stmt) -> bool:
-        return isinstance(statement, ast.If) and not statement.orelse and not reads(statement.test, self.waiting)
+        return (
+            isinstance(statement, ast.If)
+            and not statement.orelse
+            and not reads(statement.test, self.waiting)
+        )
 
     def _forget(self, statement: ast.stmt) -> None:
         """Drop what a statement may read, or write to."""
@@ -196,32 +229,58 @@ class _Search:
         viewed = _viewed(statement, self._norm_in(statement))
         for name, normed in list(self.waiting.items()):
             shared = self.memory.get(name, set()) - {name, viewed}
-            if reads(statement, {name, *shared}) or self._mentions_child(statement, normed.norm):
+            if reads(statement, {name, *shared}) or self._mentions_child(
+                statement, normed.norm
+            ):
                 del self.waiting[name]
 
     def _mentions_child(self, statement: ast.stmt, name: str) -> bool:
         if self._norm_in(statement) is not None:
             return False
-        attributes = (node for node in ast.walk(statement) if isinstance(node, ast.Attribute))
-        return any(node.attr == name and getattr(node.value, "id", "") == self.itself for node in attributes)
+        attributes = (
+            node for node in ast.walk(statement) if isinstance(node, ast.Attribute)
+        )
+        return any(
+            node.attr == name and getattr(node.value, "id", "") == self.itself
+            for node in attributes
+        )
 
     def _share(self, statement: ast.stmt) -> None:
-        """Note which variables may hold views of the same memory once a statement has run."""
+        """Note which variables may hold views of the same memory once a statement has
+        run.
+        """
         for node in ast.walk(statement):
             if not isinstance(node, ast.Assign):
                 continue
-            targets = {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            targets = {
+                n.id
+                for target in node.targets
+                for n in ast.walk(target)
+                if isinstance(n, ast.Name)
+            }
             sources = set(self._tensors_in(node.value))
-            related = targets | sources.union(*(self.memory.get(name, set()) for name in sources))
+            related = targets | sources.union(
+                *(self.memory.get(name, set()) for name in sources)
+            )
             for name in related:
-                self.memory[name] = self.memory.get(name, {name}) | related if name not in targets else related
+                self.memory[name] = (
+                    self.memory.get(name, {name}) | related
+                    if name not in targets
+                    else related
+                )
 
     def _tensors_in(self, node: ast.AST) -> Iterator[str]:
-        """The variables of which an expression may be a view: not what a child reads, nor a shape or a number."""
+        """The variables of which an expression may be a view: not what a child reads,
+        nor a shape or a number.
+        """
         match node:
-            case ast.Call(ast.Attribute(ast.Name(self.itself), name)) if name in self.children - self.norms:
+            case ast.Call(ast.Attribute(ast.Name(self.itself), name)) if (
+                name in self.children - self.norms
+            ):
                 return
-            case ast.Attribute(_, "shape" | "dtype" | "device" | "ndim") | ast.Call(ast.Attribute(_, "size" | "dim")):
+            case ast.Attribute(_, "shape" | "dtype" | "device" | "ndim") | ast.Call(
+                ast.Attribute(_, "size" | "dim")
+            ):
                 return
             case ast.Call(ast.Attribute(inner, name)) if name in _SHAPING:
                 yield from self._tensors_in(inner)
@@ -232,17 +291,28 @@ class _Search:
             yield from self._tensors_in(child)
 
     def _norm_in(self, statement: ast.stmt) -> ast.Call | None:
-        """The call of a norm in ``name = self.norm(rows)`` or ``name = self.norm(rows).transpose(1, 2)``."""
+        """The call of a norm in ``name = self.norm(rows)`` or ``name =
+        self.norm(rows).transpose(1, 2)``.
+        """
         match statement:
             case ast.Assign([ast.Name()], value):
                 value = _transposed(value) or value
                 match value:
-                    case ast.Call(ast.Attribute(ast.Name(self.itself), name), [rows], []) if name in self.norms:
+                    case ast.Call(
+                        ast.Attribute(ast.Name(self.itself), name), [rows], []
+                    ) if name in self.norms:
                         return None if isinstance(rows, ast.Starred) else value
         return None
 
-    def _rotates(self, statement: ast.stmt, branch: ast.If | None = None, before: list[ast.stmt] = ()) -> bool:
-        """Note ``q, k = rotary(q, k, cos, sin)`` of two that wait; a branch may do other things before."""
+    def _rotates(
+        self,
+        statement: ast.stmt,
+        branch: ast.If | None = None,
+        before: list[ast.stmt] = (),
+    ) -> bool:
+        """Note ``q, k = rotary(q, k, cos, sin)`` of two that wait; a branch may do
+        other things before.
+        """
         match statement:
             case ast.Assign(
                 [ast.Tuple([ast.Name(q), ast.Name(k)])],
@@ -261,7 +331,17 @@ class _Search:
         return True
 
 
-_SHAPING = {"view", "reshape", "transpose", "permute", "unflatten", "flatten", "contiguous", "unsqueeze", "squeeze"}
+_SHAPING = {
+    "view",
+    "reshape",
+    "transpose",
+    "permute",
+    "unflatten",
+    "flatten",
+    "contiguous",
+    "unsqueeze",
+    "squeeze",
+}
 
 
 def _viewed(statement: ast.AST, norm_call: ast.Call | None) -> str:
@@ -284,17 +364,26 @@ def _viewed(statement: ast.AST, norm_call: ast.Call | None) -> str:
     return node.id
 
 
-def _pair_of(definition: ast.FunctionDef, itself: str, norms: Set[str], children: Set[str]) -> _Pair:
-    """The one pair that a forward normalises and rotates; `children` are the names of all children.
+def _pair_of(
+    definition: ast.FunctionDef, itself: str, norms: Set[str], children: Set[str]
+) -> _Pair:
+    """The one pair that a forward normalises and rotates; `children` are the names of
+    all children.
 
     Raises:
         CannotRewrite: there is none, or there are more.
     """
     search = _Search(itself, norms, children)
     search.block(definition.body)
-    pairs = [pair for pair in search.pairs if captured(definition).isdisjoint({pair.q.name, pair.k.name})]
+    pairs = [
+        pair
+        for pair in search.pairs
+        if captured(definition).isdisjoint({pair.q.name, pair.k.name})
+    ]
     if len(pairs) != 1:
-        raise CannotRewrite("its forward does not rotate a normalised q and a normalised k directly")
+        raise CannotRewrite(
+            "its forward does not rotate a normalised q and a normalised k directly"
+        )
     return pairs[0]
 
 
@@ -317,7 +406,11 @@ def _put_off(definition: ast.FunctionDef, pair: _Pair) -> None:
         unrotated.value = call(_BOTH, rotation, name, *names)
         pair.branch.orelse = [unrotated]
     if q.block is not definition.body:
-        outer = next(at for at, statement in enumerate(definition.body) if q.block is getattr(statement, "body", None))
+        outer = next(
+            at
+            for at, statement in enumerate(definition.body)
+            if q.block is getattr(statement, "body", None)
+        )
         _insert(definition.body, outer, _assign(_PAIR, ast.Constant(None)))
 
 
@@ -332,7 +425,9 @@ def _insert(block: list[ast.stmt], at: int, statement: ast.stmt) -> None:
 def _transposed(value: ast.expr) -> ast.expr | None:
     """x in ``x.transpose(1, 2)``."""
     match value:
-        case ast.Call(ast.Attribute(inner, "transpose"), [ast.Constant(1), ast.Constant(2)], []):
+        case ast.Call(
+            ast.Attribute(inner, "transpose"), [ast.Constant(1), ast.Constant(2)], []
+        ):
             return inner
     return None
 
@@ -360,7 +455,9 @@ def _writes_in_place(node: ast.AST) -> bool:
     return False
 
 
-def _singles(definition: ast.FunctionDef, itself: str, norms: Set[str]) -> Iterator[_Single]:
+def _singles(
+    definition: ast.FunctionDef, itself: str, norms: Set[str]
+) -> Iterator[_Single]:
     for node in ast.walk(definition):
         for block in (getattr(node, part, None) for part in ("body", "orelse")):
             if not isinstance(block, list):
@@ -372,11 +469,19 @@ def _singles(definition: ast.FunctionDef, itself: str, norms: Set[str]) -> Itera
 
 
 def _single_at(
-    block: list[ast.stmt], at: int, first: ast.stmt, second: ast.stmt, itself: str, norms: Set[str]
+    block: list[ast.stmt],
+    at: int,
+    first: ast.stmt,
+    second: ast.stmt,
+    itself: str,
+    norms: Set[str],
 ) -> _Single | None:
     match first, second:
         case (
-            ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(ast.Name(owner), norm), [rows], [])),
+            ast.Assign(
+                [ast.Name(name)],
+                ast.Call(ast.Attribute(ast.Name(owner), norm), [rows], []),
+            ),
             ast.Assign(
                 [ast.Name(again)],
                 ast.Call(
@@ -385,8 +490,17 @@ def _single_at(
                     [ast.keyword("unsqueeze_dim", ast.Constant(1 | 2 as heads_at))],
                 ),
             ),
-        ) if owner == itself and norm in norms and name == again == rotated and name not in (cos, sin):
-            return None if isinstance(rows, ast.Starred) else _Single(block, at, norm, rotary, heads_at)
+        ) if (
+            owner == itself
+            and norm in norms
+            and name == again == rotated
+            and name not in (cos, sin)
+        ):
+            return (
+                None
+                if isinstance(rows, ast.Starred)
+                else _Single(block, at, norm, rotary, heads_at)
+            )
     return None
 
 
@@ -395,5 +509,14 @@ def _join(single: _Single) -> None:
     first, second = single.block[single.at : single.at + 2]
     norm, rotation = first.value, second.value
     _, cos, sin = rotation.args
-    second.value = call(_ROTATE_ONE, rotation, norm.func, rotation.func, single.heads_at, *norm.args, cos, sin)
+    second.value = call(
+        _ROTATE_ONE,
+        rotation,
+        norm.func,
+        rotation.func,
+        single.heads_at,
+        *norm.args,
+        cos,
+        sin,
+    )
     single.block[single.at] = ast.copy_location(ast.Pass(), first)

@@ -1,7 +1,8 @@
-"""How the statements of a forward use a value, given the names that hold it. Only the source is read.
+"""How the statements of a forward use a value, given the names that hold it. Only the
+source is read.
 
-A name loses the value where it is bound again; ``other = name`` gives it to another name. On a branch a name may keep
-the value or lose it, so it counts as kept.
+A name loses the value where it is bound again; ``other = name`` gives it to another
+name. On a branch a name may keep the value or lose it, so it counts as kept.
 """
 
 import ast
@@ -12,8 +13,8 @@ _INNER = ast.FunctionDef, ast.Lambda
 _LEAVING = ast.Return, ast.Break, ast.Continue
 # What evaluates parts of it on a condition, later or not at all.
 _CONDITIONAL = (
-    ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp,
-    ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom,
+    ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.ListComp, ast.SetComp,
+    ast.DictComp, ast.GeneratorExp, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom,
 )  # fmt: skip
 
 
@@ -31,15 +32,27 @@ def reads(node: ast.AST, names: Iterable[str]) -> bool:
 
 
 def captured(definition: ast.FunctionDef) -> set[str]:
-    """The names that functions inside of a function mention, and those that it shares with its surroundings."""
-    inner = [n for n in ast.walk(definition) if isinstance(n, _INNER) and n is not definition]
-    names = {n.id for function in inner for n in ast.walk(function) if isinstance(n, ast.Name)}
-    shared = (n for n in ast.walk(definition) if isinstance(n, (ast.Global, ast.Nonlocal)))
+    """The names that functions inside of a function mention, and those that it shares
+    with its surroundings.
+    """
+    inner = [
+        n for n in ast.walk(definition) if isinstance(n, _INNER) and n is not definition
+    ]
+    names = {
+        n.id
+        for function in inner
+        for n in ast.walk(function)
+        if isinstance(n, ast.Name)
+    }
+    shared = (
+        n for n in ast.walk(definition) if isinstance(n, (ast.Global, ast.Nonlocal))
+    )
     return names.union(*(n.names for n in shared))
 
 
 def stays_own(statements: list[ast.stmt], names: set[str]) -> bool:
-    """Whether these statements, the last of a forward, use the value only as an operand.
+    """Whether these statements, the last of a forward, use the value only as an
+    operand.
 
     They do not return it, write to it or give it to a function, which could hook it.
     """
@@ -47,7 +60,9 @@ def stays_own(statements: list[ast.stmt], names: set[str]) -> bool:
 
 
 def _own_names(statements: list[ast.stmt], names: set[str]) -> set[str] | None:
-    """The names that still hold the value behind these statements; None where something else gets hold of it."""
+    """The names that still hold the value behind these statements; None where something
+    else gets hold of it.
+    """
     names = set(names)
     for statement in statements:
         if not names:
@@ -61,7 +76,9 @@ def _own_names(statements: list[ast.stmt], names: set[str]) -> set[str] | None:
             whole = not any(reads(item, names) for item in statement.items)
             after = _own_names(statement.body, names) if whole else None
         else:
-            after = names - _bound(statement) if _only_operands(statement, names) else None
+            after = (
+                names - _bound(statement) if _only_operands(statement, names) else None
+            )
         if after is None:
             return None
         names = after
@@ -83,7 +100,9 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _only_operands(node: ast.AST, names: set[str]) -> bool:
-    """Whether each mention of the names is an operand of ``+``, ``*`` and the like, or asks for a shape or dtype."""
+    """Whether each mention of the names is an operand of ``+``, ``*`` and the like, or
+    asks for a shape or dtype.
+    """
     allowed: set[ast.AST] = set()
     for part in ast.walk(node):
         if isinstance(part, ast.BinOp):
@@ -91,13 +110,18 @@ def _only_operands(node: ast.AST, names: set[str]) -> bool:
         elif isinstance(part, ast.Attribute) and part.attr in FACTS:
             allowed.add(part.value)
     if isinstance(node, ast.Assign):
-        allowed.update(part for target in node.targets for part in (target, *getattr(target, "elts", ())))
+        allowed.update(
+            part
+            for target in node.targets
+            for part in (target, *getattr(target, "elts", ()))
+        )
     named = (n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id in names)
     return all(name in allowed for name in named)
 
 
 def unconditional(statement: ast.stmt) -> list[ast.expr]:
-    """The expressions that a statement evaluates in any case, in the order in which they are done.
+    """The expressions that a statement evaluates in any case, in the order in which
+    they are done.
 
     They end where one follows that evaluates something on a condition.
     """
@@ -116,8 +140,12 @@ def unconditional(statement: ast.stmt) -> list[ast.expr]:
     return done
 
 
-def blocks(statement: ast.stmt, after: list[ast.stmt] | None) -> list[tuple[list[ast.stmt], list[ast.stmt] | None]]:
-    """The lists of statements in a statement, each with what follows it; None if that is not known."""
+def blocks(
+    statement: ast.stmt, after: list[ast.stmt] | None
+) -> list[tuple[list[ast.stmt], list[ast.stmt] | None]]:
+    """The lists of statements in a statement, each with what follows it; None if that
+    is not known.
+    """
     match statement:
         case ast.If(_, body, orelse):
             return [(body, after), (orelse, after)]

@@ -1,7 +1,9 @@
-"""Which norms read a value that the same forward writes to in place later, as in ``x += self.mlp(self.norm(x))``.
+"""Which norms read a value that the same forward writes to in place later, as in ``x +=
+self.mlp(self.norm(x))``.
 
-Hugging Face's norms keep a float32 copy of such an x for their backward in half precision. The kernels' backward reads
-x itself, so such norms train by their own forward. A write in another module is not found: there autograd raises.
+Hugging Face's norms keep a float32 copy of such an x for their backward in half
+precision. The kernels' backward reads x itself, so such norms train by their own
+forward. A write in another module is not found: there autograd raises.
 """
 
 import ast
@@ -24,13 +26,18 @@ def written_inputs(model: nn.Module, norms: set[nn.Module]) -> set[nn.Module]:
         names = [name for name, child in module._modules.items() if child in norms]
         if names:
             cls = unfused(type(module))
-            found.update(module._modules[name] for name in _written(cls, cls.forward, frozenset(names)))
+            found.update(
+                module._modules[name]
+                for name in _written(cls, cls.forward, frozenset(names))
+            )
     return found
 
 
 @lru_cache(1024)
 def _written(cls: type, _, norms: frozenset[str]) -> frozenset[str]:
-    """The names of the norms whose input is written to; none where the forward has no source."""
+    """The names of the norms whose input is written to; none where the forward has no
+    source.
+    """
     function = inspect.unwrap(cls.forward)
     if not inspect.isfunction(function):
         return frozenset()
@@ -44,7 +51,9 @@ def _written(cls: type, _, norms: frozenset[str]) -> frozenset[str]:
 
 
 class _Scan:
-    """Goes through the statements of a forward, and notes the inputs of norms and the later writes to them."""
+    """Goes through the statements of a forward, and notes the inputs of norms and the
+    later writes to them.
+    """
 
     def __init__(self, itself: str, norms: Iterable[str]):
         self.itself, self.norms = itself, norms
@@ -56,24 +65,33 @@ class _Scan:
             self.statement(statement, values)
 
     def statement(self, statement: ast.stmt, values: _Values) -> None:
-        blocks = [getattr(statement, part, []) for part in ("body", "orelse", "finalbody")]
+        blocks = [
+            getattr(statement, part, []) for part in ("body", "orelse", "finalbody")
+        ]
         if any(blocks):
             for body in blocks * 2:  # twice: a loop begins with the values of its end
                 inside = dict(values)
                 self.block(body, inside)
-                values.update((name, held | values.get(name, frozenset())) for name, held in inside.items())
+                values.update(
+                    (name, held | values.get(name, frozenset()))
+                    for name, held in inside.items()
+                )
             return
         for node in ast.walk(statement):
             self._read(node, values)
         for node in ast.walk(statement):
             for name in _written_names(node):
-                self.written.update(*(self.readers.get(value, ()) for value in values.get(name, ())))
+                self.written.update(
+                    *(self.readers.get(value, ()) for value in values.get(name, ()))
+                )
         if isinstance(statement, ast.Assign):
             self._bind(statement, values)
 
     def _read(self, node: ast.AST, values: _Values) -> None:
         match node:
-            case ast.Call(ast.Attribute(ast.Name(owner), norm), [ast.Name(name), *_]) if owner == self.itself:
+            case ast.Call(
+                ast.Attribute(ast.Name(owner), norm), [ast.Name(name), *_]
+            ) if owner == self.itself:
                 if norm in self.norms:
                     for value in values.setdefault(name, frozenset([object()])):
                         self.readers.setdefault(value, set()).add(norm)
@@ -91,13 +109,17 @@ class _Scan:
 
 
 def _written_names(node: ast.AST) -> list[str]:
-    """The name whose value an expression or statement writes to: ``x += y``, ``x[0] = y``, ``x.view(-1).mul_(y)``."""
+    """The name whose value an expression or statement writes to: ``x += y``, ``x[0] =
+    y``, ``x.view(-1).mul_(y)``.
+    """
     match node:
         case ast.AugAssign(target):
             return _base(target)
         case ast.Subscript(value, ctx=ast.Store()):
             return _base(value)
-        case ast.Call(ast.Attribute(value, method)) if method.endswith("_") and not method.endswith("__"):
+        case ast.Call(ast.Attribute(value, method)) if method.endswith(
+            "_"
+        ) and not method.endswith("__"):
             return _base(value)
         case ast.keyword("out", value):
             return _base(value)

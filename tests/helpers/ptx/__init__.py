@@ -1,4 +1,6 @@
-"""Runs the PTX that Triton compiled, on a CPU, and reports what a GPU would not say; see docs/architecture.md."""
+"""Runs the PTX that Triton compiled, on a CPU, and reports what a GPU would not say;
+see docs/architecture.md.
+"""
 
 from .decode import Kernel, Unknown
 from .machine import Machine

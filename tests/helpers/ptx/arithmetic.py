@@ -1,15 +1,19 @@
-"""What the arithmetic of PTX computes: by instruction, the kinds of its operands and a numpy function of all lanes.
+"""What the arithmetic of PTX computes: by instruction, the kinds of its operands and a
+numpy function of all lanes.
 
-Registers are arrays of bits, one element a lane, or a scalar where all lanes hold the same. A kind is how an operand
-is looked at: w, d, h: unsigned of 32, 64, 16 bits; s, q: signed of 32 and 64; f, e: float32 and float16; p: predicate.
-bfloat16 has no dtype and is held as h.
+Registers are arrays of bits, one element a lane, or a scalar where all lanes hold the
+same. A kind is how an operand is looked at: w, d, h: unsigned of 32, 64, 16 bits; s, q:
+signed of 32 and 64; f, e: float32 and float16; p: predicate. bfloat16 has no dtype and
+is held as h.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 
-u16, u32, u64, i32, i64, f16, f32, f64 = (np.dtype(t) for t in ("u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8"))
+u16, u32, u64, i32, i64, f16, f32, f64 = (
+    np.dtype(t) for t in ("u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8")
+)
 KINDS = dict(w=u32, d=u64, h=u16, s=i32, q=i64, f=f32, e=f16, p=np.dtype("?"))
 TYPES = dict(b32="w", u32="w", s32="w", f16x2="w", bf16x2="w", b64="d", u64="d", s64="d", b16="h", u16="h", bf16="h",
              f32="f", f16="e", pred="p")  # fmt: skip
@@ -17,14 +21,18 @@ SIGNED = TYPES | dict(s32="s", s64="q")
 
 
 def fma32(a, b, c):
-    """a * b + c rounded once: the product is exact in float64, and only a sum on a float32 midpoint can round twice."""
+    """a * b + c rounded once: the product is exact in float64, and only a sum on a
+    float32 midpoint can round twice.
+    """
     product = np.multiply(a, b, dtype=f64)
     total = product + c
     tie = (total.view(u64) & 0x1FFF_FFFF) == 0x1000_0000
     if tie.any():
         part = total - product
         lost = (product - (total - part)) + (c - part)
-        total = np.where(tie & (lost != 0), np.nextafter(total, np.copysign(np.inf, lost)), total)
+        total = np.where(
+            tie & (lost != 0), np.nextafter(total, np.copysign(np.inf, lost)), total
+        )
     return total.astype(f32)
 
 
@@ -40,13 +48,21 @@ def of_bf16(a):
 
 
 def _narrow(total):
-    """float64 to bfloat16, by way of float32 rounded to odd, so that the second rounding is right."""
+    """float64 to bfloat16, by way of float32 rounded to odd, so that the second
+    rounding is right.
+    """
     near = total.astype(f32)
     other = np.nextafter(near, np.where(total > near, np.inf, -np.inf).astype(f32))
-    return to_bf16(np.where((near != total) & (near.view(u32) % 2 == 0) & np.isfinite(near), other, near))
+    return to_bf16(
+        np.where(
+            (near != total) & (near.view(u32) % 2 == 0) & np.isfinite(near), other, near
+        )
+    )
 
 
-HALVES = {  # by type: its kind, its way to float64, where one product or sum of a product is exact enough, and back
+# by type: its kind, its way to float64, where one product or sum of a product is exact
+# enough, and back
+HALVES = {
     "bf16": ("h", lambda a: of_bf16(a).astype(f64), _narrow),
     "f16": ("e", lambda a: a.astype(f64), lambda a: a.astype(f16)),
 }
@@ -62,7 +78,9 @@ def _unpack(pair):
     return pair.astype(u16), (pair >> 16).astype(u16)
 
 
-def _of_halves(name: str, kinds: str, function: Callable, compares: bool = False) -> tuple[str, Callable]:
+def _of_halves(
+    name: str, kinds: str, function: Callable, compares: bool = False
+) -> tuple[str, Callable]:
     kind, wide, narrow = HALVES[name.removesuffix("x2")]
 
     def one(*halves):
@@ -73,7 +91,11 @@ def _of_halves(name: str, kinds: str, function: Callable, compares: bool = False
         found = (one(*halves) for halves in zip(*map(_unpack, pairs), strict=True))
         return tuple(found) if compares else _pack(*found)
 
-    return (kinds.replace("x", "w"), both) if name.endswith("x2") else (kinds.replace("x", kind), one)
+    return (
+        (kinds.replace("x", "w"), both)
+        if name.endswith("x2")
+        else (kinds.replace("x", kind), one)
+    )
 
 
 def _rsqrt(a):
@@ -86,17 +108,19 @@ def _flushed(a):
 
 
 FLOAT = {
-    "add": ("ff", np.add), "sub": ("ff", np.subtract), "mul": ("ff", np.multiply), "fma": ("fff", fma32),
-    "div": ("ff", np.divide), "sqrt": ("f", np.sqrt), "rsqrt": ("f", _rsqrt),
-    "rsqrt.ftz": ("f", lambda a: _rsqrt(_flushed(a))),
+    "add": ("ff", np.add), "sub": ("ff", np.subtract), "mul": ("ff", np.multiply),
+    "fma": ("fff", fma32), "div": ("ff", np.divide), "sqrt": ("f", np.sqrt),
+    "rsqrt": ("f", _rsqrt), "rsqrt.ftz": ("f", lambda a: _rsqrt(_flushed(a))),
     "ex2": ("f", lambda a: np.exp2(a.astype(f64)).astype(f32)),
     "ex2.ftz": ("f", lambda a: _flushed(np.exp2(_flushed(a).astype(f64)).astype(f32))),
     "rcp.ftz": ("f", lambda a: _flushed(f32.type(1) / _flushed(a))),
     "fma.ftz": ("fff", lambda a, b, c: _flushed(fma32(*map(_flushed, (a, b, c))))),
     "abs.ftz": ("f", lambda a: np.abs(_flushed(a))),
-    "neg": ("w", lambda a: a ^ 0x8000_0000), "min": ("ff", np.fmin), "max": ("ff", np.fmax),
+    "neg": ("w", lambda a: a ^ 0x8000_0000), "min": ("ff", np.fmin),
+    "max": ("ff", np.fmax),
 }  # fmt: skip
-ROUNDED = {"rn", "full", "approx"}  # those that are approximate are exact here unless they are to be blurred
+# those that are approximate are exact here unless they are to be blurred
+ROUNDED = {"rn", "full", "approx"}
 
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
            "ge": np.greater_equal, "neu": np.not_equal, "nan": lambda a, b: np.isnan(a) | np.isnan(b)}  # fmt: skip
@@ -109,7 +133,9 @@ INTEGER = {  # x and y are the type as unsigned and as it is
 
 
 def _picked(a, b, how):
-    """Four bytes of the eight of a and b, each named by four bits of `how`; the highest asks for that byte's sign."""
+    """Four bytes of the eight of a and b, each named by four bits of `how`; the highest
+    asks for that byte's sign.
+    """
     both, picked = b.astype(u64) << 32 | a, u32.type(0)
     for place in range(4):
         four = how.astype(u64) >> (4 * place)
@@ -127,8 +153,9 @@ EXACT = {
     "mad.wide.u32": ("wwd", lambda a, b, c: np.multiply(a, b, dtype=u64) + c),
     "mul.hi.u32": ("ww", lambda a, b: (np.multiply(a, b, dtype=u64) >> 32).astype(u32)),
     "mul.hi.s32": ("ss", lambda a, b: (np.multiply(a, b, dtype=i64) >> 32).astype(i32)),
-    "shl.b32": ("ww", np.left_shift), "shr.u32": ("ww", np.right_shift), "shr.s32": ("ss", np.right_shift),
-    "shl.b64": ("dw", np.left_shift), "shr.u64": ("dw", np.right_shift), "shr.s64": ("qs", np.right_shift),
+    "shl.b32": ("ww", np.left_shift), "shr.u32": ("ww", np.right_shift),
+    "shr.s32": ("ss", np.right_shift), "shl.b64": ("dw", np.left_shift),
+    "shr.u64": ("dw", np.right_shift), "shr.s64": ("qs", np.right_shift),
     "shl.b16": ("hw", lambda a, n: (a.astype(u32) << n).astype(u16)),
     "bfe.u32": ("www", lambda a, at, n: (a >> at) & ((u64.type(1) << n) - 1).astype(u32)),
     "bfe.s32": ("sss", lambda a, at, n: a << (32 - at - n) >> (32 - n)),
@@ -136,10 +163,13 @@ EXACT = {
     "cvt.rn.bf16.f32": ("f", to_bf16), "cvt.rn.f16.f32": ("f", lambda a: a.astype(f16)),
     "cvt.rn.bf16x2.f32": ("ff", lambda high, low: _pack(to_bf16(low), to_bf16(high))),
     "cvt.rn.f16x2.f32": ("ff", lambda high, low: _pack(low.astype(f16), high.astype(f16))),
-    "cvt.u64.u32": ("w", lambda a: a.astype(u64)), "cvt.s64.s32": ("s", lambda a: a.astype(i64)),
-    "cvt.u32.u64": ("d", lambda a: a.astype(u32)), "cvt.u32.u16": ("h", lambda a: a.astype(u32)),
+    "cvt.u64.u32": ("w", lambda a: a.astype(u64)),
+    "cvt.s64.s32": ("s", lambda a: a.astype(i64)),
+    "cvt.u32.u64": ("d", lambda a: a.astype(u32)),
+    "cvt.u32.u16": ("h", lambda a: a.astype(u32)),
     "cvt.rn.f32.s32": ("s", lambda a: a.astype(f32)),
-    "cvt.u16.u32": ("w", lambda a: a.astype(u16)), "and.pred": ("pp", np.logical_and), "or.pred": ("pp", np.logical_or),
+    "cvt.u16.u32": ("w", lambda a: a.astype(u16)), "and.pred": ("pp", np.logical_and),
+    "or.pred": ("pp", np.logical_or),
 }  # fmt: skip
 MOVES = {  # of a pair in braces, by whether that is the destination and by width
     (True, "b32"): ("w", _unpack), (False, "b32"): ("hh", _pack),
@@ -149,7 +179,9 @@ MOVES = {  # of a pair in braces, by whether that is the destination and by widt
 
 
 def operation(name: str) -> tuple[str, Callable] | None:
-    """(kinds of the sources, function) of an arithmetic instruction, None if this is none that is known."""
+    """(kinds of the sources, function) of an arithmetic instruction, None if this is
+    none that is known.
+    """
     head, *modifiers, kind = name.split(".") if "." in name else (name, "")
     if name in EXACT or kind not in TYPES:
         return EXACT.get(name)
@@ -157,15 +189,30 @@ def operation(name: str) -> tuple[str, Callable] | None:
         return TYPES[kind], lambda a: a
     if head == "selp" and not modifiers:
         return 2 * TYPES[kind] + "p", lambda a, b, p: np.where(p, a, b)
-    if head == "setp" and len(modifiers) == 1 and modifiers[0] != ("ne" if "f" in kind else "neu"):
+    if (
+        head == "setp"
+        and len(modifiers) == 1
+        and modifiers[0] != ("ne" if "f" in kind else "neu")
+    ):
         compare, half = COMPARE.get(modifiers[0]), kind.removesuffix("x2") in HALVES
-        return compare and (_of_halves(kind, "xx", compare, True) if half else (2 * SIGNED[kind], compare))
+        return compare and (
+            _of_halves(kind, "xx", compare, True)
+            if half
+            else (2 * SIGNED[kind], compare)
+        )
     if kind == "f32" and set(modifiers) - {"ftz"} <= ROUNDED:
         return FLOAT.get(head + ".ftz" * ("ftz" in modifiers))
     if kind.removesuffix("x2") in HALVES:
-        return _of_halves(kind, *OF_HALVES[head]) if head in OF_HALVES and set(modifiers) <= {"rn"} else None
+        return (
+            _of_halves(kind, *OF_HALVES[head])
+            if head in OF_HALVES and set(modifiers) <= {"rn"}
+            else None
+        )
     found = INTEGER.get(".".join([head, *modifiers])) if kind[0] in "bsu" else None
-    return found and (found[0].replace("x", TYPES[kind]).replace("y", SIGNED[kind]), found[1])
+    return found and (
+        found[0].replace("x", TYPES[kind]).replace("y", SIGNED[kind]),
+        found[1],
+    )
 
 
 def blurred(value):

@@ -1,4 +1,6 @@
-"""PTX text to instructions: registers become slots, control flow becomes blocks. What is not known is an error."""
+"""PTX text to instructions: registers become slots, control flow becomes blocks. What
+is not known is an error.
+"""
 
 import re
 from collections.abc import Callable
@@ -11,12 +13,20 @@ from .arithmetic import KINDS, MOVES, operation
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?", re.DOTALL)
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]][^,{}\[\]]*")
 ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
-MEMORY = re.compile(r"(ld|st)\.(global|shared)((?:\.[a-zA-Z]\w*(?:::\w+)?)*?)(?:\.v([248]))?\.[bufs](16|32|64)")
-CACHING = {"ca", "cg", "cs", "L1", "L2", "relaxed", "weak", "cta"}  # none of which changes what is read
+MEMORY = re.compile(
+    r"(ld|st)\.(global|shared)((?:\.[a-zA-Z]\w*(?:::\w+)?)*?)(?:\.v([248]))?\.[bufs](16|32|64)"
+)
+# none of which changes what is read
+CACHING = {"ca", "cg", "cs", "L1", "L2", "relaxed", "weak", "cta"}
 COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)?")
-MATRIX = re.compile(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16")
+MATRIX = re.compile(
+    r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16"
+)
 WIDTHS = {"p": "p", "rs": "h", "r": "w", "rd": "d"}  # by the names of registers
-SHUFFLE = {"shfl.sync.bfly.b32": np.bitwise_xor, "shfl.sync.idx.b32": lambda lane, other: lane & ~31 | other}
+SHUFFLE = {
+    "shfl.sync.bfly.b32": np.bitwise_xor,
+    "shfl.sync.idx.b32": lambda lane, other: lane & ~31 | other,
+}
 LEAVES = {"bra", "bra.uni", "ret"}
 LOADED = {"16": "h", "32": "w", "64": "d"}
 
@@ -30,9 +40,11 @@ class Instruction:
     """One statement.
 
     Args:
-        function: of the sources' lanes, for arithmetic; None where the machine's method `act` does it.
+        function: of the sources' lanes, for arithmetic; None where the machine's method
+            `act` does it.
         kinds: dtypes that the sources are looked at as (None: as they are).
-        sources, targets: slots of registers; a target is None where the result is dropped.
+        sources, targets: slots of registers; a target is None where the result is
+            dropped.
         guard: the slot of a predicate and the value at which it lets pass, or None.
         numbers: what `act` needs to know besides, such as offsets, sizes and labels.
     """
@@ -54,10 +66,13 @@ class Kernel:
 
     Attributes:
         params: (type, name) of each parameter; threads: of one program.
-        registers: the slots as they are at the start: a scalar for a constant, else None.
+        registers: the slots as they are at the start: a scalar for a constant, else
+            None.
         widths: the dtype of the bits of each slot that is a register.
-        given: {name: slot} of the parameters and special registers that a launch fills in.
-        blocks: statements up to a branch or a label; labels: {name: number of its block}.
+        given: {name: slot} of the parameters and special registers that a launch fills
+            in.
+        blocks: statements up to a branch or a label; labels: {name: number of its
+            block}.
     """
 
     def __init__(self, text: str):
@@ -96,7 +111,9 @@ class Kernel:
         raise Unknown("the entry has no end")
 
     def _slot(self, text: str, kind: str = "") -> int | None:
-        """The slot of a register, special register or parameter, or of a constant of that kind."""
+        """The slot of a register, special register or parameter, or of a constant of
+        that kind.
+        """
         if text == "_":
             return None
         key = text if text[0] == "%" else (text, kind)
@@ -122,7 +139,10 @@ class Kernel:
         return self._slot(match[1], kind), int(match[2] or 0)
 
     def _list(self, text: str, kind: str = "") -> tuple:
-        return tuple(self._slot(name.strip(), kind) for name in re.split("[,|]", text.strip("{} ")))
+        return tuple(
+            self._slot(name.strip(), kind)
+            for name in re.split("[,|]", text.strip("{} "))
+        )
 
     def _decode(self, statement: str) -> Instruction:
         match = STATEMENT.fullmatch(statement)
@@ -135,20 +155,30 @@ class Kernel:
         parts = [part.strip() for part in OPERAND.findall(rest or "")]
         if name.startswith("mov.b") and any(part[0] == "{" for part in parts):
             kinds, made.function = MOVES[parts[0][0] == "{", name[4:]]
-            made.targets, made.sources = self._list(parts[0]), self._list(parts[1], kinds[0])
+            made.targets, made.sources = (
+                self._list(parts[0]),
+                self._list(parts[1], kinds[0]),
+            )
             made.kinds = tuple(KINDS[k] for k in kinds)
         elif (found := operation(name)) is not None:
             kinds, made.function = found
             if len(parts) != len(kinds) + 1:
                 raise Unknown(statement)
-            made.targets, made.sources = self._list(parts[0]), tuple(map(self._slot, parts[1:], kinds))
-            made.kinds = (None,) if name.startswith("mov.") else tuple(KINDS[k] for k in kinds)
+            made.targets, made.sources = (
+                self._list(parts[0]),
+                tuple(map(self._slot, parts[1:], kinds)),
+            )
+            made.kinds = (
+                (None,) if name.startswith("mov.") else tuple(KINDS[k] for k in kinds)
+            )
             made.approximate = ".approx" in name or ".full" in name  # by an ulp or two
             made.divides = name[:3] in ("div", "rem") and kinds[0] != "f"
         elif name.startswith("ld.param."):
             param = parts[1].strip("[] ")
             wider = name == "ld.param.s32" and parts[0].startswith("%rd")
-            if self._sizes.get(param) != name[-2:] or (wider or name[-2:] == "64") != parts[0].startswith("%rd"):
+            if self._sizes.get(param) != name[-2:] or (
+                wider or name[-2:] == "64"
+            ) != parts[0].startswith("%rd"):
                 raise Unknown(statement)
             made.function = operation("cvt.s64.s32" if wider else "mov.b32")[1]
             made.kinds = (KINDS["s"],) if wider else (None,)
@@ -160,25 +190,54 @@ class Kernel:
     def _decode_action(self, made: Instruction, name: str, parts: list[str]) -> None:
         if match := MEMORY.fullmatch(name) or MATRIX.fullmatch(name):
             at, values = parts if match[1] == "st" else parts[::-1]
-            space, modifiers, vector, bits = match.groups()[1:] or ("matrix", "", "", "32")
-            if any(part.split("::")[0] not in CACHING for part in filter(None, modifiers.split("."))):
+            space, modifiers, vector, bits = match.groups()[1:] or (
+                "matrix",
+                "",
+                "",
+                "32",
+            )
+            if any(
+                part.split("::")[0] not in CACHING
+                for part in filter(None, modifiers.split("."))
+            ):
                 raise Unknown(made.text)
             address, offset = self._address(at, "d" if space == "global" else "w")
             registers = self._list(values, LOADED[bits])
-            made.act, made.numbers = match[1], (space, offset, int(bits) // 8, int(vector or 1))
-            made.sources, made.targets = ((address, *registers), ()) if match[1] == "st" else ((address,), registers)
-        elif (mode := SHUFFLE.get(name)) and int(parts[3], 0) == 31 and int(parts[4], 0) in (-1, 0xFFFFFFFF):
-            made.act, made.targets, made.numbers = "shuffle", (self._slot(parts[0]),), (mode,)
+            made.act, made.numbers = (
+                match[1],
+                (space, offset, int(bits) // 8, int(vector or 1)),
+            )
+            made.sources, made.targets = (
+                ((address, *registers), ())
+                if match[1] == "st"
+                else ((address,), registers)
+            )
+        elif (
+            (mode := SHUFFLE.get(name))
+            and int(parts[3], 0) == 31
+            and int(parts[4], 0) in (-1, 0xFFFFFFFF)
+        ):
+            made.act, made.targets, made.numbers = (
+                "shuffle",
+                (self._slot(parts[0]),),
+                (mode,),
+            )
             made.sources = tuple(self._slot(part, "w") for part in parts[1:3])
         elif COPY.fullmatch(name):
-            (to, to_offset), (source, offset) = self._address(parts[0], "w"), self._address(parts[1], "d")
+            (to, to_offset), (source, offset) = (
+                self._address(parts[0], "w"),
+                self._address(parts[1], "d"),
+            )
             made.act, made.numbers = "copy", (to_offset, offset, int(parts[2], 0))
-            made.sources = (to, source, self._slot(parts[-1], "w"))  # the size again where nothing is left out
+            # the size again where nothing is left out
+            made.sources = (to, source, self._slot(parts[-1], "w"))
         elif name == "cp.async.commit_group":
             made.act = "commit"
         elif name in ("cp.async.wait_group", "cp.async.wait_all"):
             made.act, made.numbers = "wait", (int(parts[0], 0) if parts else -1,)
-        elif [name, *parts] == ["bar.sync", "0"] or (name == "bar.warp.sync" and self.threads == 32):
+        elif [name, *parts] == ["bar.sync", "0"] or (
+            name == "bar.warp.sync" and self.threads == 32
+        ):
             made.act = "barrier"
         elif name in LEAVES:
             made.act, made.numbers = name, tuple(parts)
@@ -188,7 +247,12 @@ class Kernel:
 
 def _constant(text: str, kind: str):
     try:
-        value = int("0" if text == "global_smem" else re.sub("^0[fF](?=.{8}$)", "0x", text).removesuffix("U"), 0)
+        value = int(
+            "0"
+            if text == "global_smem"
+            else re.sub("^0[fF](?=.{8}$)", "0x", text).removesuffix("U"),
+            0,
+        )
     except ValueError:
         raise Unknown(f"operand {text}") from None
     if kind == "p":

@@ -1,4 +1,6 @@
-"""A Triton driver for sm_90, or another NVIDIA chip, whose launches, on CPU tensors, are executed from their PTX."""
+"""A Triton driver for sm_90, or another NVIDIA chip, whose launches, on CPU tensors,
+are executed from their PTX.
+"""
 
 import os
 from collections.abc import Callable
@@ -12,7 +14,8 @@ from .decode import Kernel
 from .machine import Machine
 
 TRITON = "3.9.0"  # the version whose PTX is spoken
-RUN_BY = "HF_RMSNORM_TESTS_RUN_BY"  # in the environment: by what pytest's workers run kernels, as pytest itself does
+# in the environment: by what pytest's workers run kernels, as pytest itself does
+RUN_BY = "HF_RMSNORM_TESTS_RUN_BY"
 CHIP = "HF_RMSNORM_TESTS_SM"  # in the environment: what is compiled for, 90 without it
 SHARED_LIMIT = {70: 98_304, 75: 65_536, 90: 232_448}  # bytes that one program may use
 SMS = 2  # few multiprocessors, so that persistent loops are walked
@@ -23,22 +26,34 @@ class Driver(StubDriver):
 
     Attributes:
         machine: what executes the launches.
-        launches: where each launch is kept, as (kernel, grid, bytes of shared memory, arguments); or None.
+        launches: where each launch is kept, as (kernel, grid, bytes of shared memory,
+            arguments); or None.
     """
 
     def __init__(self, chip: int):
         from triton.backends.compiler import GPUTarget
 
         super().__init__(GPUTarget("cuda", chip, 32), SHARED_LIMIT[chip])
-        self.utils.load_binary = lambda name, binary, shared, device: (None, Kernel(binary.decode()), 0, 0, 1024)
+        self.utils.load_binary = lambda name, binary, shared, device: (
+            None,
+            Kernel(binary.decode()),
+            0,
+            0,
+            1024,
+        )
         self.machine, self.launches = Machine(), None
 
     def launcher_cls(self, source, metadata) -> Callable:
-        kept = [k for k, name in enumerate(source.fn.arg_names) if source.signature[name] != "constexpr"]
+        kept = [
+            k
+            for k, name in enumerate(source.fn.arg_names)
+            if source.signature[name] != "constexpr"
+        ]
 
         def launch(x, y, z, stream, kernel, packed, about, enter, leave, *values):
             arguments = [values[k] for k in kept]
-            arguments += [None] * (len(kernel.params) - len(arguments))  # Triton's scratch memory, which nothing uses
+            # Triton's scratch memory, which nothing uses
+            arguments += [None] * (len(kernel.params) - len(arguments))
             if self.launches is not None:
                 self.launches.append((kernel, (x, y, z), metadata.shared, arguments))
             self.machine.launch(kernel, (x, y, z), metadata.shared, arguments)
@@ -46,20 +61,26 @@ class Driver(StubDriver):
         return launch
 
 
-def _stop_at_ptx(backend=None, stages=None, options=None, language=None, capability=None):
-    """A hook of Triton's: no assembler, the PTX is the binary. Asked for nothing it names itself, for the cache."""
+def _stop_at_ptx(
+    backend=None, stages=None, options=None, language=None, capability=None
+):
+    """A hook of Triton's: no assembler, the PTX is the binary. Asked for nothing it
+    names itself, for the cache.
+    """
     if stages is None:
         return "ptx", "ptx"
     stages["cubin"] = lambda text, metadata: text.encode()
 
 
 def run_kernels_on_cpu() -> bool:
-    """Make this process and its children run kernels on CPU tensors; before triton is imported.
+    """Make this process and its children run kernels on CPU tensors; before triton is
+    imported.
 
-    Where Triton is the version whose PTX is spoken, this process and pytest's workers compile for the chip that CHIP
-    names and execute the PTX; elsewhere, where TRITON_INTERPRET is set already and in other children, Triton's
-    interpreter runs them. The package serves CPU tensors where TRITON_INTERPRET is 1, so that is what the environment
-    says; Triton by itself is told otherwise.
+    Where Triton is the version whose PTX is spoken, this process and pytest's workers
+    compile for the chip that CHIP names and execute the PTX; elsewhere, where
+    TRITON_INTERPRET is set already and in other children, Triton's interpreter runs
+    them. The package serves CPU tensors where TRITON_INTERPRET is 1, so that is what
+    the environment says; Triton by itself is told otherwise.
 
     Returns whether PTX is executed.
     """
@@ -67,7 +88,9 @@ def run_kernels_on_cpu() -> bool:
         if "TRITON_INTERPRET" in os.environ:
             return False
         pinned = find_spec("triton") is not None and version("triton") == TRITON
-        os.environ.update({RUN_BY: "executor" if pinned else "interpreter", "TRITON_INTERPRET": "1"})
+        os.environ.update(
+            {RUN_BY: "executor" if pinned else "interpreter", "TRITON_INTERPRET": "1"}
+        )
     if os.environ[RUN_BY] != "executor" or os.environ.get("TRITON_INTERPRET") != "1":
         return False
     del os.environ["TRITON_INTERPRET"]  # read when triton is imported
@@ -82,6 +105,9 @@ def run_kernels_on_cpu() -> bool:
     knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
     chip = int(os.environ.get(CHIP, 90))
     driver.set_active(Driver(chip))  # as `driver.active` from now on
-    limits = SimpleNamespace(multi_processor_count=SMS, shared_memory_per_block_optin=SHARED_LIMIT[chip])
-    torch.cpu.get_device_properties = lambda index=None: limits  # torch has none for the CPU
+    limits = SimpleNamespace(
+        multi_processor_count=SMS, shared_memory_per_block_optin=SHARED_LIMIT[chip]
+    )
+    # torch has none for the CPU
+    torch.cpu.get_device_properties = lambda index=None: limits
     return True

@@ -1,8 +1,10 @@
-"""Runs a decoded kernel for all threads of a grid at once, one numpy lane a thread, instruction by instruction.
+"""Runs a decoded kernel for all threads of a grid at once, one numpy lane a thread,
+instruction by instruction.
 
-Whoever is furthest behind goes first, so that threads which took different branches meet again where the branches do.
-What threads see of each other's memory is theirs only by luck of that order, so races are found by who touched what
-between barriers, not by values.
+Whoever is furthest behind goes first, so that threads which took different branches
+meet again where the branches do. What threads see of each other's memory is theirs only
+by luck of that order, so races are found by who touched what between barriers, not by
+values.
 """
 
 from collections.abc import Callable
@@ -26,7 +28,8 @@ class Machine:
     """Executes launches.
 
     Args:
-        blurred: what hardware only approximates is an ulp off, one way, the other or not at all.
+        blurred: what hardware only approximates is an ulp off, one way, the other or
+            not at all.
         in_place: a launch may write to what it reads.
         watch: called after each launch with the bytes that it moved.
     """
@@ -35,8 +38,11 @@ class Machine:
     in_place: bool = False
     watch: Callable[[int], None] | None = None
 
-    def launch(self, kernel: Kernel, grid: tuple[int, int, int], shared: int, arguments: list) -> list[int]:
-        """Run a launch; `arguments` are tensors, numbers or None (a null pointer), one for each parameter.
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, int, int], shared: int, arguments: list
+    ) -> list[int]:
+        """Run a launch; `arguments` are tensors, numbers or None (a null pointer), one
+        for each parameter.
 
         Returns:
             the numbers of the arguments that were written.
@@ -45,41 +51,75 @@ class Machine:
             Fault: the kernel did what it must not; the message names the statement.
         """
         windows, given = {}, {}
-        for number, ((kind, name), value) in enumerate(zip(kernel.params, arguments, strict=True)):
+        for number, ((kind, name), value) in enumerate(
+            zip(kernel.params, arguments, strict=True)
+        ):
             if hasattr(value, "data_ptr"):
                 windows[number] = Window(value, number)
                 if self.watch is not None:
                     windows[number].keep_what_is_read()
                 value = windows[number].address
             dtype = np.dtype("f4" if kind == "f32" else f"u{int(kind[1:]) // 8}")
-            given[name] = dtype.type(value if kind == "f32" else int(value or 0) % 2 ** (8 * dtype.itemsize))
+            given[name] = dtype.type(
+                value if kind == "f32" else int(value or 0) % 2 ** (8 * dtype.itemsize)
+            )
         programs = int(np.prod(grid))
         step = max(1, min(LANES // kernel.threads, SHARED // max(shared, 1)))
         try:
             for first in range(0, programs, step):
                 some = np.arange(first, min(first + step, programs))
-                _Run(kernel, grid, some, Shared(len(some), shared, kernel.threads), windows, given, self.blurred).run()
+                _Run(
+                    kernel,
+                    grid,
+                    some,
+                    Shared(len(some), shared, kernel.threads),
+                    windows,
+                    given,
+                    self.blurred,
+                ).run()
             for window in windows.values():
                 window.close(() if self.in_place else windows.values())
         except Fault as fault:
             raise Fault(f"{kernel.name}: {fault}") from None
         if self.watch is not None:
             self.watch(sum(window.moved() for window in windows.values()))
-        return [number for number, window in windows.items() if window.owner is not None]
+        return [
+            number for number, window in windows.items() if window.owner is not None
+        ]
 
 
 class _Run:
-    """The programs of one launch that run together. A mask is which lanes do what is going on; None is all of them."""
+    """The programs of one launch that run together. A mask is which lanes do what is
+    going on; None is all of them.
+    """
 
-    def __init__(self, kernel: Kernel, grid, programs, shared: Shared, windows: dict, given: dict, blurred: bool):
-        self.kernel, self.shared, self.windows, self.blurred = kernel, shared, windows, blurred
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid,
+        programs,
+        shared: Shared,
+        windows: dict,
+        given: dict,
+        blurred: bool,
+    ):
+        self.kernel, self.shared, self.windows, self.blurred = (
+            kernel,
+            shared,
+            windows,
+            blurred,
+        )
         self.threads = kernel.threads  # of a program
         self.count = len(programs) * self.threads
         self.lanes = np.arange(self.count, dtype=np.int32)
         self.program = np.repeat(programs + 1, self.threads).astype(np.int32)
         at = np.unravel_index(self.program - 1, grid, "F")
-        special = {f"%ctaid.{d}": a.astype(np.uint32) for d, a in zip("xyz", at, strict=True)}
-        special |= {f"%nctaid.{d}": np.uint32(n) for d, n in zip("xyz", grid, strict=True)}
+        special = {
+            f"%ctaid.{d}": a.astype(np.uint32) for d, a in zip("xyz", at, strict=True)
+        }
+        special |= {
+            f"%nctaid.{d}": np.uint32(n) for d, n in zip("xyz", grid, strict=True)
+        }
         special |= {"%tid.x": (self.lanes % self.threads).astype(np.uint32)}
         self.registers = list(kernel.registers)
         for name, slot in kernel.given.items():
@@ -87,7 +127,8 @@ class _Run:
         self.poison: dict = {}  # by slot, which lanes hold what nobody computed
         self.committed = np.zeros(self.count, np.int32)
         self.copies: list[tuple] = []  # (lanes, their groups, granules, values, text)
-        self.waiting: dict[int, np.ndarray | None] = {0: None}  # by block, the lanes that come to it next
+        # by block, the lanes that come to it next
+        self.waiting: dict[int, np.ndarray | None] = {0: None}
         self.mask: np.ndarray | None = None
 
     def run(self) -> None:
@@ -106,12 +147,21 @@ class _Run:
                     raise Fault("endless loop")
                 self.shared.barrier()
         except Fault as fault:
-            raise Fault(f"{fault} [{instruction.text if instruction else 'end'}]") from None
+            raise Fault(
+                f"{fault} [{instruction.text if instruction else 'end'}]"
+            ) from None
 
     def _leave(self, number: int, last: Instruction) -> None:
         """Send the lanes from the end of a block to where they go."""
-        going, staying = self._guarded(last) if last.act in LEAVES else NOBODY, self.mask
-        target = self.kernel.labels[last.numbers[0]] if last.act in LEAVES and last.numbers else -1
+        going, staying = (
+            self._guarded(last) if last.act in LEAVES else NOBODY,
+            self.mask,
+        )
+        target = (
+            self.kernel.labels[last.numbers[0]]
+            if last.act in LEAVES and last.numbers
+            else -1
+        )
         if going is None or going is staying:
             staying = NOBODY
         elif going is not NOBODY:
@@ -142,7 +192,10 @@ class _Run:
             getattr(self, "_" + instruction.act)(instruction, mask)
             return
         values = map(self._whole, instruction.sources)
-        values = [v if k is None or v.dtype is k else v.view(k) for v, k in zip(values, instruction.kinds, strict=True)]
+        values = [
+            v if k is None or v.dtype is k else v.view(k)
+            for v, k in zip(values, instruction.kinds, strict=True)
+        ]
         if instruction.divides:
             zero = values[1] == 0
             if (zero if mask is None else zero & mask).any():
@@ -151,16 +204,26 @@ class _Run:
         if self.blurred and instruction.approximate:
             results = blurred(results)
         poison = self._poison_of(instruction.sources) if self.poison else None
-        for slot, result in zip(instruction.targets, results if type(results) is tuple else (results,), strict=True):
+        for slot, result in zip(
+            instruction.targets,
+            results if type(results) is tuple else (results,),
+            strict=True,
+        ):
             self._put(slot, result, mask, poison)
 
     def _whole(self, slot: int, use: str = "", mask=None):
-        """A register of all lanes, or a scalar; `use`: for what those of the mask must have computed it."""
+        """A register of all lanes, or a scalar; `use`: for what those of the mask must
+        have computed it.
+        """
         value = self.registers[slot]
         if value is None:
             self.poison[slot] = np.True_
             value = self.registers[slot] = self.kernel.widths[slot].type(0)
-        if use and slot in self.poison and (self.poison[slot] if mask is None else self.poison[slot] & mask).any():
+        if (
+            use
+            and slot in self.poison
+            and (self.poison[slot] if mask is None else self.poison[slot] & mask).any()
+        ):
             raise Fault(f"an uninitialised {use}")
         return value
 
@@ -186,7 +249,9 @@ class _Run:
             value = np.where(mask, value, self._whole(slot).view(value.dtype))
             before = self.poison.get(slot)
             if poison is not None or before is not None:
-                poison = np.where(mask, *(np.False_ if p is None else p for p in (poison, before)))
+                poison = np.where(
+                    mask, *(np.False_ if p is None else p for p in (poison, before))
+                )
         self.registers[slot] = value
         if poison is not None and poison.any():
             self.poison[slot] = poison
@@ -203,7 +268,12 @@ class _Run:
                 whole[mask], poison = poison, whole
         for column, slot in enumerate(slots):
             if slot is not None:
-                self._put(slot, values[:, column].astype(self.kernel.widths[slot], copy=False), mask, poison)
+                self._put(
+                    slot,
+                    values[:, column].astype(self.kernel.widths[slot], copy=False),
+                    mask,
+                    poison,
+                )
 
     def _among(self, mask):
         return self.lanes if mask is None else self.lanes[mask]
@@ -225,7 +295,9 @@ class _Run:
         for number in numbers[:1] if alike else np.unique(numbers):
             which = slice(None) if alike else numbers == number
             if number not in self.windows:
-                raise Fault(f"outside of every argument, at {int(address[which][0]):#x}")
+                raise Fault(
+                    f"outside of every argument, at {int(address[which][0]):#x}"
+                )
             yield self.windows[number], which
 
     def _read(self, address, width: int, count: int):
@@ -235,7 +307,9 @@ class _Run:
         return values
 
     def _accesses(self, instruction: Instruction, mask, slots: tuple) -> list[tuple]:
-        """(addresses, registers) of an access, or of each matrix of 8 by 8: four lanes touch a row, eight say where."""
+        """(addresses, registers) of an access, or of each matrix of 8 by 8: four lanes
+        touch a row, eight say where.
+        """
         space, offset, *_ = instruction.numbers
         address = self._address(instruction.sources[0], mask, offset)
         if space != "matrix":
@@ -245,7 +319,10 @@ class _Run:
         if (rows % 16).any():
             raise Fault("misaligned: a row of a matrix in shared memory")
         within = (lane % 4 * 4).astype(np.uint32)
-        return [((rows[:, 8 * k + lane // 4] + within).ravel(), (slot,)) for k, slot in enumerate(slots)]
+        return [
+            ((rows[:, 8 * k + lane // 4] + within).ravel(), (slot,))
+            for k, slot in enumerate(slots)
+        ]
 
     def _ld(self, instruction: Instruction, mask) -> None:
         space, _, width, count = instruction.numbers
@@ -253,35 +330,63 @@ class _Run:
             if space == "global":
                 values, poison = self._read(address, width, count), None
             else:
-                values, poison = self.shared.load(address, width, count, self._among(mask), instruction.text)
+                values, poison = self.shared.load(
+                    address, width, count, self._among(mask), instruction.text
+                )
             self._put_some(slots, values, mask, poison)
 
     def _st(self, instruction: Instruction, mask) -> None:
         space, _, width, count = instruction.numbers
         lanes, use = self._among(mask), "value is stored" if space == "global" else ""
-        for address, slots in self._accesses(instruction, mask, instruction.sources[1:]):
+        for address, slots in self._accesses(
+            instruction, mask, instruction.sources[1:]
+        ):
             # A register may be wider than what is stored of it.
-            values = np.stack([self._some(slot, mask, use).astype(UNSIGNED[width], copy=False) for slot in slots], 1)
+            values = np.stack(
+                [
+                    self._some(slot, mask, use).astype(UNSIGNED[width], copy=False)
+                    for slot in slots
+                ],
+                1,
+            )
             if space == "global":
                 for window, which in self._by_window(address):
-                    window.store(address[which], values[which], width, count, self.program[lanes][which])
+                    window.store(
+                        address[which],
+                        values[which],
+                        width,
+                        count,
+                        self.program[lanes][which],
+                    )
             else:
                 poison = self._poison_of(slots)
-                poison = None if poison is None else np.broadcast_to(poison, self.count)[lanes]
-                self.shared.store(address, values, width, count, lanes, instruction.text, poison)
+                poison = (
+                    None
+                    if poison is None
+                    else np.broadcast_to(poison, self.count)[lanes]
+                )
+                self.shared.store(
+                    address, values, width, count, lanes, instruction.text, poison
+                )
 
     def _copy(self, instruction: Instruction, mask) -> None:
         to_offset, offset, size = instruction.numbers
         to = self._address(instruction.sources[0], mask, to_offset)
         source = self._address(instruction.sources[1], mask, offset)
-        taken, lanes = self._some(instruction.sources[2], mask, "size"), self._among(mask)
+        taken, lanes = (
+            self._some(instruction.sources[2], mask, "size"),
+            self._among(mask),
+        )
         if ((taken != 0) & (taken != size)).any():
             raise Unknown(f"a copy of a part: {instruction.text}")
-        values, reads = np.zeros((len(lanes), size // 2), np.uint16), taken != 0  # what is not read becomes zero
+        # what is not read becomes zero
+        values, reads = np.zeros((len(lanes), size // 2), np.uint16), taken != 0
         if reads.any():
             values[reads] = self._read(source[reads], 4, size // 4).view(np.uint16)
         where = self.shared.start_copy(to, size, lanes, instruction.text)
-        self.copies.append((lanes, self.committed[lanes], where, values, instruction.text))
+        self.copies.append(
+            (lanes, self.committed[lanes], where, values, instruction.text)
+        )
 
     def _commit(self, instruction: Instruction, mask) -> None:
         self.committed[self._among(mask)] += 1
@@ -289,20 +394,30 @@ class _Run:
     def _wait(self, instruction: Instruction, mask) -> None:
         left, copies, self.copies = instruction.numbers[0], self.copies, []
         for lanes, groups, where, values, text in copies:
-            done = groups < self.committed[lanes] - left  # left is -1 where those not committed are meant too
+            # left is -1 where those not committed are meant too
+            done = groups < self.committed[lanes] - left
             if mask is not None:
                 done &= mask[lanes]
             self.shared.end_copy(where[done], values[done], lanes[done], text)
             if not done.all():
-                self.copies.append((*(a[~done] for a in (lanes, groups, where, values)), text))
+                self.copies.append(
+                    (*(a[~done] for a in (lanes, groups, where, values)), text)
+                )
 
     def _shuffle(self, instruction: Instruction, mask) -> None:
         self._together(mask, 32, "warp")
         slot, other = instruction.sources
         self._whole(other, "lane", mask)
-        partner = instruction.numbers[0](self.lanes, self._some(other, None).astype(np.int32) & 31)
+        partner = instruction.numbers[0](
+            self.lanes, self._some(other, None).astype(np.int32) & 31
+        )
         value, poison = self._some(slot, None), self.poison.get(slot, np.False_)
-        self._put(instruction.targets[0], value[partner], mask, np.broadcast_to(poison, self.count)[partner])
+        self._put(
+            instruction.targets[0],
+            value[partner],
+            mask,
+            np.broadcast_to(poison, self.count)[partner],
+        )
 
     def _barrier(self, instruction: Instruction, mask) -> None:
         self.shared.barrier(self._together(mask, self.threads, "program"))

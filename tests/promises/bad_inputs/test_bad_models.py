@@ -1,4 +1,6 @@
-"""Models that cannot be patched, wholly or in part: one clear line, and the model as it was."""
+"""Models that cannot be patched, wholly or in part: one clear line, and the model as it
+was.
+"""
 
 import warnings
 
@@ -24,19 +26,30 @@ def assert_refused(model, error, match, **options):
 
 
 @pytest.mark.parametrize("model", [None, "gpt2", [], nn.Linear, torch.ones(2)])
-@pytest.mark.parametrize("function", [patch_model, unpatch_model, lambda model: patched(model).__enter__()])
+@pytest.mark.parametrize(
+    "function", [patch_model, unpatch_model, lambda model: patched(model).__enter__()]
+)
 def test_not_a_module(model, function):
-    with pytest.raises(TypeError, match="needs a torch.nn.Module, got .*: load the model first"):
+    with pytest.raises(
+        TypeError, match="needs a torch.nn.Module, got .*: load the model first"
+    ):
         function(model)
 
 
 def test_no_norms():
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    with pytest.warns(UserWarning, match="changed no norm of this Sequential: there is none"):
+    with pytest.warns(
+        UserWarning, match="changed no norm of this Sequential: there is none"
+    ):
         report = patch_model(model)
     assert report.swapped == report.skipped == ()
-    assert_refused(model, ValueError, "strict: this Sequential has no norm", strict=True)
-    with pytest.warns(UserWarning, match="there is none") as caught, patched(model) as report:
+    assert_refused(
+        model, ValueError, "strict: this Sequential has no norm", strict=True
+    )
+    with (
+        pytest.warns(UserWarning, match="there is none") as caught,
+        patched(model) as report,
+    ):
         assert not report.swapped
     assert caught[0].filename == __file__
 
@@ -64,7 +77,9 @@ class Broadcast(LlamaRMSNorm):
         self.weight = nn.Parameter(torch.rand(3, 8))
 
 
-@pytest.mark.parametrize("build", [lambda: nn.LayerNorm((2, 4)), lambda: nn.RMSNorm((2, 4))])
+@pytest.mark.parametrize(
+    "build", [lambda: nn.LayerNorm((2, 4)), lambda: nn.RMSNorm((2, 4))]
+)
 def test_a_norm_over_two_dimensions(build):
     model = nn.Sequential(build())
     with warnings.catch_warnings(record=True):
@@ -78,7 +93,8 @@ def test_a_weight_for_each_head_and_an_input_without_heads():
     original.load_state_dict(model.state_dict())
     assert len(patch_model(model).swapped) == 1
     with use_backend("reference"):
-        for shape in ((2, 3, 8), (3, 8), (2, 1, 8), (1, 8), (8,)):  # the last three are broadcast
+        for shape in ((2, 3, 8), (3, 8), (2, 1, 8), (1, 8), (8,)):
+            # the last three are broadcast
             x = torch.randn(shape)
             assert torch.equal(model(x), original(x))
         with pytest.raises(RuntimeError, match="size of tensor"):
@@ -90,12 +106,17 @@ def test_a_weight_longer_than_the_input_goes_to_the_original():
     patch_model(norm)
     with use_backend("reference"), pytest.raises(RuntimeError, match="size of tensor"):
         norm(torch.ones(2, 7))
-    assert norm(torch.ones(2, 1)).shape == (2, 8)  # Hugging Face's own class broadcasts here
+    # Hugging Face's own class broadcasts here
+    assert norm(torch.ones(2, 1)).shape == (2, 8)
 
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_hidden_size_above_the_limit(affine):
-    norm = LlamaRMSNorm(16_385) if affine else nn.LayerNorm(16_385, elementwise_affine=False)
+    norm = (
+        LlamaRMSNorm(16_385)
+        if affine
+        else nn.LayerNorm(16_385, elementwise_affine=False)
+    )
     with pytest.warns(UserWarning, match="none of 1"):
         report = patch_model(nn.Sequential(norm))
     assert report.skipped[0].reason == "its hidden size 16385 is above 16384"

@@ -16,11 +16,27 @@ X, WEIGHT = torch.ones(2, 8), torch.ones(8)
     ("arguments", "error", "words"),
     [
         (([1.0, 2.0],), TypeError, "x is list: pass a floating-point tensor"),
-        ((torch.ones(2, 8, dtype=torch.int64), WEIGHT), TypeError, "x is a tensor of torch.int64.*x.float\\(\\)"),
-        ((X, torch.ones(8, dtype=torch.int32)), TypeError, "weight is a tensor of torch.int32"),
-        ((X, torch.ones(7)), ValueError, r"weight has shape \(7,\), x \(2, 8\): pass \(8,\)"),
+        (
+            (torch.ones(2, 8, dtype=torch.int64), WEIGHT),
+            TypeError,
+            "x is a tensor of torch.int64.*x.float\\(\\)",
+        ),
+        (
+            (X, torch.ones(8, dtype=torch.int32)),
+            TypeError,
+            "weight is a tensor of torch.int32",
+        ),
+        (
+            (X, torch.ones(7)),
+            ValueError,
+            r"weight has shape \(7,\), x \(2, 8\): pass \(8,\)",
+        ),
         ((X, torch.ones(2, 8)), ValueError, r"weight has shape \(2, 8\)"),
-        ((X, torch.ones(8, device="meta")), ValueError, "weight is on meta and x on cpu: move one"),
+        (
+            (X, torch.ones(8, device="meta")),
+            ValueError,
+            "weight is on meta and x on cpu: move one",
+        ),
         ((torch.tensor(1.0),), ValueError, "must hold at least one element"),
         ((torch.ones(3, 0),), ValueError, "must hold at least one element"),
     ],
@@ -39,12 +55,18 @@ def test_eps(function, eps):
 
 
 def test_backend_names():
-    with pytest.raises(ValueError, match="use_backend\\('cuda'\\): no such backend, choose one of auto, triton"):
+    with pytest.raises(
+        ValueError,
+        match="use_backend\\('cuda'\\): no such backend, choose one of auto, triton",
+    ):
         use_backend("cuda")
 
 
 def test_insisting_on_triton_where_it_cannot_run():
-    with use_backend("triton"), pytest.raises(RuntimeError, match="x is torch.float64; the kernels serve"):
+    with (
+        use_backend("triton"),
+        pytest.raises(RuntimeError, match="x is torch.float64; the kernels serve"),
+    ):
         rms_norm(X.double(), WEIGHT.double())
 
 
@@ -67,7 +89,9 @@ def test_a_last_stride_other_than_one_is_served_by_a_copy():
 @pytest.mark.full
 @pytest.mark.parametrize("interpret", ["0", "1"])
 def test_without_triton_everything_but_the_kernels_works(interpret, tmp_path):
-    """`triton` is hidden from a new interpreter; TRITON_INTERPRET alone must not make us look for it."""
+    """`triton` is hidden from a new interpreter; TRITON_INTERPRET alone must not make
+    us look for it.
+    """
     program = """
 import importlib.util, sys
 real = importlib.util.find_spec
@@ -106,5 +130,7 @@ assert "triton" not in sys.modules
 
 def test_importing_the_package_loads_neither_triton_nor_transformers():
     program = "import sys, hf_rmsnorm; print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
     assert result.stdout.strip() == "[]", result.stdout + result.stderr

@@ -83,7 +83,10 @@ def test_report_lists_every_norm_of_a_demo_as_swapped(capsys, model):
 def test_report_prints_the_paths_of_the_q_and_k_norms(capsys):
     code, out, err = run(capsys, "report", "demo:qwen3")
     assert (code, err) == (0, "") and "17 norms swapped, 0 skipped" in out
-    assert "model.layers.[0-3].self_attn.q_norm\n" in out and "model.layers.[0-3].self_attn.k_norm\n" in out
+    assert (
+        "model.layers.[0-3].self_attn.q_norm\n" in out
+        and "model.layers.[0-3].self_attn.k_norm\n" in out
+    )
 
 
 def test_report_says_what_would_run_here(capsys):
@@ -95,9 +98,15 @@ def test_report_says_what_would_run_here(capsys):
 
 def test_report_of_a_deep_model_is_one_screen(capsys, tmp_path):
     torch.manual_seed(0)
-    classes = [transformers.LlamaConfig, transformers.Qwen3Config, transformers.Gemma3TextConfig]
+    classes = [
+        transformers.LlamaConfig,
+        transformers.Qwen3Config,
+        transformers.Gemma3TextConfig,
+    ]
     for number, kind in enumerate(classes):
-        config = kind(**{**SMALL, "num_hidden_layers": 32}, num_key_value_heads=1, head_dim=16)
+        config = kind(
+            **{**SMALL, "num_hidden_layers": 32}, num_key_value_heads=1, head_dim=16
+        )
         out = run(capsys, "report", save_config(tmp_path / str(number), config))[1]
         lines = out.splitlines()
         assert len(lines) <= 24 and max(map(len, lines)) <= 100
@@ -105,7 +114,11 @@ def test_report_of_a_deep_model_is_one_screen(capsys, tmp_path):
 
 def test_report_of_a_70b_config_needs_no_weights(capsys, tmp_path):
     config = transformers.LlamaConfig(
-        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
     )
     data = run_json(capsys, "report", save_config(tmp_path, config))
     assert len(data["swapped"]) == 161 and data["class_name"] == "LlamaForCausalLM"
@@ -114,20 +127,53 @@ def test_report_of_a_70b_config_needs_no_weights(capsys, tmp_path):
 @pytest.mark.parametrize(
     "config, class_name, norms",
     [
-        (transformers.BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2), "BertLMHeadModel", 6),
-        (transformers.T5Config(num_layers=2, d_model=32), "T5ForConditionalGeneration", 12),
-        (transformers.ViTConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2), "ViTModel", 5),
+        (
+            transformers.BertConfig(
+                num_hidden_layers=2, hidden_size=32, num_attention_heads=2
+            ),
+            "BertLMHeadModel",
+            6,
+        ),
+        (
+            transformers.T5Config(num_layers=2, d_model=32),
+            "T5ForConditionalGeneration",
+            12,
+        ),
+        (
+            transformers.ViTConfig(
+                num_hidden_layers=2, hidden_size=32, num_attention_heads=2
+            ),
+            "ViTModel",
+            5,
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_report_knows_models_that_are_no_causal_lms(capsys, tmp_path, config, class_name, norms):
+def test_report_knows_models_that_are_no_causal_lms(
+    capsys, tmp_path, config, class_name, norms
+):
     data = run_json(capsys, "report", save_config(tmp_path, config))
     assert (data["class_name"], len(data["swapped"])) == (class_name, norms)
 
 
-SMALL = dict(vocab_size=64, num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32)
-WHISPER = dict(vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16)
-WHISPER |= dict(encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0, eos_token_id=2)
+SMALL = dict(
+    vocab_size=64,
+    num_hidden_layers=1,
+    hidden_size=32,
+    num_attention_heads=2,
+    intermediate_size=32,
+)
+WHISPER = dict(
+    vocab_size=64,
+    d_model=16,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_ffn_dim=16,
+    decoder_ffn_dim=16,
+)
+WHISPER |= dict(
+    encoder_attention_heads=2, decoder_attention_heads=2, pad_token_id=0, eos_token_id=2
+)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +194,27 @@ def test_report_builds_the_class_that_was_saved(capsys, tmp_path, name, config, 
 
 
 def test_report_takes_include_and_exclude(capsys):
-    data = run_json(capsys, "report", "demo:qwen3", "--include", "*.layers.0.*", "--exclude", "*.q_norm")
+    data = run_json(
+        capsys,
+        "report",
+        "demo:qwen3",
+        "--include",
+        "*.layers.0.*",
+        "--exclude",
+        "*.q_norm",
+    )
     assert {record["path"].rpartition(".")[2] for record in data["swapped"]} == {
         "input_layernorm", "post_attention_layernorm", "k_norm"
     }  # fmt: skip
 
 
-def test_report_of_a_model_without_norms_warns_and_is_strict_on_request(capsys, tmp_path):
-    folder = save_config(tmp_path, transformers.ResNetConfig(depths=[1], hidden_sizes=[8], embedding_size=8))
+def test_report_of_a_model_without_norms_warns_and_is_strict_on_request(
+    capsys, tmp_path
+):
+    folder = save_config(
+        tmp_path,
+        transformers.ResNetConfig(depths=[1], hidden_sizes=[8], embedding_size=8),
+    )
     code, out, err = run(capsys, "report", folder, "--json")
     assert code == 0 and json.loads(out)["swapped"] == []
     assert re.fullmatch(r"hf-rmsnorm: warning: .+\n", err)
@@ -181,17 +240,25 @@ class OwnModel(PreTrainedModel):
 """
 
 
-def test_report_runs_a_checkpoints_code_only_when_told_to(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+def test_report_runs_a_checkpoints_code_only_when_told_to(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache")
+    )
     marker, folder = tmp_path / "ran", tmp_path / "own"
     folder.mkdir()
     (folder / "modeling.py").write_text(REMOTE.format(marker=str(marker)))
     auto_map = {"AutoConfig": "modeling.OwnConfig", "AutoModel": "modeling.OwnModel"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto_map}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": auto_map})
+    )
     assert "--trust-remote-code" in fails(capsys, "report", folder)
     assert not marker.exists()
     data = run_json(capsys, "report", folder, "--trust-remote-code")
-    assert marker.exists() and [record["path"] for record in data["swapped"]] == ["norm"]
+    assert marker.exists() and [record["path"] for record in data["swapped"]] == [
+        "norm"
+    ]
 
 
 # verify
@@ -199,33 +266,64 @@ def test_report_runs_a_checkpoints_code_only_when_told_to(capsys, tmp_path, monk
 
 @pytest.mark.full
 def test_verify_says_pass_in_fp32_and_bf16_with_the_kernels(tmp_path):
-    """In a process of its own, as a user runs it: triton has to start under the interpreter where there is no GPU."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    """In a process of its own, as a user runs it: triton has to start under the
+    interpreter where there is no GPU.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     command = [sys.executable, "-m", "hf_rmsnorm", "verify", "demo:llama", "--json"]
     command += ["--max-tokens", "16", "--max-new-tokens", "4"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert data["passed"] and [run["dtype"] for run in data["runs"]] == ["float32", "bfloat16"]
+    assert data["passed"] and [run["dtype"] for run in data["runs"]] == [
+        "float32",
+        "bfloat16",
+    ]
     assert all(run["passed"] and run["logits"]["tokens"] == 16 for run in data["runs"])
-    assert data["backend"] == "triton" and all(sum(run["launches"].values()) > 0 for run in data["runs"])
+    assert data["backend"] == "triton" and all(
+        sum(run["launches"].values()) > 0 for run in data["runs"]
+    )
     if not torch.accelerator.is_available():
         assert "interpreter" in data["backend_reason"]
 
 
 def test_verify_in_one_dtype_prints_its_verdict_and_backend(capsys):
-    code, out, _ = run(capsys, "verify", "demo:gpt2", "--dtype", "fp32", "--max-tokens", "4", "--max-new-tokens", "2")
+    code, out, _ = run(
+        capsys,
+        "verify",
+        "demo:gpt2",
+        "--dtype",
+        "fp32",
+        "--max-tokens",
+        "4",
+        "--max-new-tokens",
+        "2",
+    )
     assert code == 0
     assert "demo:gpt2 in float32: PASS" in out and "bfloat16" not in out
-    assert re.search(r"^The norms ran on cpu: Triton kernels in Triton's interpreter", out, re.MULTILINE)
+    assert re.search(
+        r"^The norms ran on cpu: Triton kernels in Triton's interpreter",
+        out,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.full
-def test_verify_takes_the_stored_dtype_and_random_ids_where_there_is_no_tokenizer(capsys, tmp_path):
+def test_verify_takes_the_stored_dtype_and_random_ids_where_there_is_no_tokenizer(
+    capsys, tmp_path
+):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(demo_path("qwen3") / name, tmp_path)
-    data = run_json(capsys, "verify", tmp_path, "--max-tokens", "3", "--max-new-tokens", "0")
-    assert [(run["dtype"], run["logits"]["tokens"]) for run in data["runs"]] == [("bfloat16", 3)]
+    data = run_json(
+        capsys, "verify", tmp_path, "--max-tokens", "3", "--max-new-tokens", "0"
+    )
+    assert [(run["dtype"], run["logits"]["tokens"]) for run in data["runs"]] == [
+        ("bfloat16", 3)
+    ]
 
 
 def test_verify_judges_what_gives_no_logits_by_its_hidden_states(capsys, tmp_path):
@@ -234,9 +332,22 @@ def test_verify_judges_what_gives_no_logits_by_its_hidden_states(capsys, tmp_pat
     assert code == 0 and "2 rows of outputs" in out and "logits" not in out
 
 
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-IMAGE, TEXT = {**TOWER, "image_size": 16, "patch_size": 8}, {**TOWER, "vocab_size": 64, "max_position_embeddings": 16}
-AUDIO = {"conv_dim": (16, 16), "conv_stride": (5, 16), "conv_kernel": (10, 16), "num_conv_pos_embedding_groups": 2}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+IMAGE, TEXT = (
+    {**TOWER, "image_size": 16, "patch_size": 8},
+    {**TOWER, "vocab_size": 64, "max_position_embeddings": 16},
+)
+AUDIO = {
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 16),
+    "conv_kernel": (10, 16),
+    "num_conv_pos_embedding_groups": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -245,14 +356,38 @@ AUDIO = {"conv_dim": (16, 16), "conv_stride": (5, 16), "conv_kernel": (10, 16), 
         ("WhisperForConditionalGeneration", transformers.WhisperConfig(**WHISPER), 7),
         ("ViTModel", transformers.ViTConfig(**IMAGE), 3),
         ("ViTForImageClassification", transformers.ViTConfig(**IMAGE), 3),
-        ("CLIPModel", transformers.CLIPConfig(text_config=TEXT, vision_config=IMAGE, projection_dim=16), 7),
-        ("SiglipModel", transformers.SiglipConfig(text_config=TEXT, vision_config=IMAGE), 7),
+        (
+            "CLIPModel",
+            transformers.CLIPConfig(
+                text_config=TEXT, vision_config=IMAGE, projection_dim=16
+            ),
+            7,
+        ),
+        (
+            "SiglipModel",
+            transformers.SiglipConfig(text_config=TEXT, vision_config=IMAGE),
+            7,
+        ),
         ("Wav2Vec2Model", transformers.Wav2Vec2Config(**TOWER, **AUDIO), 4),
-        ("Wav2Vec2ForCTC", transformers.Wav2Vec2Config(vocab_size=32, **TOWER, **AUDIO), 4),
+        (
+            "Wav2Vec2ForCTC",
+            transformers.Wav2Vec2Config(vocab_size=32, **TOWER, **AUDIO),
+            4,
+        ),
     ],
-    ids=["whisper", "headless vit", "vit", "clip", "siglip", "headless wav2vec2", "wav2vec2"],
+    ids=[
+        "whisper",
+        "headless vit",
+        "vit",
+        "clip",
+        "siglip",
+        "headless wav2vec2",
+        "wav2vec2",
+    ],
 )
-def test_verify_needs_no_inputs_for_images_and_audio(capsys, tmp_path, name, config, norms):
+def test_verify_needs_no_inputs_for_images_and_audio(
+    capsys, tmp_path, name, config, norms
+):
     torch.manual_seed(0)
     getattr(transformers, name)(config).save_pretrained(tmp_path)
     (found,) = run_json(capsys, "verify", tmp_path, "--no-backward")["runs"]
@@ -260,36 +395,65 @@ def test_verify_needs_no_inputs_for_images_and_audio(capsys, tmp_path, name, con
 
 
 def test_verify_takes_inputs_from_a_file(capsys, tmp_path):
-    transformers.ViTForImageClassification(transformers.ViTConfig(**IMAGE)).save_pretrained(tmp_path)
+    transformers.ViTForImageClassification(
+        transformers.ViTConfig(**IMAGE)
+    ).save_pretrained(tmp_path)
     file, other = tmp_path / "inputs.safetensors", tmp_path / "empty.safetensors"
     save_file({"pixel_values": torch.randn(5, 3, 16, 16)}, file)
-    (found,) = run_json(capsys, "verify", tmp_path, "--inputs", file, "--no-backward")["runs"]
+    (found,) = run_json(capsys, "verify", tmp_path, "--inputs", file, "--no-backward")[
+        "runs"
+    ]
     assert found["passed"] and found["logits"]["tokens"] == 5
-    assert "pass a .safetensors file" in fails(capsys, "verify", tmp_path, "--inputs", tmp_path / "config.json")
-    assert "cannot read" in fails(capsys, "verify", tmp_path, "--inputs", tmp_path / "not there")
+    assert "pass a .safetensors file" in fails(
+        capsys, "verify", tmp_path, "--inputs", tmp_path / "config.json"
+    )
+    assert "cannot read" in fails(
+        capsys, "verify", tmp_path, "--inputs", tmp_path / "not there"
+    )
     save_file({}, other)
     assert "holds no tensors" in fails(capsys, "verify", tmp_path, "--inputs", other)
 
 
 @pytest.mark.full
 def test_verify_runs_every_norm_of_an_encoder_and_a_decoder(capsys, tmp_path):
-    config = transformers.T5Config(vocab_size=64, num_layers=1, d_model=32, d_kv=16, num_heads=2, d_ff=32)
+    config = transformers.T5Config(
+        vocab_size=64, num_layers=1, d_model=32, d_kv=16, num_heads=2, d_ff=32
+    )
     config.decoder_start_token_id = 0
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     (found,) = run_json(capsys, "verify", tmp_path, "--max-tokens", "2")["runs"]
     assert found["passed"] and len(found["norms"]) == 7 and found["unreached"] == []
-    assert "not compared: it would generate from the decoder's start token" in found["greedy"]["reason"]
-    (found,) = run_json(capsys, "verify", tmp_path, "--max-tokens", "2", "--max-new-tokens", "0")["runs"]
+    assert (
+        "not compared: it would generate from the decoder's start token"
+        in found["greedy"]["reason"]
+    )
+    (found,) = run_json(
+        capsys, "verify", tmp_path, "--max-tokens", "2", "--max-new-tokens", "0"
+    )["runs"]
     assert found["greedy"]["reason"] == "not asked for"
 
 
 @pytest.mark.full
 def test_verify_says_why_a_converted_model_keeps_its_layer_norms(capsys, tmp_path):
     tiny_models.build("gpt2", torch.bfloat16).save_pretrained(tmp_path / "src")
-    assert run(capsys, "convert", tmp_path / "src", tmp_path / "dst", "--no-verify")[0] == 0
-    assert run_json(capsys, "verify", tmp_path / "dst", "--max-new-tokens", "2")["runs"][0]["conversion_doubt"] == ""
-    code, out, _ = run(capsys, "verify", tmp_path / "dst", "--dtype", "fp32", "--max-new-tokens", "2")
-    assert code == 0 and "has bfloat16 values" in out and "each norm that the conversion recorded stays" in out
+    assert (
+        run(capsys, "convert", tmp_path / "src", tmp_path / "dst", "--no-verify")[0]
+        == 0
+    )
+    assert (
+        run_json(capsys, "verify", tmp_path / "dst", "--max-new-tokens", "2")["runs"][
+            0
+        ]["conversion_doubt"]
+        == ""
+    )
+    code, out, _ = run(
+        capsys, "verify", tmp_path / "dst", "--dtype", "fp32", "--max-new-tokens", "2"
+    )
+    assert (
+        code == 0
+        and "has bfloat16 values" in out
+        and "each norm that the conversion recorded stays" in out
+    )
 
 
 def test_inspect_refuses_to_set_another_model_beside_it(capsys):
@@ -300,10 +464,16 @@ def test_inspect_refuses_to_set_another_model_beside_it(capsys):
 @pytest.mark.full
 def test_verify_and_inspect_keep_to_a_short_context(capsys, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path("gpt2"))
-    tiny_models.build("gpt2", vocab_size=len(tokenizer), n_positions=32).save_pretrained(tmp_path)
+    tiny_models.build(
+        "gpt2", vocab_size=len(tokenizer), n_positions=32
+    ).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     (done,) = run_json(capsys, "verify", tmp_path)["runs"]
-    assert done["passed"] and done["greedy"]["new_tokens"] == 16 and done["logits"]["tokens"] == 16
+    assert (
+        done["passed"]
+        and done["greedy"]["new_tokens"] == 16
+        and done["logits"]["tokens"] == 16
+    )
     assert run_json(capsys, "inspect", tmp_path)["tokens"] == 32
 
 
@@ -319,19 +489,42 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
         def to_text(self, verbose, name):
             return f"{name} in {self.dtype}: FAIL: generated tokens\na table"
 
-    monkeypatch.setattr(hf_rmsnorm, "verify_equivalence", lambda *args, **kwargs: Verdict(), raising=False)
+    monkeypatch.setattr(
+        hf_rmsnorm,
+        "verify_equivalence",
+        lambda *args, **kwargs: Verdict(),
+        raising=False,
+    )
     code, out, _ = run(capsys, "verify", "demo:llama", "--dtype", "bf16")
-    assert code == 1 and "demo:llama in bfloat16: FAIL: generated tokens\na table" in out
+    assert (
+        code == 1 and "demo:llama in bfloat16: FAIL: generated tokens\na table" in out
+    )
 
 
 def test_verify_exits_with_1_where_no_kernel_can_run(capsys, monkeypatch):
     from hf_rmsnorm.ops import backend
 
     monkeypatch.setattr(backend, "device_refusal", lambda *_: "there is no kernel here")
-    code, out, _ = run(capsys, "verify", "demo:llama", "--dtype", "fp32", "--max-tokens", "4", "--max-new-tokens", "2")
+    code, out, _ = run(
+        capsys,
+        "verify",
+        "demo:llama",
+        "--dtype",
+        "fp32",
+        "--max-tokens",
+        "4",
+        "--max-new-tokens",
+        "2",
+    )
     told = " ".join(out.split())
-    assert told.startswith("demo:llama in float32: NOTHING VERIFIED: no kernel ran, as there is no kernel here: set ")
-    assert code == 1 and "in plain PyTorch the formulas agree" in told and "PASS" not in told
+    assert told.startswith(
+        "demo:llama in float32: NOTHING VERIFIED: no kernel ran, as there is no kernel here: set "
+    )
+    assert (
+        code == 1
+        and "in plain PyTorch the formulas agree" in told
+        and "PASS" not in told
+    )
 
 
 # env
@@ -340,9 +533,15 @@ def test_verify_exits_with_1_where_no_kernel_can_run(capsys, monkeypatch):
 def test_env_names_versions_devices_and_the_reason_for_each_backend(capsys):
     data = run_json(capsys, "env")
     assert data["versions"]["torch"] == torch.__version__
-    assert data["devices"][0]["device"] == "cpu" and all(device["reason"] for device in data["devices"])
+    assert data["devices"][0]["device"] == "cpu" and all(
+        device["reason"] for device in data["devices"]
+    )
     code, out, _ = run(capsys, "env")
-    assert code == 0 and torch.__version__ in out and data["devices"][0]["reason"] in " ".join(out.split())
+    assert (
+        code == 0
+        and torch.__version__ in out
+        and data["devices"][0]["reason"] in " ".join(out.split())
+    )
 
 
 def test_env_says_why_no_kernel_can_be_compiled_and_what_to_do(capsys, monkeypatch):
@@ -352,7 +551,8 @@ def test_env_says_why_no_kernel_can_be_compiled_and_what_to_do(capsys, monkeypat
     def no_compiler(*_, **__):
         raise RuntimeError("Failed to find C compiler")
 
-    assert run_json(capsys, "env")["devices"][0]["compiles"] is None  # the interpreter compiles nothing, and says so
+    # the interpreter compiles nothing, and says so
+    assert run_json(capsys, "env")["devices"][0]["compiles"] is None
     monkeypatch.setattr(compiled.Kernel, "load", no_compiler)
     launches.forget_launches()
     device = run_json(capsys, "env")["devices"][0]
@@ -364,7 +564,16 @@ def test_env_says_why_no_kernel_can_be_compiled_and_what_to_do(capsys, monkeypat
 
 
 SHORT = {
-    "verify": ("float32: norms", "--max-tokens", 2, "--max-new-tokens", 0, "--no-backward", "--dtype", "fp32"),
+    "verify": (
+        "float32: norms",
+        "--max-tokens",
+        2,
+        "--max-new-tokens",
+        0,
+        "--no-backward",
+        "--dtype",
+        "fp32",
+    ),
     "bench": ("generating", "--new-tokens", 1, "--length", 2),
     "inspect": ("running demo:llama", "--max-tokens", 4),
 }
@@ -387,10 +596,23 @@ def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch, command, ter
 )  # fmt: skip
 def test_tab_completes_commands_and_options(line, completed, tmp_path):
     pytest.importorskip("argcomplete", reason="of the extra 'completion'")
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
-    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"), "PYTHONPATH": PYTHONPATH}
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_IFS": "\n",
+    }
+    asked |= {
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+        "PYTHONPATH": PYTHONPATH,
+    }
     code = "import sys; from hf_rmsnorm.cli.main import main; main(); assert 0"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **asked},
+    )
     assert done.returncode == 0, done.stderr
     assert set((tmp_path / "answer").read_text().split("\n")) == completed
 
@@ -411,9 +633,14 @@ def test_tab_completes_commands_and_options(line, completed, tmp_path):
         ("{tmp}/unknown", "repair the folder"),
     ],
 )
-def test_a_model_that_is_none_fails_with_the_cure(capsys, tmp_path, command, model, cure):
+def test_a_model_that_is_none_fails_with_the_cure(
+    capsys, tmp_path, command, model, cure
+):
     (tmp_path / "file").touch()
-    for name, config in (("broken", "{"), ("unknown", '{"model_type": "no-such-type"}')):
+    for name, config in (
+        ("broken", "{"),
+        ("unknown", '{"model_type": "no-such-type"}'),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
     assert cure in fails(capsys, command, model.format(tmp=tmp_path))
@@ -435,10 +662,18 @@ def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(tmp_path):
         "from hf_rmsnorm.cli.main import main\ncode = main(['report', 'no-such-org/no-such-model'])\n"
         "assert len(asked) <= 2, asked\nsys.exit(code)"
     )
-    environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and k != "HF_HUB_OFFLINE"}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.lower().endswith("_proxy") and k != "HF_HUB_OFFLINE"
+    }
     environment |= {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (
+        done.stderr
+    )
     assert "check the id and the network" in done.stderr
 
 
@@ -505,6 +740,8 @@ def test_demos_are_the_ones_in_the_help(capsys):
     assert all(f"demo:{name}" in out for name in DEMO_MODELS)
 
 
-@pytest.mark.parametrize("command", ["report", "verify", "inspect", "convert", "bench", "env"])
+@pytest.mark.parametrize(
+    "command", ["report", "verify", "inspect", "convert", "bench", "env"]
+)
 def test_help_is_at_most_100_columns_wide(capsys, command):
     assert max(map(len, run(capsys, command, "--help")[1].splitlines())) <= 100

@@ -16,7 +16,13 @@ MEBIBYTE = 1 << 20
 
 def measure(what, folder, *numbers):
     run = subprocess.run(
-        [sys.executable, str(HELPERS / "conversion_cost.py"), what, str(folder), *map(str, numbers)],
+        [
+            sys.executable,
+            str(HELPERS / "conversion_cost.py"),
+            what,
+            str(folder),
+            *map(str, numbers),
+        ],
         capture_output=True,
         text=True,
         timeout=1200,
@@ -27,19 +33,24 @@ def measure(what, folder, *numbers):
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc, which Linux has")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="the peak is read from /proc, which Linux has",
+)
 @pytest.mark.parametrize(("mebibytes", "shards"), [(256, 2), (4096, 4)])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, mebibytes, shards):
     used = measure("memory", tmp_path, mebibytes, shards)
     assert used["largest_shard"] >= mebibytes // shards * MEBIBYTE
     assert used["after"] <= 2 * used["largest_shard"] + 300 * MEBIBYTE
-    # The same for both: what is in memory does not depend on the checkpoint, whose largest tensor has 64 MiB.
+    # The same for both: what is in memory does not depend on the checkpoint, whose
+    # largest tensor has 64 MiB.
     assert used["after"] - used["before"] <= 160 * MEBIBYTE
 
 
 @pytest.mark.nightly
 def test_time_is_that_of_a_copy(tmp_path):
-    """At most 1.5 times safetensors' load and save of the same shards, both to the disk: the best of five turns.
+    """At most 1.5 times safetensors' load and save of the same shards, both to the
+    disk: the best of five turns.
 
     It means something on a machine that does nothing else.
     """
@@ -49,6 +60,10 @@ def test_time_is_that_of_a_copy(tmp_path):
 
 @pytest.mark.nightly
 def test_planning_takes_no_longer_than_a_copy(tmp_path):
-    """Of 2 GB, where the small model that stands for it is small: the best of three turns."""
+    """Of 2 GB, where the small model that stands for it is small: the best of three
+    turns.
+    """
     times = measure("plan", tmp_path, 3, 3)
-    assert times["bytes"] > 2e9 and min(times["plan"]) <= min(times["copy_to_disk"]), times
+    assert times["bytes"] > 2e9 and min(times["plan"]) <= min(times["copy_to_disk"]), (
+        times
+    )

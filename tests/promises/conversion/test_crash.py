@@ -1,4 +1,6 @@
-"""Killed, out of disk space or disturbed, a conversion loses nothing: DST appears whole, and the same call goes on."""
+"""Killed, out of disk space or disturbed, a conversion loses nothing: DST appears
+whole, and the same call goes on.
+"""
 
 import errno
 import json
@@ -13,7 +15,12 @@ from checkpoints import contents, tiny, write_checkpoint, write_plan
 from places import HELPERS, PYTHONPATH
 
 from hf_rmsnorm import convert_checkpoint
-from hf_rmsnorm.conversion import CentringPlan, ConversionError, VerificationFailed, plan_conversion
+from hf_rmsnorm.conversion import (
+    CentringPlan,
+    ConversionError,
+    VerificationFailed,
+    plan_conversion,
+)
 from hf_rmsnorm.demo import demo_path
 
 
@@ -27,7 +34,12 @@ def test_killed_at_every_boundary(tmp_path):
     # A finished shard is not made again.
     resumed = {name: point["resumed"] for name, point in report.items()}
     assert resumed["between the shards"] == resumed["within the second shard"] == 1
-    assert resumed["after the last shard"] == resumed["before DST appears"] == resumed["after DST appears"] == 2
+    assert (
+        resumed["after the last shard"]
+        == resumed["before DST appears"]
+        == resumed["after DST appears"]
+        == 2
+    )
 
 
 @pytest.fixture
@@ -71,7 +83,10 @@ def assert_resumes(job, **options):
     plan, src, dst = job
     done = write_plan(plan, src, dst, **options)
     write_plan(plan, src, dst.with_name("undisturbed"))
-    assert contents(dst) == contents(dst.with_name("undisturbed")) and not staging_of(dst).exists()
+    assert (
+        contents(dst) == contents(dst.with_name("undisturbed"))
+        and not staging_of(dst).exists()
+    )
     return done
 
 
@@ -108,7 +123,11 @@ def test_a_source_that_changed_since_the_kill_is_noticed(job):
 
 @pytest.mark.parametrize("which", ["a shard", "a shard that shrinks", "another file"])
 def test_a_source_that_changes_half_way(job, which):
-    path = sorted(job[1].glob("*.safetensors"))[1] if "shard" in which else job[1] / "tokenizer.json"
+    path = (
+        sorted(job[1].glob("*.safetensors"))[1]
+        if "shard" in which
+        else job[1] / "tokenizer.json"
+    )
     original, status = path.read_bytes(), path.stat()
 
     def progress(tensors, *_):
@@ -187,8 +206,13 @@ def small_disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("mounting a tmpfs needs root; the test with a failing call covers the same lines")
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True).returncode != 0
+    ):
+        pytest.skip(
+            "mounting a tmpfs needs root; the test with a failing call covers the same lines"
+        )
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
@@ -220,7 +244,9 @@ def test_a_read_only_source(job):
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "rename", "mkdir"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, errno.EIO, errno.EACCES], ids=errno.errorcode.get
+)
 def test_a_system_call_that_fails(job, monkeypatch, call, code):
     """One line, and the next run goes on."""
 
@@ -229,7 +255,11 @@ def test_a_system_call_that_fails(job, monkeypatch, call, code):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
-        refused(job, os.strerror(code)[1:], "again" if code != errno.EACCES else "permission")
+        refused(
+            job,
+            os.strerror(code)[1:],
+            "again" if code != errno.EACCES else "permission",
+        )
     assert_resumes(job)
 
 

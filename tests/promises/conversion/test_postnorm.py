@@ -48,7 +48,9 @@ def test_two_neurons_give_equal_outputs(kind):
 
 def test_least_squares_come_near_as_rms_norm_and_stay_equal_as_layer_norm():
     model = postnorm_models.build("bert")
-    batches = [postnorm_models.batch(model, seed, rows=8, length=32) for seed in range(5)]
+    batches = [
+        postnorm_models.batch(model, seed, rows=8, length=32) for seed in range(5)
+    ]
     conversion = convert.fit_post_norm(model, batches)
     measured = conversion.report.measured
     assert measured["fit"]["relative_rms"] < 0.25 * measured["naive"]["relative_rms"]
@@ -67,16 +69,33 @@ def test_what_two_neurons_do_not_serve_is_refused():
 def test_the_script_writes_a_checkpoint(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(demo_path("gpt2"))
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    model = BertModel(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    model = BertModel(
+        BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes)
+    )
     model.save_pretrained(tmp_path / "src")
     tokenizer.save_pretrained(tmp_path / "src")
-    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of a text" for i in range(9)))
-    arguments = [str(tmp_path / "src"), str(tmp_path / "dst"), "--text", str(tmp_path / "text.txt")]
+    (tmp_path / "text.txt").write_text(
+        "\n".join(f"line {i} of a text" for i in range(9))
+    )
+    arguments = [
+        str(tmp_path / "src"),
+        str(tmp_path / "dst"),
+        "--text",
+        str(tmp_path / "text.txt"),
+    ]
     assert convert.main(arguments) == 0 and "BertModel, fit" in capsys.readouterr().out
     record = json.loads((tmp_path / "dst" / "config.json").read_text())["hf_rmsnorm"]
     assert record["approximate"] and record["measured"]["fit"]["rows"] > 0
-    assert any(norm.converted for norm in patch_model(BertModel.from_pretrained(tmp_path / "dst")).swapped)
+    assert any(
+        norm.converted
+        for norm in patch_model(BertModel.from_pretrained(tmp_path / "dst")).swapped
+    )
     with pytest.raises(SystemExit):
         convert.main(arguments)
     assert "exists already" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""q norm, k norm and the rotary embedding in one launch, in unmodified models: the same bits, whatever happens."""
+"""q norm, k norm and the rotary embedding in one launch, in unmodified models: the same
+bits, whatever happens.
+"""
 
 import copy
 import pickle
@@ -17,7 +19,9 @@ FUSED = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
 
 
 def attentions(report):
-    return {layer.fused for layer in report.layers if layer.class_name.endswith("Attention")}
+    return {
+        layer.fused for layer in report.layers if layer.class_name.endswith("Attention")
+    }
 
 
 def launched(model):
@@ -42,12 +46,18 @@ def test_logits_and_greedy_text_are_those_of_the_norms_alone(family, dtype, back
         assert torch.equal(model.generate(IDS[:1, :8], **how), text)
 
 
-# One norm over all heads; LayerNorms with a weight for each head; with a bias; norms behind the rotation.
+# One norm over all heads; LayerNorms with a weight for each head; with a bias; norms
+# behind the rotation.
 OTHERS = {
     "olmo2": {},
     "cohere": {"use_qk_norm": True},
     "persimmon": {},
-    "llama4_text": {"intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "llama4_text": {
+        "intermediate_size_mlp": 96,
+        "head_dim": 16,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
 }
 
 
@@ -74,8 +84,12 @@ def rotate_and_cast_back(q, k, cos, sin):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_rotary_embedding_in_float32_that_gives_the_dtype_of_q_back(backend, monkeypatch):
-    """As LFM 3 and OLMo 2 have it: by tables of q's own dtype each operator is rounded, by these the result alone."""
+def test_a_rotary_embedding_in_float32_that_gives_the_dtype_of_q_back(
+    backend, monkeypatch
+):
+    """As LFM 3 and OLMo 2 have it: by tables of q's own dtype each operator is rounded,
+    by these the result alone.
+    """
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotate_and_cast_back)
     model = tiny_models.build("qwen3", torch.bfloat16)
     with torch.no_grad(), use_backend(backend):
@@ -100,7 +114,11 @@ def test_gradients_stay_within_the_rounding_of_the_norms_alone(family):
         model.zero_grad()
         with use_backend("triton"), count_launches() as launches:
             model(IDS, labels=IDS).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, launches
+        return {
+            name: p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }, launches
 
     patch_model(model, fuse_residual=False)
     expected, _ = gradients()
@@ -111,9 +129,12 @@ def test_gradients_stay_within_the_rounding_of_the_norms_alone(family):
         torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
-# What somebody does to a patched model's attention, and how many launches then serve both norms.
+# What somebody does to a patched model's attention, and how many launches then serve
+# both norms.
 def hook_on_a_norm(model):
-    model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda module, args, output: output * 1.5)
+    model.model.layers[0].self_attn.q_norm.register_forward_hook(
+        lambda module, args, output: output * 1.5
+    )
     return 1
 
 
@@ -146,7 +167,8 @@ def replaced_forward(model):
 def test_whatever_is_done_to_a_patched_model_the_result_is_the_unpatched_models(change):
     model, plain = tiny_models.build("qwen3"), tiny_models.build("qwen3")
     patch_model(model)
-    patch_model(plain, fuse_residual=False)  # its kernels are held to the original elsewhere
+    # its kernels are held to the original elsewhere
+    patch_model(plain, fuse_residual=False)
     count = change(model)
     change(plain)
     logits, launches = launched(model)
@@ -158,12 +180,20 @@ def test_another_rotary_embedding_put_in_the_place_of_the_proven_one(monkeypatch
     model, plain = tiny_models.build("qwen3"), tiny_models.build("qwen3")
     patch_model(model)
     patch_model(plain, fuse_residual=False)
-    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * cos[:, None], k))
+    monkeypatch.setattr(
+        modeling_qwen3,
+        "apply_rotary_pos_emb",
+        lambda q, k, cos, sin: (q * cos[:, None], k),
+    )
     logits, launches = launched(model)
     assert launches == 0 and torch.equal(logits, launched(plain)[0])
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
+)
 def test_copies_and_undoing(how):
     model = tiny_models.build("qwen3")
     types = [type(module) for module in model.modules()]

@@ -1,4 +1,6 @@
-"""Whatever is done to a model whose sums are fused, it computes what it computes without fusion."""
+"""Whatever is done to a model whose sums are fused, it computes what it computes
+without fusion.
+"""
 
 import threading
 
@@ -30,7 +32,9 @@ def hook_that_changes_the_input_in_place(model):
 
 
 def hook_behind_the_next_norm(model):
-    layers_of(model)[1].post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 1.5)
+    layers_of(model)[1].post_attention_layernorm.register_forward_hook(
+        lambda module, args, output: output * 1.5
+    )
 
 
 def hook_that_exchanges_the_next_weight(model):
@@ -73,7 +77,9 @@ def other_device_management(model):
 
 def forward_of_the_class(model):
     forward = layer_class.forward
-    layer_class.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs) * 2
+    layer_class.forward = lambda self, *args, **kwargs: (
+        forward(self, *args, **kwargs) * 2
+    )
 
 
 def forward_of_the_norms_class(model):
@@ -93,7 +99,9 @@ def noisy_weight(model):
         def forward(self, weight):
             return weight + 0.1 * torch.randn_like(weight)
 
-    nn.utils.parametrize.register_parametrization(layers_of(model)[1].post_attention_layernorm, "weight", Noise())
+    nn.utils.parametrize.register_parametrization(
+        layers_of(model)[1].post_attention_layernorm, "weight", Noise()
+    )
 
 
 CHANGES = [
@@ -113,14 +121,17 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_is_done_to_a_patched_model_the_result_is_the_unpatched_models(change, fused_sums, monkeypatch):
+def test_whatever_is_done_to_a_patched_model_the_result_is_the_unpatched_models(
+    change, fused_sums, monkeypatch
+):
     for cls in (layer_class, norm_class):
         monkeypatch.setattr(cls, "forward", cls.forward)  # put back at the end
     model, plain = build("llama"), build("llama")
     patch_model(model)
     with torch.no_grad(), use_backend("triton"):
         model(IDS, use_cache=False)
-        patch_model(plain, fuse_residual=False)  # its kernels are held to the original elsewhere
+        # its kernels are held to the original elsewhere
+        patch_model(plain, fuse_residual=False)
         of_a_class = change in (forward_of_the_class, forward_of_the_norms_class)
         for each in (model,) if of_a_class else (model, plain):
             change(each)
@@ -131,22 +142,35 @@ def test_whatever_is_done_to_a_patched_model_the_result_is_the_unpatched_models(
                 both.append(each(IDS, use_cache=False, output_hidden_states=True))
             result, expected = both
             assert torch.equal(result.logits, expected.logits)
-            assert all(torch.equal(a, b) for a, b in zip(result.hidden_states, expected.hidden_states, strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(
+                    result.hidden_states, expected.hidden_states, strict=True
+                )
+            )
     assert len(fused_sums) >= 3
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
 def test_global_hooks_see_every_norm(kind):
     hooks = {
-        "forward": lambda module, args, output: output * 2 if "Norm" in type(module).__name__ else None,
-        "forward_pre": lambda module, args: (args[0] * 2 + 1,) if "Norm" in type(module).__name__ else None,
-        "full_backward": lambda module, given, got: (given[0] * 2,) if "Norm" in type(module).__name__ else None,
+        "forward": lambda module, args, output: (
+            output * 2 if "Norm" in type(module).__name__ else None
+        ),
+        "forward_pre": lambda module, args: (
+            (args[0] * 2 + 1,) if "Norm" in type(module).__name__ else None
+        ),
+        "full_backward": lambda module, given, got: (
+            (given[0] * 2,) if "Norm" in type(module).__name__ else None
+        ),
     }
     gradients = []
     for fuse_residual in (True, False):
         model = tiny_models.build("qwen3")
         patch_model(model, fuse_residual=fuse_residual)
-        handle = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")(hooks[kind])
+        handle = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")(
+            hooks[kind]
+        )
         try:
             with use_backend("triton"):
                 model(IDS, labels=IDS).loss.backward()
@@ -170,7 +194,9 @@ def test_threads_in_one_model_do_not_meet():
                 if not torch.equal(model(inputs[number]).logits, expected[number]):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(inputs))]
+    threads = [
+        threading.Thread(target=work, args=(number,)) for number in range(len(inputs))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -182,11 +208,14 @@ def test_every_dtype_that_is_mixed_is_left_to_the_model():
     model, plain = build("llama", torch.bfloat16), build("llama", torch.bfloat16)
     patch_model(model)
     for each in (model, plain):
-        each.model.embed_tokens.float()  # the stream is float32, the branches bfloat16 by way of this hook
+        # the stream is float32, the branches bfloat16 by way of this hook
+        each.model.embed_tokens.float()
         for layer in layers_of(each):
             for part in (layer.self_attn, layer.mlp):
                 part.float()
-            layer.mlp.register_forward_hook(lambda module, args, output: output.bfloat16())
+            layer.mlp.register_forward_hook(
+                lambda module, args, output: output.bfloat16()
+            )
         each.lm_head.float()
     with torch.no_grad(), use_backend("reference"):
         assert torch.equal(model(IDS).logits, plain(IDS).logits)

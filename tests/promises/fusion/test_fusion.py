@@ -1,4 +1,6 @@
-"""Residual sums computed with the norms that read them, in unmodified models: the same bits, and undone exactly."""
+"""Residual sums computed with the norms that read them, in unmodified models: the same
+bits, and undone exactly.
+"""
 
 import copy
 import pickle
@@ -29,13 +31,18 @@ APART = "its last addition is not followed directly by a patched norm"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FUSED)
-def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(family, dtype, fused_sums):
+def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(
+    family, dtype, fused_sums
+):
     model = tiny_models.build(family, dtype).eval()
     how = {"max_new_tokens": 4, "do_sample": False}
     with torch.no_grad(), use_backend("triton"):
         report = patch_model(model, fuse_residual=False)
         assert report.layers == ()
-        expected, text = model(IDS, output_hidden_states=True), model.generate(IDS[:1, :8], **how)
+        expected, text = (
+            model(IDS, output_hidden_states=True),
+            model.generate(IDS[:1, :8], **how),
+        )
         assert not fused_sums
         report = patch_model(model, fuse_residual=True)
         of_layers = [r for r in report.layers if not r.class_name.endswith("Attention")]
@@ -43,9 +50,14 @@ def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(famil
         assert {r.reason for r in of_layers} == {"" if FUSED[family] else APART}
         result = model(IDS, output_hidden_states=True)
         assert len(fused_sums) == (0 if family == "olmo2" else 2)
-        # A norm over all heads adds in another order where it is one launch with the other, which float32 shows.
+        # A norm over all heads adds in another order where it is one launch with the
+        # other, which float32 shows.
         close = 1e-5 if (family, dtype) == ("olmo2", torch.float32) else 0.0
-        pairs = zip((result.logits, *result.hidden_states), (expected.logits, *expected.hidden_states), strict=True)
+        pairs = zip(
+            (result.logits, *result.hidden_states),
+            (expected.logits, *expected.hidden_states),
+            strict=True,
+        )
         assert all(torch.allclose(a, b, rtol=close, atol=close) for a, b in pairs)
         assert torch.equal(model.generate(IDS[:1, :8], **how), text)
 
@@ -56,7 +68,11 @@ def test_it_is_undone_exactly():
     states = [dict(vars(module)) for module in model.modules()]
     patch_model(model)
     layer = model.model.layers[0]
-    assert layer_part(type(layer)) and isinstance(layer, types[4]) and type(layer).__name__ == "LlamaDecoderLayer"
+    assert (
+        layer_part(type(layer))
+        and isinstance(layer, types[4])
+        and type(layer).__name__ == "LlamaDecoderLayer"
+    )
     assert [vars(module) for module in model.modules()] == states
     patch_model(model, fuse_residual=False)
     assert not any(layer_part(type(module)) for module in model.modules())
@@ -76,14 +92,19 @@ def test_patched_without_fusion_gives_the_fusion_back():
     assert all(layer_part(type(layer)) for layer in layers_of(model))
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "how",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deepcopy", "pickle"],
+)
 def test_copies_compute_the_same(how, fused_sums):
     model = build("llama")
     patch_model(model)
     with torch.no_grad(), use_backend("triton"):
         expected = model(IDS).logits
         again = how(model)
-        layers_of(model)[1].input_layernorm.weight.zero_()  # the copy has weights of its own
+        # the copy has weights of its own
+        layers_of(model)[1].input_layernorm.weight.zero_()
         fused_sums.clear()
         assert torch.equal(again(IDS).logits, expected) and len(fused_sums) == 3
         assert patch_model(again).layers == patch_model(model).layers

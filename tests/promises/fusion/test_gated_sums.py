@@ -1,4 +1,6 @@
-"""``residual + gate * x`` before a modulated norm: one launch with it, wherever a forward writes that; equal bits."""
+"""``residual + gate * x`` before a modulated norm: one launch with it, wherever a
+forward writes that; equal bits.
+"""
 
 import pytest
 import torch
@@ -75,7 +77,9 @@ class HandsTheProductOn(Block):
 
 class ScaleIsWrittenTo(Block):
     def forward(self, x, condition):
-        gate, scale, shift = (part.clone() for part in condition[:, None].chunk(3, dim=-1))
+        gate, scale, shift = (
+            part.clone() for part in condition[:, None].chunk(3, dim=-1)
+        )
         x = x + gate * self.inner(x)
         scale.sub_(1)
         return x + self.mlp(self.norm(x) * (1 + scale) + shift)
@@ -136,7 +140,11 @@ def plain(cls):
         return model(*inputs)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, torch.enable_grad],
+    ids=lambda m: m.__name__,
+)
 @pytest.mark.parametrize("cls", FORMS)
 def test_whatever_a_forward_writes_the_bits_are_the_same(cls, mode):
     model, *inputs = build(cls)
@@ -151,19 +159,35 @@ def test_six_operators_become_one_launch(cls):
     model, *inputs = build(cls)
     report = patch_model(model, strict=True)
     assert "+ norm * (1 + scale) + shift in one launch" in str(report)
-    with use_backend("triton"), torch.no_grad(), count_launches() as launches, Operators() as operators:
+    with (
+        use_backend("triton"),
+        torch.no_grad(),
+        count_launches() as launches,
+        Operators() as operators,
+    ):
         model(*inputs)
-    counts = {name: operators.counts[name] for name in ("add", "mul", "native_layer_norm")}
+    counts = {
+        name: operators.counts[name] for name in ("add", "mul", "native_layer_norm")
+    }
     assert dict(launches) == {"norm_forward": 1}
-    assert counts == {"add": 1, "mul": 0, "native_layer_norm": 0}  # the last residual sum
+    # the last residual sum
+    assert counts == {"add": 1, "mul": 0, "native_layer_norm": 0}
 
 
 def test_sums_and_norms_of_two_streams_in_turn():
     model, *inputs = build(TwoStreams)
     report = patch_model(model, strict=True)
     (layer,) = report.layers
-    assert layer.fused == "+ norm * (1 + scale) + shift, + other_norm * (1 + scale) + shift, each in one launch"
-    with use_backend("triton"), torch.no_grad(), count_launches() as launches, Operators() as operators:
+    assert (
+        layer.fused
+        == "+ norm * (1 + scale) + shift, + other_norm * (1 + scale) + shift, each in one launch"
+    )
+    with (
+        use_backend("triton"),
+        torch.no_grad(),
+        count_launches() as launches,
+        Operators() as operators,
+    ):
         model(*inputs)
     assert dict(launches) == {"norm_forward": 2}
     assert operators.counts["mul"] == 2  # of the context and of the other stream
@@ -174,14 +198,23 @@ def test_gradients_are_those_of_the_operators(cls):
     def step(model, *inputs):
         inputs = [t.clone().requires_grad_() for t in inputs]
         y = model(*inputs)
-        return [y.detach(), *torch.autograd.grad(y.square().sum(), [*inputs, *model.parameters()])]
+        return [
+            y.detach(),
+            *torch.autograd.grad(y.square().sum(), [*inputs, *model.parameters()]),
+        ]
 
     expected = step(*build(cls, torch.float32))
     model, *inputs = build(cls, torch.float32)
     patch_model(model, strict=True)
     with use_backend("triton"):
         got = step(model, *inputs)
-        again = [checkpoint(model, *(t.clone().requires_grad_() for t in inputs), use_reentrant=False)]
+        again = [
+            checkpoint(
+                model,
+                *(t.clone().requires_grad_() for t in inputs),
+                use_reentrant=False,
+            )
+        ]
     for a, b in zip([*got, *again], [*expected, expected[0]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
@@ -193,8 +226,16 @@ def test_what_does_not_fit_raises_what_torch_raises(wrong):
             x = residual + gate * x
             return self.norm(x) * (1 + scale) + scale
 
-    shapes = {"x": (2, 5, SIZE), "residual": (2, 5, SIZE), "gate": (2, 1, SIZE), "scale": (2, 1, SIZE)}
-    given = {n: torch.randn(3, 7, SIZE) if n == wrong else torch.randn(shape) for n, shape in shapes.items()}
+    shapes = {
+        "x": (2, 5, SIZE),
+        "residual": (2, 5, SIZE),
+        "gate": (2, 1, SIZE),
+        "scale": (2, 1, SIZE),
+    }
+    given = {
+        n: torch.randn(3, 7, SIZE) if n == wrong else torch.randn(shape)
+        for n, shape in shapes.items()
+    }
     model = Given()
     with pytest.raises(RuntimeError) as own:
         model(**given)
@@ -217,5 +258,7 @@ def test_verification_judges_the_sum_with_the_norm():
 
     model, x, condition = build(Row)
     inputs = {"x": x, "condition": condition}
-    report = verify_equivalence(model, inputs=inputs, max_new_tokens=0, backend="triton", backward=True)
+    report = verify_equivalence(
+        model, inputs=inputs, max_new_tokens=0, backend="triton", backward=True
+    )
     assert report.passed, report

@@ -1,4 +1,6 @@
-"""Gradients of models whose sums are fused: under hooks, checkpoints, dropout and frozen parts those without fusion."""
+"""Gradients of models whose sums are fused: under hooks, checkpoints, dropout and
+frozen parts those without fusion.
+"""
 
 from functools import partial
 
@@ -19,7 +21,11 @@ def test_gradients_are_those_of_the_norms_alone(family, fused_sums):
         model.zero_grad()
         with use_backend("triton"):
             model(IDS, labels=IDS).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {
+            name: p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
 
     patch_model(model, fuse_residual=False)
     expected = gradients()
@@ -30,7 +36,9 @@ def test_gradients_are_those_of_the_norms_alone(family, fused_sums):
 
 
 def run_with(model, act):
-    """Gradients of everything, with `act(model, hidden states)` before the loss goes back."""
+    """Gradients of everything, with `act(model, hidden states)` before the loss goes
+    back.
+    """
     output = model(IDS, labels=IDS, output_hidden_states=True)
     kept = act(model, output)
     if output.loss.requires_grad:
@@ -63,8 +71,12 @@ def checkpoint_some_layers(model):
     layers_of(model)[0].gradient_checkpointing = False
 
 
-@pytest.mark.parametrize("before", [nothing, train_the_upper_half, checkpoint_some_layers])
-@pytest.mark.parametrize("act", [nothing, keep_the_gradient_of_the_stream, stop_the_gradient_of_the_stream])
+@pytest.mark.parametrize(
+    "before", [nothing, train_the_upper_half, checkpoint_some_layers]
+)
+@pytest.mark.parametrize(
+    "act", [nothing, keep_the_gradient_of_the_stream, stop_the_gradient_of_the_stream]
+)
 def test_gradients_of_the_stream_are_those_of_the_norms_alone(before, act):
     found = []
     for fuse_residual in (True, False):
@@ -86,7 +98,12 @@ def test_gradients_of_the_stream_are_those_of_the_norms_alone(before, act):
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
 def test_training_mode_with_dropout_in_the_residual(family, fused_sums):
-    rates = {"attention_dropout": 0.0, "resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.0}
+    rates = {
+        "attention_dropout": 0.0,
+        "resid_pdrop": 0.3,
+        "embd_pdrop": 0.2,
+        "attn_pdrop": 0.0,
+    }
     model, plain = (build(family, **rates).train() for _ in range(2))
     patch_model(model)
     patch_model(plain, fuse_residual=False)
@@ -102,7 +119,8 @@ def test_training_mode_with_dropout_in_the_residual(family, fused_sums):
         torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
 
 
-SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.add.Tensor])  # sums are kept
+# sums are kept
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.add.Tensor])
 CHECKPOINTS = {
     "reentrant": {"use_reentrant": True},
     "not reentrant": {"use_reentrant": False},
@@ -112,7 +130,9 @@ CHECKPOINTS = {
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_checkpointed_layers_train_from_the_first_step_on(kind):
-    """Both runs of a layer are alike: a checkpoint gives the second what the first has kept, in order."""
+    """Both runs of a layer are alike: a checkpoint gives the second what the first has
+    kept, in order.
+    """
     model = build("llama").train()
     patch_model(model)
     expected = torch.autograd.grad(model(IDS).logits.sum(), [*model.parameters()])
@@ -131,7 +151,11 @@ def test_a_users_own_checkpoint_around_each_layer(reentrant):
             forward = type(layer).forward
 
             def around(x, *args, layer=layer, forward=forward, **kwargs):
-                return checkpoint(lambda t: forward(layer, t, *args, **kwargs), x, use_reentrant=reentrant)
+                return checkpoint(
+                    lambda t: forward(layer, t, *args, **kwargs),
+                    x,
+                    use_reentrant=reentrant,
+                )
 
             layer.forward = around
         with use_backend("triton"):
@@ -142,4 +166,7 @@ def test_a_users_own_checkpoint_around_each_layer(reentrant):
     fused, plain = build("llama"), build("llama")
     patch_model(fused)
     patch_model(plain, fuse_residual=False)
-    assert all(torch.equal(a, b) for a, b in zip(gradients(fused), gradients(plain), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(gradients(fused), gradients(plain), strict=True)
+    )

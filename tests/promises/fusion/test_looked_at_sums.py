@@ -1,4 +1,6 @@
-"""Code that reads a sum of a fused model gets the values and the gradient of the unpatched one."""
+"""Code that reads a sum of a fused model gets the values and the gradient of the
+unpatched one.
+"""
 
 import pytest
 import torch
@@ -94,20 +96,28 @@ def test_the_gradient_of_a_sum_is_the_unpatched_models(layer, get, look):
         with use_backend("triton") if patch else torch.enable_grad():
             loss = model(X).square().sum()
             found = look(kept[0], loss)
-        gradients.append([found, *(p.grad for p in model.parameters() if p.grad is not None)])
+        gradients.append(
+            [found, *(p.grad for p in model.parameters() if p.grad is not None)]
+        )
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_hook_on_a_live_models_mlp_finds_the_gradient_of_the_residual():
-    model = MptForCausalLM(MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=99, max_seq_len=64)).eval()
+    model = MptForCausalLM(
+        MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=99, max_seq_len=64)
+    ).eval()
     kept = []
-    model.transformer.blocks[0].ffn.register_forward_hook(lambda module, args, output: kept.append(args[1]))
+    model.transformer.blocks[0].ffn.register_forward_hook(
+        lambda module, args, output: kept.append(args[1])
+    )
 
     def gradient():
         kept.clear()
         with use_backend("triton"):
-            return torch.autograd.grad(model(IDS % 99, use_cache=False).logits.square().sum(), kept)[0]
+            return torch.autograd.grad(
+                model(IDS % 99, use_cache=False).logits.square().sum(), kept
+            )[0]
 
     expected = gradient()
     patch_model(model)
@@ -143,11 +153,15 @@ STEERED = [SteersInPlace, SteersAView, SteersItsData]
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("layer", STEERED)
-def test_a_sum_that_is_written_to_on_an_untried_branch_is_normalised_as_it_is_then(layer, mode):
+def test_a_sum_that_is_written_to_on_an_untried_branch_is_normalised_as_it_is_then(
+    layer, mode
+):
+    def steered(module, args, kwargs):
+        return args, {"steer": 3 * torch.arange(32.0)}
+
     model = row(layer(), layer())
     for each in list(model)[:2]:
-        steer = {"steer": 3 * torch.arange(32.0)}
-        each.register_forward_pre_hook(lambda m, args, kwargs: (args, steer), with_kwargs=True)  # noqa: B023
+        each.register_forward_pre_hook(steered, with_kwargs=True)
     with mode():
         expected = model(X)
     patch_model(model)

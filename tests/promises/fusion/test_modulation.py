@@ -1,4 +1,6 @@
-"""Adaptive LayerNorms of diffusion models: found in the source of a forward, one launch each, the same bits."""
+"""Adaptive LayerNorms of diffusion models: found in the source of a forward, one launch
+each, the same bits.
+"""
 
 import copy
 
@@ -25,7 +27,10 @@ class Config:
 )
 def test_heads_of_transformers_train_alike(family, name, dtype):
     torch.manual_seed(0)
-    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}", reason="an older Transformers")
+    module = pytest.importorskip(
+        f"transformers.models.{family}.modeling_{family}",
+        reason="an older Transformers",
+    )
     model = getattr(module, name)(Config()).to(dtype)
     x, condition = torch.randn(2, 2, 5, 64).to(dtype)
     other = copy.deepcopy(model)
@@ -33,7 +38,12 @@ def test_heads_of_transformers_train_alike(family, name, dtype):
     def step(module):
         inputs = [x.clone().requires_grad_(), condition.clone().requires_grad_()]
         y = module(*inputs)
-        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [*inputs, *module.parameters()])]
+        return [
+            y.detach(),
+            *torch.autograd.grad(
+                y.float().square().sum(), [*inputs, *module.parameters()]
+            ),
+        ]
 
     expected = step(other)
     patch_model(model)
@@ -47,7 +57,9 @@ def test_heads_of_transformers_train_alike(family, name, dtype):
 
 
 class Modulated(nn.Module):
-    """Whatever `formula` computes of a norm, a scale and a shift; `hook` is called between them."""
+    """Whatever `formula` computes of a norm, a scale and a shift; `hook` is called
+    between them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -152,11 +164,12 @@ class AnotherFactor(Modulated):
 
 
 SERVED = [
-    InOneExpression, InTwoStatements, WithoutShift, ShiftWithAnEffect, UnderAnotherName, BehindOtherStatements,
-    APreparedFactor, InFloat32,
+    InOneExpression, InTwoStatements, WithoutShift, ShiftWithAnEffect, UnderAnotherName,
+    BehindOtherStatements, APreparedFactor, InFloat32,
 ]  # fmt: skip
 APART = [
-    KeepsTheNorm, ShiftFromTheNorm, AnotherFactor, WrittenToBetween, AFactorThatIsNoScale,
+    KeepsTheNorm, ShiftFromTheNorm, AnotherFactor, WrittenToBetween,
+    AFactorThatIsNoScale,
 ]  # fmt: skip
 MULTIPLIES_ITSELF = [TheInputIsBoundBetween]
 
@@ -164,7 +177,11 @@ MULTIPLIES_ITSELF = [TheInputIsBoundBetween]
 @pytest.mark.parametrize("cls", [*SERVED, *APART, *MULTIPLIES_ITSELF])
 def test_what_a_forward_writes(cls):
     model = cls()
-    x, scale, shift = torch.randn(3, 5, 64).bfloat16(), torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    x, scale, shift = (
+        torch.randn(3, 5, 64).bfloat16(),
+        torch.randn(3, 64).bfloat16(),
+        torch.randn(3, 64).bfloat16(),
+    )
     expected = model(x.clone(), scale, shift)
     patch_model(model)
     with use_backend("triton"), Operators() as operators:
@@ -192,7 +209,12 @@ def test_four_operators_become_one_launch():
         model(x, scale, scale)
     assert before.counts == {"add": 2, "native_layer_norm": 1, "mul": 1}
     patch_model(model)
-    with use_backend("triton"), Operators() as after, count_launches() as launches, torch.no_grad():
+    with (
+        use_backend("triton"),
+        Operators() as after,
+        count_launches() as launches,
+        torch.no_grad(),
+    ):
         model(x, scale, scale)
     assert (after.computing, dict(launches)) == (0, {"norm_forward": 1})
 

@@ -1,4 +1,6 @@
-"""Forwards in which a product, a sum, a scale or what is computed ahead of them is looked at, written to or left."""
+"""Forwards in which a product, a sum, a scale or what is computed ahead of them is
+looked at, written to or left.
+"""
 
 import copy
 
@@ -14,7 +16,10 @@ SIZE = 64
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.norm = nn.Linear(SIZE, SIZE, bias=False), nn.LayerNorm(SIZE, elementwise_affine=False)
+        self.inner, self.norm = (
+            nn.Linear(SIZE, SIZE, bias=False),
+            nn.LayerNorm(SIZE, elementwise_affine=False),
+        )
         self.relu = nn.ReLU(inplace=True)
 
 
@@ -145,10 +150,16 @@ def gradients(model):
     x, gate, scale, shift = inputs(torch.float32)
     y = model(x.requires_grad_(), gate.requires_grad_() * 1, scale, shift)
     wanted = [x, gate, model.inner.weight]
-    return torch.autograd.grad((y * torch.linspace(-1, 1, SIZE)).sum(), wanted, allow_unused=True)
+    return torch.autograd.grad(
+        (y * torch.linspace(-1, 1, SIZE)).sum(), wanted, allow_unused=True
+    )
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, torch.enable_grad],
+    ids=lambda m: m.__name__,
+)
 @pytest.mark.parametrize("cls", CLASSES)
 def test_outputs_and_errors_are_those_of_the_model(cls, mode):
     def run(model):
@@ -157,7 +168,11 @@ def test_outputs_and_errors_are_those_of_the_model(cls, mode):
 
     expected, *found = both(cls, run, torch.bfloat16)
     for y in found:
-        assert torch.equal(y, expected) if isinstance(expected, torch.Tensor) else y == expected
+        assert (
+            torch.equal(y, expected)
+            if isinstance(expected, torch.Tensor)
+            else y == expected
+        )
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -186,7 +201,9 @@ def test_transforms_of_functorch():
     def run(model):
         given = inputs(torch.float32)
         mapped = torch.func.vmap(model)(*[t[None] for t in given])
-        return mapped, torch.func.grad(lambda x: model(x, *given[1:]).square().sum())(given[0])
+        return mapped, torch.func.grad(lambda x: model(x, *given[1:]).square().sum())(
+            given[0]
+        )
 
     expected, *found = both(OneOfTwoSums, run)
     for made in found:

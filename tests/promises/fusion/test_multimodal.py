@@ -1,4 +1,6 @@
-"""Models that read pictures: q and k are rotated by positions of three axes, and verification looks at a picture."""
+"""Models that read pictures: q and k are rotated by positions of three axes, and
+verification looks at a picture.
+"""
 
 import multimodal
 import pytest
@@ -13,7 +15,11 @@ IDS = tiny_models.token_ids()
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_positions_whose_axes_differ(family):
     model = multimodal.build(family)
-    inputs = {"input_ids": IDS, "position_ids": multimodal.positions(), "use_cache": False}
+    inputs = {
+        "input_ids": IDS,
+        "position_ids": multimodal.positions(),
+        "use_cache": False,
+    }
     with torch.no_grad(), use_backend("triton"):
         patch_model(model, fuse_residual=False)
         expected = model(**inputs).logits
@@ -29,13 +35,17 @@ def test_positions_whose_axes_differ(family):
 def test_gradients_by_positions_whose_axes_differ(family):
     model = multimodal.build(family)
     inputs = {"input_ids": IDS, "position_ids": multimodal.positions()}
-    report = verify_equivalence(model, inputs=inputs, max_new_tokens=0, backend="triton", backward=True)
+    report = verify_equivalence(
+        model, inputs=inputs, max_new_tokens=0, backend="triton", backward=True
+    )
     assert report.passed, report
     assert not report.text_positions
 
 
 def test_verification_shows_the_model_a_picture():
-    report = verify_equivalence(multimodal.build("qwen3_vl"), max_new_tokens=0, backend="triton")
+    report = verify_equivalence(
+        multimodal.build("qwen3_vl"), max_new_tokens=0, backend="triton"
+    )
     assert report.passed and not report.unreached and not report.text_positions, report
 
 

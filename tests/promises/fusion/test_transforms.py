@@ -1,4 +1,6 @@
-"""Models whose sums and q/k norms are fused, under what runs forwards in other ways than eager, one after another."""
+"""Models whose sums and q/k norms are fused, under what runs forwards in other ways
+than eager, one after another.
+"""
 
 import gc
 import weakref
@@ -26,21 +28,35 @@ def embedded(model):
 
 
 def over_batches(model, x):
-    return vmap(lambda e: model(inputs_embeds=e, use_cache=False).logits)(torch.stack((x, 2 * x)))
+    return vmap(lambda e: model(inputs_embeds=e, use_cache=False).logits)(
+        torch.stack((x, 2 * x))
+    )
 
 
 def gradients_of_an_ensemble(model, x):
-    stacked = {name: torch.stack((p, 1.5 * p)).detach() for name, p in model.named_parameters()}
+    stacked = {
+        name: torch.stack((p, 1.5 * p)).detach() for name, p in model.named_parameters()
+    }
 
     def loss(parameters):
-        return functional_call(model, parameters, (), {"inputs_embeds": x, "use_cache": False}).logits.square().sum()
+        return (
+            functional_call(
+                model, parameters, (), {"inputs_embeds": x, "use_cache": False}
+            )
+            .logits.square()
+            .sum()
+        )
 
     return torch.cat([g.flatten() for g in vmap(grad(loss))(stacked).values()])
 
 
 def directional_derivative(model, x):
     model.set_attn_implementation("eager")  # the other has none
-    return jvp(lambda e: model(inputs_embeds=e, use_cache=False).logits, (x,), (torch.ones_like(x),))[1]
+    return jvp(
+        lambda e: model(inputs_embeds=e, use_cache=False).logits,
+        (x,),
+        (torch.ones_like(x),),
+    )[1]
 
 
 class Logits(nn.Module):
@@ -59,7 +75,9 @@ def traced(model, x):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("how", [over_batches, gradients_of_an_ensemble, directional_derivative, traced])
+@pytest.mark.parametrize(
+    "how", [over_batches, gradients_of_an_ensemble, directional_derivative, traced]
+)
 def test_transforms_of_a_whole_model(how, family):
     model, plain = both(family)
     x = embedded(model)
@@ -68,12 +86,16 @@ def test_transforms_of_a_whole_model(how, family):
 
 
 class Bringing:
-    """Brings a layer's weights in for its forward and takes them out again, as offloading does, by `.data`."""
+    """Brings a layer's weights in for its forward and takes them out again, as
+    offloading does, by `.data`.
+    """
 
     def __init__(self, model):
         self.slot = torch.zeros_like(model.model.norm.weight)
         for layer in layers_of(model):
-            layer.forward = self.around(layer, layer.forward, layer.input_layernorm.weight.detach().clone())
+            layer.forward = self.around(
+                layer, layer.forward, layer.input_layernorm.weight.detach().clone()
+            )
             layer.input_layernorm.weight.data = self.slot
 
     def around(self, layer, forward, kept):
@@ -97,9 +119,13 @@ def test_an_instance_forward_that_brings_the_weights_in(backend):
 def test_training_steps_keep_nothing_alive():
     model, seen = build("llama"), []
     patch_model(model)
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    model.model.norm.register_forward_pre_hook(
+        lambda module, args: seen.append(weakref.ref(args[0]))
+    )
     for layer in layers_of(model):
-        layer.mlp.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+        layer.mlp.register_forward_pre_hook(
+            lambda module, args: seen.append(weakref.ref(args[0]))
+        )
     with use_backend("triton"):
         output = model(IDS, labels=IDS, output_hidden_states=True)
         seen.extend(map(weakref.ref, output.hidden_states))
@@ -113,11 +139,19 @@ def test_tokens_of_beams_samples_and_assistants_are_those_of_the_norms_alone():
     models = both("qwen3")
     helper = tiny_models.build("llama", num_hidden_layers=1)
     patch_model(helper)
-    ways = {"num_beams": 3}, {"do_sample": True, "top_k": 20}, {"assistant_model": helper}
+    ways = (
+        {"num_beams": 3},
+        {"do_sample": True, "top_k": 20},
+        {"assistant_model": helper},
+    )
     with use_backend("reference"):
         for how in ways:
             found = []
             for model in models:
                 torch.manual_seed(0)
-                found.append(model.generate(IDS[:1, :8], max_new_tokens=6, **{"do_sample": False, **how}))
+                found.append(
+                    model.generate(
+                        IDS[:1, :8], max_new_tokens=6, **{"do_sample": False, **how}
+                    )
+                )
             assert torch.equal(*found), how

@@ -1,4 +1,6 @@
-"""`torch.compile` of a patched model traces the model's own code, unless it is asked to keep the kernels."""
+"""`torch.compile` of a patched model traces the model's own code, unless it is asked to
+keep the kernels.
+"""
 
 import shutil
 
@@ -11,7 +13,18 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import patch_model, settings
 from scripts.coverage import diffusers_models
 
-FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "olmo2", "mistral", "mixtral", "gemma2", "phi3", "qwen2"]
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "gpt2",
+    "olmo2",
+    "mistral",
+    "mixtral",
+    "gemma2",
+    "phi3",
+    "qwen2",
+]
 DIFFUSION = ["DiTTransformer2DModel", "FluxTransformer2DModel"]
 
 
@@ -34,7 +47,9 @@ class Graphs(list):
         """Every node of every graph, with numbers in the place of names."""
         lines = []
         for graph in self:
-            numbers = {node: f"%{number}" for number, node in enumerate(graph.graph.nodes)}
+            numbers = {
+                node: f"%{number}" for number, node in enumerate(graph.graph.nodes)
+            }
             for node in numbers:
                 target = "" if node.op == "placeholder" else node.target
                 arguments = map_arg((node.args, node.kwargs), numbers.__getitem__)
@@ -43,7 +58,11 @@ class Graphs(list):
 
     def operators(self) -> int:
         """How many nodes are operators of this package."""
-        return sum(str(node.target).startswith("hf_rmsnorm.") for graph in self for node in graph.graph.nodes)
+        return sum(
+            str(node.target).startswith("hf_rmsnorm.")
+            for graph in self
+            for node in graph.graph.nodes
+        )
 
 
 def compiled_nodes(model, run, **options) -> list[str]:
@@ -112,7 +131,9 @@ def test_so_are_the_graphs_of_layers_that_are_compiled_one_by_one():
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler for a CPU")
+@pytest.mark.skipif(
+    not shutil.which("g++"), reason="Inductor needs a C++ compiler for a CPU"
+)
 def test_a_compiler_gives_the_same_bits_before_and_after_the_patch():
     model = tiny_models.build("llama", torch.bfloat16, num_hidden_layers=1)
     ids = tiny_models.token_ids()
@@ -134,7 +155,10 @@ def test_no_graph_break_and_no_recompile_over_batch_sizes(choice):
     with torch.no_grad():
         for batch, tokens in ((2, 6), (3, 6), (5, 9), (7, 16), (4, 11)):
             ids = tiny_models.token_ids(batch, tokens)
-            torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+            torch.testing.assert_close(
+                compiled(ids, use_cache=False).logits,
+                model(ids, use_cache=False).logits,
+            )
     assert len(graphs) == 1
 
 
@@ -197,7 +221,9 @@ def test_each_norm_may_be_one_operator_with_the_kernels_bits():
         settings.while_compiling = choice
         graphs = Graphs()
         with torch.no_grad():
-            logits = torch.compile(model, fullgraph=True, backend=graphs)(ids, use_cache=False).logits
+            logits = torch.compile(model, fullgraph=True, backend=graphs)(
+                ids, use_cache=False
+            ).logits
         assert graphs.operators() == operators, choice
         assert torch.equal(logits, expected)
 
@@ -214,5 +240,8 @@ def test_a_static_cache_decodes_the_same_tokens_compiled(family, choice):
     patch_model(model)
     graphs = Graphs()
     model.forward = torch.compile(model.forward, fullgraph=True, backend=graphs)
-    assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **how), expected)
+    assert torch.equal(
+        model.generate(ids, cache_implementation="static", disable_compile=True, **how),
+        expected,
+    )
     assert len(graphs) == 2, "one for the prompt, one for every token"

@@ -1,4 +1,6 @@
-"""What can be counted exactly without a GPU: launches, dispatched operators, bytes saved for backward."""
+"""What can be counted exactly without a GPU: launches, dispatched operators, bytes
+saved for backward.
+"""
 
 import threading
 
@@ -25,14 +27,19 @@ def test_inference_is_one_launch_and_one_allocation():
     assert operators.counts == {"empty_like": 1}
     with torch.no_grad(), Operators() as eager:
         LlamaRMSNorm(128).to(DEVICE, torch.bfloat16)(x)
-    assert eager.counts.total() >= 7, "Hugging Face's module dispatches an operator for each step"
+    assert eager.counts.total() >= 7, (
+        "Hugging Face's module dispatches an operator for each step"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
 def test_a_patched_model_launches_once_for_each_norm_call(family):
     model = tiny_models.build(family).to(DEVICE)
     calls = []
-    hooks = [m.register_forward_hook(lambda m, i, o: calls.append(m)) for _, m in tiny_models.norms(model)]
+    hooks = [
+        m.register_forward_hook(lambda m, i, o: calls.append(m))
+        for _, m in tiny_models.norms(model)
+    ]
     ids = tiny_models.token_ids(1, 6).to(DEVICE)
     with torch.no_grad(), Operators() as before:
         model(ids, use_cache=False)
@@ -41,11 +48,21 @@ def test_a_patched_model_launches_once_for_each_norm_call(family):
     for hook in hooks:
         hook.remove()
     assert len(report.swapped) == len(tiny_models.norms(model))
-    with torch.no_grad(), use_backend("triton"), Operators() as after, count_launches() as launches:
+    with (
+        torch.no_grad(),
+        use_backend("triton"),
+        Operators() as after,
+        count_launches() as launches,
+    ):
         model(ids, use_cache=False)
-    pairs = len(model.model.layers) if family == "qwen3" else 0  # q and k norm in one launch, rotary embedding included
-    assert launches == ({"norm_forward": norm_calls - 2 * pairs} | ({"qk_norm_forward": pairs} if pairs else {}))
-    per_norm = 1 if family == "gpt2" else 7  # native_layer_norm is one operator; Llama's norm is seven in float32
+    # q and k norm in one launch, rotary embedding included
+    pairs = len(model.model.layers) if family == "qwen3" else 0
+    assert launches == (
+        {"norm_forward": norm_calls - 2 * pairs}
+        | ({"qk_norm_forward": pairs} if pairs else {})
+    )
+    # native_layer_norm is one operator; Llama's norm is seven in float32
+    per_norm = 1 if family == "gpt2" else 7
     removed = before.computing - after.computing
     assert removed >= per_norm * norm_calls - norm_calls, before.counts - after.counts
 
@@ -54,11 +71,19 @@ def saved_by_a_layer(family, memory_efficient, tokens, **config):
     """Bytes saved for backward by one more layer."""
 
     def saved(layers):
-        model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers, **config).to(DEVICE).train()
+        model = (
+            tiny_models.build(
+                family, torch.bfloat16, num_hidden_layers=layers, **config
+            )
+            .to(DEVICE)
+            .train()
+        )
         patch_model(model, memory_efficient=memory_efficient)
         ids = tiny_models.token_ids(1, tokens).to(DEVICE)
         with use_backend("triton"):
-            return saved_bytes(lambda: model(ids, use_cache=False).logits, model.parameters())
+            return saved_bytes(
+                lambda: model(ids, use_cache=False).logits, model.parameters()
+            )
 
     return saved(2) - saved(1)
 
@@ -76,10 +101,17 @@ def saved_by_a_layer(family, memory_efficient, tokens, **config):
 def test_bytes_saved_by_a_decoder_layer(family, sizes, row):
     """Per token; the page on training has the figures."""
     tokens = 4
-    found = [saved_by_a_layer(family, flag, tokens, **sizes) / tokens for flag in (False, True)]
-    assert found[0] - found[1] == 2 * sizes["hidden_size"] * 2, "two norms' inputs in bfloat16"
+    found = [
+        saved_by_a_layer(family, flag, tokens, **sizes) / tokens
+        for flag in (False, True)
+    ]
+    assert found[0] - found[1] == 2 * sizes["hidden_size"] * 2, (
+        "two norms' inputs in bfloat16"
+    )
     if DEVICE == "cpu":  # attention saves other things elsewhere
-        assert [f"{number:,.0f}" for number in found] == pages.row("docs/training.md", row)
+        assert [f"{number:,.0f}" for number in found] == pages.row(
+            "docs/training.md", row
+        )
 
 
 def test_launches_are_counted_across_threads_and_contexts():
@@ -102,10 +134,13 @@ def test_launches_are_counted_across_threads_and_contexts():
 
 def decode_step(family, layers, patch):
     """Operators, allocations left out, plus launches of one decoded token."""
-    model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers).to(DEVICE)
+    model = tiny_models.build(family, torch.bfloat16, num_hidden_layers=layers).to(
+        DEVICE
+    )
     if patch:
         patch_model(model)
-    ids = tiny_models.token_ids(1, 2).to(DEVICE)  # each token of the prompt is interpreted, and none is counted
+    # each token of the prompt is interpreted, and none is counted
+    ids = tiny_models.token_ids(1, 2).to(DEVICE)
     with torch.no_grad(), use_backend("triton"):
         cache = model(ids, use_cache=True).past_key_values
         with Operators() as operators, count_launches() as launches:
@@ -126,5 +161,8 @@ LAYERS = {  # operators and launches of a decoded layer: of Hugging Face's, and 
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_operators_and_launches_of_a_layer(family):
-    counts = [decode_step(family, 3, patch) - decode_step(family, 2, patch) for patch in (False, True)]
+    counts = [
+        decode_step(family, 3, patch) - decode_step(family, 2, patch)
+        for patch in (False, True)
+    ]
     assert tuple(counts) == LAYERS[family]

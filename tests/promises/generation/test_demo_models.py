@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
 
-# Written for this test, in no training text. Byte frequencies of the training text alone would give 3.02 nats.
+# Written for this test, in no training text. Byte frequencies of the training text
+# alone would give 3.02 nats.
 UNSEEN = """\
 If you open a file for reading and the file does not exist, an exception is raised. The function returns a list of
 strings, one for each line of the file, and the optional argument gives the name of the encoding. When an object is
@@ -23,30 +24,46 @@ UNSEEN_NATS_PER_BYTE = {"llama": 0.99, "qwen3": 0.99, "gpt2": 1.09}
 def demo(request):
     """(name, model in its stored dtype, tokenizer), read from the package alone."""
     path = demo_path(request.param)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", local_files_only=True).eval()
-    return request.param, model, AutoTokenizer.from_pretrained(path, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype="auto", local_files_only=True
+    ).eval()
+    return (
+        request.param,
+        model,
+        AutoTokenizer.from_pretrained(path, local_files_only=True),
+    )
 
 
 def norm_weights(model):
     """Weights of every norm by parameter name: the 1-D parameters that are not biases."""
-    return {n: p.float() for n, p in model.named_parameters() if p.ndim == 1 and n.endswith("weight")}
+    return {
+        n: p.float()
+        for n, p in model.named_parameters()
+        if p.ndim == 1 and n.endswith("weight")
+    }
 
 
 def test_unknown_name_is_one_clear_line():
-    with pytest.raises(ValueError, match=r"^unknown demo model 'bert': choose one of llama, qwen3, gpt2$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^unknown demo model 'bert': choose one of llama, qwen3, gpt2$",
+    ):
         demo_path("bert")
 
 
 def test_together_under_12_megabytes():
     files = [f for name in DEMO_MODELS for f in demo_path(name).iterdir()]
     assert sum(f.stat().st_size for f in files) < 12_000_000
-    assert sorted(f.parent.name for f in files if f.suffix == ".safetensors") == sorted(DEMO_MODELS)
+    assert sorted(f.parent.name for f in files if f.suffix == ".safetensors") == sorted(
+        DEMO_MODELS
+    )
 
 
 def test_every_norm_weight_is_trained(demo):
     name, model, _ = demo
     weights = norm_weights(model)
-    per_layer = {"llama": 2, "qwen3": 4, "gpt2": 2}[name]  # qwen3: q_norm and k_norm beside the usual two
+    # qwen3: q_norm and k_norm beside the usual two
+    per_layer = {"llama": 2, "qwen3": 4, "gpt2": 2}[name]
     assert len(weights) == per_layer * model.config.num_hidden_layers + 1
     for path, weight in weights.items():
         assert weight.std() > 0.02, path
@@ -64,15 +81,40 @@ def test_loss_on_unseen_text(demo):
 @pytest.fixture(scope="module")
 def vocabulary():
     """Words of the language reference; of the one- and two-letter ones only real words."""
-    words = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
-    short = {"a", "an", "as", "at", "be", "by", "do", "if", "in", "is", "it", "no", "of", "on", "or", "so", "to"}
+    words = set(
+        re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower())
+    )
+    short = {
+        "a",
+        "an",
+        "as",
+        "at",
+        "be",
+        "by",
+        "do",
+        "if",
+        "in",
+        "is",
+        "it",
+        "no",
+        "of",
+        "on",
+        "or",
+        "so",
+        "to",
+    }
     return {word for word in words if len(word) > 2 or word in short}
 
 
 def continuation(model, tokenizer, prompt, **how):
     inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, **how, min_new_tokens=160, max_new_tokens=160)[0, inputs.input_ids.shape[1] :]
-    return re.findall(r"[a-z]+", tokenizer.decode(output, skip_special_tokens=True).lower())[1:-1]  # whole words
+    output = model.generate(**inputs, **how, min_new_tokens=160, max_new_tokens=160)[
+        0, inputs.input_ids.shape[1] :
+    ]
+    # whole words
+    return re.findall(
+        r"[a-z]+", tokenizer.decode(output, skip_special_tokens=True).lower()
+    )[1:-1]
 
 
 @pytest.mark.parametrize("prompt", ["The following table", "Raises an exception if"])
@@ -81,7 +123,9 @@ def test_greedy_text_is_words(demo, vocabulary, prompt):
     _, model, tokenizer = demo
     words = continuation(model, tokenizer, prompt, do_sample=False)
     assert len(words) >= 15
-    assert sum(word in vocabulary for word in words) >= 0.8 * len(words), " ".join(words)
+    assert sum(word in vocabulary for word in words) >= 0.8 * len(words), " ".join(
+        words
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A file that is exported of a patched model: the module's own arithmetic, or the operator where it is asked for."""
+"""A file that is exported of a patched model: the module's own arithmetic, or the
+operator where it is asked for.
+"""
 
 import json
 import os
@@ -27,7 +29,9 @@ def norms():
 
 def operators(program) -> set[str]:
     """The names of the operators of a graph, with where they come from."""
-    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    return {
+        str(node.target) for node in program.graph.nodes if node.op == "call_function"
+    }
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -76,7 +80,12 @@ def test_a_file_with_the_operator_loads_once_the_operators_are_imported(tmp_path
     assert "hf_rmsnorm.norm_forward.default" in operators(program)
     torch.export.save(program, tmp_path / "norms.pt2")
     command = [sys.executable, "-c", LOAD, str(tmp_path / "norms.pt2")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     torch.testing.assert_close(torch.tensor(json.loads(done.stdout)), expected)
 
@@ -85,12 +94,17 @@ def test_a_file_with_the_operator_loads_once_the_operators_are_imported(tmp_path
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_onnx_has_what_the_unpatched_model_has(family, tmp_path):
-    pytest.importorskip("onnxscript", reason="torch.onnx.export asks for it; it is of scripts/requirements")
+    pytest.importorskip(
+        "onnxscript",
+        reason="torch.onnx.export asks for it; it is of scripts/requirements",
+    )
     model = tiny_models.build(family)
     ids = tiny_models.token_ids()
     nodes = []
     for patch in (lambda model: None, patch_model):
         patch(model)
-        program = torch.onnx.export(model, (ids,), kwargs={"use_cache": False}, dynamo=True, verbose=False)
+        program = torch.onnx.export(
+            model, (ids,), kwargs={"use_cache": False}, dynamo=True, verbose=False
+        )
         nodes.append([node.op_type for node in program.model.graph])
     assert nodes[0] == nodes[1] and "MatMul" in nodes[1]

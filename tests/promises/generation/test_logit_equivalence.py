@@ -1,7 +1,7 @@
 """A trained model, patched, is the model it was: logits, norms and greedy tokens.
 
-By default on the embedded models in float32 and bfloat16, with Triton's interpreter where there is no GPU. On a
-checkpoint of your own, in its own dtype and in float32::
+By default on the embedded models in float32 and bfloat16, with Triton's interpreter
+where there is no GPU. On a checkpoint of your own, in its own dtype and in float32::
 
     pytest tests/promises/generation/test_logit_equivalence.py --model PATH_OR_ID
 """
@@ -19,7 +19,9 @@ pytestmark = pytest.mark.full
 
 TEXT = "The function returns a list of the names that are defined in the module, sorted in alphabetical order."
 TOKENS = 32
-DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device(
+    "cpu"
+)
 
 
 def pytest_generate_tests(metafunc):
@@ -31,14 +33,24 @@ def pytest_generate_tests(metafunc):
 
 
 def test_patched_model_is_equivalent(source, dtype):
-    where = demo_path(source.removeprefix("demo:")) if source.startswith("demo:") else source
+    where = (
+        demo_path(source.removeprefix("demo:"))
+        if source.startswith("demo:")
+        else source
+    )
     model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype).to(DEVICE)
-    inputs = AutoTokenizer.from_pretrained(where)(TEXT, return_tensors="pt").input_ids[:, :TOKENS]
-    report = verify_equivalence(model, inputs=inputs, max_new_tokens=8, rows_per_norm=32)
+    inputs = AutoTokenizer.from_pretrained(where)(TEXT, return_tensors="pt").input_ids[
+        :, :TOKENS
+    ]
+    report = verify_equivalence(
+        model, inputs=inputs, max_new_tokens=8, rows_per_norm=32
+    )
     print(report)
     assert report.passed, f"\n{report}"
     assert report.launches, f"no kernel ran, so nothing was proven\n{report}"
-    assert report.norms and all(norm.elements for norm in report.norms), f"a norm was not compared\n{report}"
+    assert report.norms and all(norm.elements for norm in report.norms), (
+        f"a norm was not compared\n{report}"
+    )
     if source.startswith("demo:"):
         assert report.greedy.equal
     del model

@@ -1,4 +1,6 @@
-"""Patched models against unpatched ones: logits, loss, gradients and greedy text, with the kernels really running."""
+"""Patched models against unpatched ones: logits, loss, gradients and greedy text, with
+the kernels really running.
+"""
 
 import pytest
 import tiny_models
@@ -17,7 +19,11 @@ def training_step(model, ids):
     logits = model(ids, use_cache=False).logits
     loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
     loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return logits.detach(), loss.detach(), gradients
 
 
@@ -28,19 +34,25 @@ def test_logits_loss_and_gradients(family):
     ids = tiny_models.token_ids(2, 8).to(DEVICE)
     eager = training_step(model, ids)
     exact_model = tiny_models.build(family)
-    # `double` first, so that the exact run has no float32 parameter left; a norm's own float32 cast stays and bounds
-    # what can be asked of the comparison to the size of eager's own error.
+    # `double` first, so that the exact run has no float32 parameter left; a norm's own
+    # float32 cast stays and bounds what can be asked of the comparison to the size of
+    # eager's own error.
     exact = training_step(exact_model.double().to(DEVICE), ids)
     patch_model(model)
     with use_backend("triton"), count_launches() as launches:
         fused = training_step(model, ids)
-    assert launches["norm_forward"] and launches["norm_backward"] == launches["norm_forward"]
+    assert (
+        launches["norm_forward"]
+        and launches["norm_backward"] == launches["norm_forward"]
+    )
     assert_as_accurate(fused[0], eager[0], exact[0], "logits")
     torch.testing.assert_close(fused[1], eager[1], rtol=1e-6, atol=0)
     assert fused[2].keys() == eager[2].keys()
     for name, gradient in eager[2].items():
         scale = gradient.abs().max().item()
-        torch.testing.assert_close(fused[2][name], gradient, rtol=0, atol=4e-6 * scale + 1e-9, msg=name)
+        torch.testing.assert_close(
+            fused[2][name], gradient, rtol=0, atol=4e-6 * scale + 1e-9, msg=name
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

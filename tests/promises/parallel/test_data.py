@@ -1,4 +1,6 @@
-"""DDP, FSDP1 and FSDP2 over two gloo processes: a patched model trains as the unpatched one in the same wrapping."""
+"""DDP, FSDP1 and FSDP2 over two gloo processes: a patched model trains as the unpatched
+one in the same wrapping.
+"""
 
 import contextlib
 import unittest.mock
@@ -12,8 +14,18 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from parallel_runs import NORMS, assert_gradients_as_accurate, batch, counted, exact_gradients, gradients, run_ranks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from parallel_runs import (
+    NORMS,
+    assert_gradients_as_accurate,
+    batch,
+    counted,
+    exact_gradients,
+    gradients,
+    run_ranks,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -37,7 +49,9 @@ BF16 = torch.bfloat16
 
 @dataclass
 class Case:
-    """One wrapping. sums: how many of a forward's four residual sums are computed with a norm."""
+    """One wrapping. sums: how many of a forward's four residual sums are computed with
+    a norm.
+    """
 
     wrap: Any
     sums: int
@@ -54,9 +68,13 @@ def fsdp1(classes=(Qwen3DecoderLayer,), checkpointed=False, **options):
     def wrap(model):
         policy = ModuleWrapPolicy(set(classes))
         options.setdefault("use_orig_params", True)
-        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options
+        )
         if checkpointed:
-            apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Qwen3DecoderLayer))
+            apply_activation_checkpointing(
+                model, check_fn=lambda m: isinstance(m, Qwen3DecoderLayer)
+            )
         return model
 
     return wrap
@@ -66,7 +84,11 @@ def fsdp2(each_norm=False, **options):
     def wrap(model):
         options.setdefault("mesh", init_device_mesh("cpu", (2,)))
         for layer in model.model.layers:
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm) if each_norm else ():
+            for norm in (
+                (layer.input_layernorm, layer.post_attention_layernorm)
+                if each_norm
+                else ()
+            ):
                 fully_shard(norm, **options)
             fully_shard(layer, **options)
         return fully_shard(model, **options)
@@ -85,7 +107,9 @@ def prepared():
 
 
 def prepared_fsdp2():
-    """On a CPU `Accelerator` itself takes DDP whatever the plugin: these are the functions that its `prepare` calls."""
+    """On a CPU `Accelerator` itself takes DDP whatever the plugin: these are the
+    functions that its `prepare` calls.
+    """
 
     def wrap(model):
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -101,7 +125,9 @@ def prepared_fsdp2():
 
 
 def checkpointing(reentrant):
-    return lambda model: model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return lambda model: model.gradient_checkpointing_enable(
+        {"use_reentrant": reentrant}
+    )
 
 
 def only(*trained):
@@ -115,32 +141,51 @@ def only(*trained):
 HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
 HALF1 = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=BF16)
 CASES = {
-    # With every parameter used and reduced: DDP itself raises in the second step where one was not.
+    # With every parameter used and reduced: DDP itself raises in the second step where
+    # one was not.
     "DDP": Case(ddp(find_unused_parameters=False), 2),
-    "DDP, bucket views, accumulation": Case(ddp(gradient_as_bucket_view=True), 2, accumulate=True),
-    "DDP, reentrant checkpoints": Case(ddp(static_graph=True), 2, checkpointing(True), 2),
+    "DDP, bucket views, accumulation": Case(
+        ddp(gradient_as_bucket_view=True), 2, accumulate=True
+    ),
+    "DDP, reentrant checkpoints": Case(
+        ddp(static_graph=True), 2, checkpointing(True), 2
+    ),
     "DDP, only norms trained": Case(ddp(), 2, only("norm")),
     "DDP, norms frozen": Case(ddp(), 2, only("proj", "embed", "head")),
     "accelerate": Case(prepared(), 2),
     "accelerate, FSDP2": Case(prepared_fsdp2(), 2),
     "FSDP2": Case(fsdp2(), 2),
     "FSDP2, norms by themselves": Case(fsdp2(each_norm=True), 0),
-    "FSDP2, bf16, not resharded": Case(fsdp2(reshard_after_forward=False, mp_policy=HALF), 2),
-    "FSDP2, offloaded to the CPU": Case(fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), 2),
+    "FSDP2, bf16, not resharded": Case(
+        fsdp2(reshard_after_forward=False, mp_policy=HALF), 2
+    ),
+    "FSDP2, offloaded to the CPU": Case(
+        fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), 2
+    ),
     "FSDP2, bf16, checkpoints": Case(fsdp2(mp_policy=HALF), 2, checkpointing(False), 2),
     "FSDP2, norms frozen": Case(fsdp2(), 2, only("proj", "embed", "head")),
     "FSDP1, bf16": Case(fsdp1(mixed_precision=HALF1), 2),
     "FSDP1, gradients and optimizer alone, norms by themselves": Case(
-        fsdp1((Qwen3DecoderLayer, Qwen3RMSNorm), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), 0
+        fsdp1(
+            (Qwen3DecoderLayer, Qwen3RMSNorm),
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        ),
+        0,
     ),
-    "FSDP1, bf16, checkpoints": Case(fsdp1(checkpointed=True, mixed_precision=HALF1), 2, forwards=2),
+    "FSDP1, bf16, checkpoints": Case(
+        fsdp1(checkpointed=True, mixed_precision=HALF1), 2, forwards=2
+    ),
 }
 
 
 def step(model, rank, accumulate):
-    """Two steps, so that whatever was left over from the first shows; gradients are those of the first."""
+    """Two steps, so that whatever was left over from the first shows; gradients are
+    those of the first.
+    """
     ids, losses = batch(rank), []
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1
+    )
     for _ in range(2):
         parts = ids.split(1) if accumulate else [ids]
         for part in parts:
@@ -171,9 +216,12 @@ def check(name, case, rank):
             patch_model(model, strict=True)
         model = case.wrap(model)
         types = {n: type(m) for n, m in model.named_modules()}
-        with unittest.mock.patch.object(torch.distributed, "all_gather") as gathers:  # as FSDP1 calls it on a CPU
+        with unittest.mock.patch.object(torch.distributed, "all_gather") as gathers:
+            # as FSDP1 calls it on a CPU
             report = patch_model(model, strict=True)
-        assert not gathers.called, f"{name}, {order}: patching one rank waits for another"
+        assert not gathers.called, (
+            f"{name}, {order}: patching one rank waits for another"
+        )
         assert len(report.swapped) == NORMS, (name, order)
         with counted() as ran:
             got, fused = step(model, rank, case.accumulate)
@@ -184,7 +232,9 @@ def check(name, case, rank):
         assert (got - losses).abs().max() <= (0.02 if half else 1e-5), what
         assert_gradients_as_accurate(fused, plain, exact, what)
         assert unpatch_model(model) == NORMS
-        assert not any(fused_part(type(m)) or layer_part(type(m)) for m in model.modules())
+        assert not any(
+            fused_part(type(m)) or layer_part(type(m)) for m in model.modules()
+        )
         if order == "wrap first":
             assert {n: type(m) for n, m in model.named_modules()} == types
         of_fsdp = [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]

@@ -1,9 +1,17 @@
-"""DTensors pass through the registered operators, gradients included: two gloo processes on the CPU."""
+"""DTensors pass through the registered operators, gradients included: two gloo
+processes on the CPU.
+"""
 
 import pytest
 import torch
 from parallel_runs import run_ranks
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
@@ -23,7 +31,10 @@ def normal(*shape, seed=0):
 
 
 def distributed(mesh, tensors, placements):
-    return [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, placements, strict=True)]
+    return [
+        distribute_tensor(t, mesh, [p])
+        for t, p in zip(tensors, placements, strict=True)
+    ]
 
 
 def as_tuple(outputs):
@@ -39,7 +50,8 @@ def step(function, operands, dys):
 
 
 def check(mesh, function, operands, placements, of_outputs, of_gradients):
-    """Values are those of whole tensors, they lie where they should, and nothing is sent for it.
+    """Values are those of whole tensors, they lie where they should, and nothing is
+    sent for it.
 
     Args:
         placements: of the operands.
@@ -48,14 +60,21 @@ def check(mesh, function, operands, placements, of_outputs, of_gradients):
     """
     dys = [normal(*y.shape, seed=9) for y in as_tuple(function(*operands))]
     expected_outputs, expected_gradients = step(function, operands, dys)
-    parts, dy_parts = distributed(mesh, operands, placements), distributed(mesh, dys, of_outputs)
+    parts, dy_parts = (
+        distributed(mesh, operands, placements),
+        distributed(mesh, dys, of_outputs),
+    )
     with CommDebugMode() as sent:
         outputs, gradients = step(function, parts, dy_parts)
     assert sent.get_total_counts() == 0, (placements, sent.get_comm_counts())
-    for y, expected, placement in zip(outputs, expected_outputs, of_outputs, strict=True):
+    for y, expected, placement in zip(
+        outputs, expected_outputs, of_outputs, strict=True
+    ):
         assert y.placements == (placement,)
         assert torch.equal(y.full_tensor(), expected)
-    for grad, expected, placement in zip(gradients, expected_gradients, of_gradients, strict=True):
+    for grad, expected, placement in zip(
+        gradients, expected_gradients, of_gradients, strict=True
+    ):
         assert grad.placements == (placement,)
         torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-5, atol=1e-5)
 
@@ -66,7 +85,14 @@ def norms(mesh):
         for length in (4, 3):  # evenly, and not
             operands = [normal(2, length, 64), weight, bias]
             with count_launches() as launches:
-                check(mesh, layer_norm, operands, [rows, WHOLE, WHOLE], [rows], [rows, partial, partial])
+                check(
+                    mesh,
+                    layer_norm,
+                    operands,
+                    [rows, WHOLE, WHOLE],
+                    [rows],
+                    [rows, partial, partial],
+                )
             assert (launches["norm_forward"], launches["norm_backward"]) == (3, 2)
 
 
@@ -98,14 +124,36 @@ def gates_heads_and_groups(mesh):
     def grouped(x, weight):
         return fused_norm(x, weight, None, GROUPED)
 
-    x, gate, weight = normal(2, 4, 64), normal(2, 4, 64, seed=1), 0.5 + normal(64, seed=3).abs()
+    x, gate, weight = (
+        normal(2, 4, 64),
+        normal(2, 4, 64, seed=1),
+        0.5 + normal(64, seed=3).abs(),
+    )
     rows = Shard(1)
-    check(mesh, gated, [x, weight, gate], [rows, WHOLE, rows], [rows], [rows, Partial(), rows])
-    of_heads = [normal(2, 3, 4, 16), 0.5 + normal(4, 16, seed=2).abs(), normal(4, 16, seed=3)]
+    check(
+        mesh,
+        gated,
+        [x, weight, gate],
+        [rows, WHOLE, rows],
+        [rows],
+        [rows, Partial(), rows],
+    )
+    of_heads = [
+        normal(2, 3, 4, 16),
+        0.5 + normal(4, 16, seed=2).abs(),
+        normal(4, 16, seed=3),
+    ]
     heads = [Shard(2), Shard(0), Shard(0)]
     check(mesh, per_head, of_heads, heads, [Shard(2)], heads)
     # Groups are rows of their own: a hidden size split between them is not gathered.
-    check(mesh, grouped, [x, weight], [Shard(2), Shard(0)], [Shard(2)], [Shard(2), Shard(0)])
+    check(
+        mesh,
+        grouped,
+        [x, weight],
+        [Shard(2), Shard(0)],
+        [Shard(2)],
+        [Shard(2), Shard(0)],
+    )
 
 
 def two_dimensions_of_a_mesh():
@@ -141,5 +189,7 @@ def work(rank):
         compiled(mesh)
 
 
-def test_rows_stay_split_and_gradients_of_parameters_are_partial_sums(tmp_path, monkeypatch):
+def test_rows_stay_split_and_gradients_of_parameters_are_partial_sums(
+    tmp_path, monkeypatch
+):
     run_ranks(work, tmp_path, monkeypatch)

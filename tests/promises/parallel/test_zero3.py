@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-3 gathers a module's weights for its forward and its backward; between them they are empty."""
+"""DeepSpeed ZeRO-3 gathers a module's weights for its forward and its backward; between
+them they are empty.
+"""
 
 from functools import partial
 
@@ -16,8 +18,9 @@ from torch.utils._pytree import tree_map_only
 
 from hf_rmsnorm import patch_model, unpatch_model
 
-# What DeepSpeed does, in one process: hooks on every module that owns parameters, and autograd functions around its
-# inputs and outputs that gather and release for the backward.
+# What DeepSpeed does, in one process: hooks on every module that owns parameters, and
+# autograd functions around its inputs and outputs that gather and release for the
+# backward.
 
 
 class Around(torch.autograd.Function):
@@ -33,11 +36,17 @@ class Around(torch.autograd.Function):
 
 
 def on_gradient(action, tensors):
-    return tree_map_only(torch.Tensor, lambda t: Around.apply(action, t) if t.requires_grad else t, tensors)
+    return tree_map_only(
+        torch.Tensor,
+        lambda t: Around.apply(action, t) if t.requires_grad else t,
+        tensors,
+    )
 
 
 class Zero3:
-    """Empties a model's parameters between calls. `events` is what happened; `gradients` are whole, by name."""
+    """Empties a model's parameters between calls. `events` is what happened;
+    `gradients` are whole, by name.
+    """
 
     def __init__(self, model):
         self.events, self.whole, self.gradients = [], {}, {}
@@ -63,7 +72,9 @@ class Zero3:
     def release(self, path, module):
         self.events.append(("release", path))
         for p in module.parameters(recurse=False):
-            if "norm" in path:  # a linear keeps a view of its weight, for which DeepSpeed has a linear of its own
+            if "norm" in path:
+                # a linear keeps a view of its weight, for which DeepSpeed has a linear
+                # of its own
                 p.data.fill_(torch.nan)
             p.data = torch.empty(0, dtype=p.dtype)
 
@@ -84,7 +95,8 @@ def step(model, zero3):
     with counted() as ran:
         loss = model(input_ids=batch(), labels=batch()).loss
         loss.backward()
-    zero3.release("model.embed_tokens", model.model.embed_tokens)  # its input has no gradient, which would tell
+    # its input has no gradient, which would tell
+    zero3.release("model.embed_tokens", model.model.embed_tokens)
     assert all(p.numel() == 0 for p in model.parameters())
     return loss.detach(), dict(zero3.gradients), list(zero3.events), ran
 
@@ -110,7 +122,8 @@ def test_weights_that_are_gathered_for_each_call(memory_efficient):
             assert all("keeps its output" in record.notes for record in report.swapped)
         for _ in range(2):
             got = step(model, zero3)
-            # Every norm is called as a module, so that its hooks have run: nothing is computed ahead of it.
+            # Every norm is called as a module, so that its hooks have run: nothing is
+            # computed ahead of it.
             assert got[2] == events and not got[3]["sums"], order
             assert got[3]["norm_forward"] == got[3]["norm_backward"] == NORMS
             torch.testing.assert_close(got[0], loss)

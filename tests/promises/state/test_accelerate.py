@@ -1,4 +1,6 @@
-"""accelerate's device maps on a patched model and a patch on a dispatched one: the kernels run, and so do the hooks."""
+"""accelerate's device maps on a patched model and a patch on a dispatched one: the
+kernels run, and so do the hooks.
+"""
 
 from collections import Counter
 
@@ -15,7 +17,8 @@ from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 ids = tiny_models.token_ids().to(DEVICE)
 MAIN = 0 if torch.cuda.is_available() else "cpu"
-# Every way a norm can lie: on the main device, offloaded with its layer, offloaded as an entry of its own.
+# Every way a norm can lie: on the main device, offloaded with its layer, offloaded as
+# an entry of its own.
 DEVICE_MAPS = {
     "all on one": {"": MAIN},
     "disk": {"model.embed_tokens": MAIN, "model.rotary_emb": MAIN, "model.layers": "disk", "model.norm": "disk",
@@ -70,7 +73,9 @@ def test_dispatch_model(where, order, tmp_path, fired):
     map_ = DEVICE_MAPS[where]
 
     def dispatch():
-        dispatch_model(model, map_, main_device=MAIN, offload_dir=tmp_path, force_hooks=True)
+        dispatch_model(
+            model, map_, main_device=MAIN, offload_dir=tmp_path, force_hooks=True
+        )
 
     if order == "patch first":
         patch_model(model, strict=True)
@@ -78,7 +83,8 @@ def test_dispatch_model(where, order, tmp_path, fired):
     else:
         dispatch()
         patch_model(model, strict=True)
-    # Neither looked at nor moved by the patch: what is on disk is still there, and only there.
+    # Neither looked at nor moved by the patch: what is on disk is still there, and only
+    # there.
     away = offloaded(model)
     assert len(away) == {"all on one": 0, "disk": 9, "some on disk": 4}[where]
     hooked = assert_fused_and_hooked(model, fired, expected, exact)
@@ -103,14 +109,23 @@ def test_dispatch_model(where, order, tmp_path, fired):
 def test_a_model_loaded_under_a_device_map_with_disk_offload(load, tmp_path, fired):
     plain, exact = build().to(DEVICE), build().double()(ids.cpu()).logits
     plain.save_pretrained(tmp_path / "model")
-    options = {"device_map": DEVICE_MAPS["disk"], "offload_folder": str(tmp_path / "offload")}
+    options = {
+        "device_map": DEVICE_MAPS["disk"],
+        "offload_folder": str(tmp_path / "offload"),
+    }
     if load == "from_pretrained":
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", dtype=torch.float32, **options
+        )
     else:
         with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(tmp_path / "model")
+            )
         patch_model(model, strict=True)  # before there are any weights
-        model = load_checkpoint_and_dispatch(model.eval(), tmp_path / "model", **options)
+        model = load_checkpoint_and_dispatch(
+            model.eval(), tmp_path / "model", **options
+        )
     report = patch_model(model, strict=True)
     assert len(report.swapped) == 9 and len(offloaded(model)) == 9
     assert_fused_and_hooked(model, fired, plain(ids).logits.detach().cpu(), exact)

@@ -10,7 +10,9 @@ from hf_rmsnorm import patch_model, unpatch_model, use_backend
 
 def llama_formula(self, h):
     x = h.float()
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(h.dtype)
+    return self.weight * (
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+    ).to(h.dtype)
 
 
 def make(cls, size=16):

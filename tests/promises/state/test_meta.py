@@ -1,4 +1,6 @@
-"""Models without their weights yet: recognised from classes, attributes and shapes, and exact once they are loaded."""
+"""Models without their weights yet: recognised from classes, attributes and shapes, and
+exact once they are loaded.
+"""
 
 import random
 from dataclasses import replace
@@ -39,21 +41,31 @@ def test_init_empty_weights_then_patch_then_load(family, fused_calls):
     assert all(parameter.is_meta for parameter in model.parameters())
     report = patch_model(model, strict=True)
     assert not report.devices  # meta is none that anything runs on
-    assert report == replace(patch_model(tiny_models.build(family), strict=True), devices=())
+    assert report == replace(
+        patch_model(tiny_models.build(family), strict=True), devices=()
+    )
     assert all(parameter.is_meta for parameter in model.parameters())
     model.load_state_dict(plain.state_dict(), assign=True)
-    for (path, buffer), (_, there) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+    for (path, buffer), (_, there) in zip(
+        model.named_buffers(), plain.named_buffers(), strict=True
+    ):
         if buffer.is_meta:  # not saved: Transformers makes these anew when it loads
-            model.get_submodule(path.rpartition(".")[0])._buffers[path.rpartition(".")[2]] = there
+            model.get_submodule(path.rpartition(".")[0])._buffers[
+                path.rpartition(".")[2]
+            ] = there
     assert_computes_as(model, plain, fused_calls)
 
 
 @FAMILIES
-def test_from_pretrained_and_a_state_dict_loaded_into_the_patched_model(family, tmp_path, fused_calls):
+def test_from_pretrained_and_a_state_dict_loaded_into_the_patched_model(
+    family, tmp_path, fused_calls
+):
     """`from_pretrained` makes the model on meta and puts its weights in one by one."""
     plain = tiny_models.build(family)
     plain.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, low_cpu_mem_usage=True, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, low_cpu_mem_usage=True, dtype=torch.float32
+    )
     patch_model(model, strict=True)
     assert_computes_as(model, plain, fused_calls)
     other = tiny_models.build(family, seed=1)
@@ -67,12 +79,23 @@ def test_a_patched_class_is_not_what_from_pretrained_makes_later(tmp_path):
     patch_model(model)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(again.model.norm) is LlamaRMSNorm
-    assert type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).model.norm) is LlamaRMSNorm
+    assert (
+        type(
+            AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(tmp_path)
+            ).model.norm
+        )
+        is LlamaRMSNorm
+    )
 
 
 def partition(norm, with_shape):
-    """What DeepSpeed ZeRO-3 does to a parameter: an empty tensor, its shape beside it, gathered around a forward."""
-    full = {name: p.detach().clone() for name, p in norm.named_parameters(recurse=False)}
+    """What DeepSpeed ZeRO-3 does to a parameter: an empty tensor, its shape beside it,
+    gathered around a forward.
+    """
+    full = {
+        name: p.detach().clone() for name, p in norm.named_parameters(recurse=False)
+    }
     for name, p in norm.named_parameters(recurse=False):
         if with_shape:
             p.ds_shape, p.ds_numel = full[name].shape, full[name].numel()
@@ -121,16 +144,29 @@ def test_a_parameter_still_empty_at_its_call_fails_as_in_the_original():
 
 
 class Untouchable(torch.Tensor):
-    """A tensor that only tells its shape, dtype and device: any operator on it, or look at its memory, fails."""
+    """A tensor that only tells its shape, dtype and device: any operator on it, or look
+    at its memory, fails.
+    """
 
-    allowed = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.requires_grad.__get__}
+    allowed = {
+        torch.Tensor.shape.__get__,
+        torch.Tensor.dtype.__get__,
+        torch.Tensor.requires_grad.__get__,
+    }
     allowed |= {torch.Tensor.device.__get__, torch.Tensor.is_meta.__get__}
-    allowed |= {torch.Tensor.is_floating_point, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
+    allowed |= {
+        torch.Tensor.is_floating_point,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.size,
+    }
     armed = False
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        assert not cls.armed or func in cls.allowed, f"the model's memory was touched by {func}"
+        assert not cls.armed or func in cls.allowed, (
+            f"the model's memory was touched by {func}"
+        )
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
@@ -141,10 +177,14 @@ class Untouchable(torch.Tensor):
 
 def test_recognition_reads_of_parameters_only_their_shapes(monkeypatch):
     # sizes of their own, so that no earlier verdict is reused
-    model = nn.Sequential(LlamaRMSNorm(84), nn.LayerNorm(84), GemmaRMSNorm(84), nn.RMSNorm(84))
+    model = nn.Sequential(
+        LlamaRMSNorm(84), nn.LayerNorm(84), GemmaRMSNorm(84), nn.RMSNorm(84)
+    )
     for norm in model:
         for name, parameter in norm.named_parameters():
-            norm._parameters[name] = parameter.detach().as_subclass(Untouchable).requires_grad_()
+            norm._parameters[name] = (
+                parameter.detach().as_subclass(Untouchable).requires_grad_()
+            )
     monkeypatch.setattr(Untouchable, "armed", True)
     report = patch_model(model, strict=True)
     assert len(report.swapped) == 4
@@ -155,13 +195,27 @@ def test_recognition_reads_of_parameters_only_their_shapes(monkeypatch):
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_memory_and_generators_are_left_alone(family):
-    model = tiny_models.build(family, hidden_size=88, head_dim=22) if family != "gpt2" else tiny_models.build(family)
+    model = (
+        tiny_models.build(family, hidden_size=88, head_dim=22)
+        if family != "gpt2"
+        else tiny_models.build(family)
+    )
     extra = nn.Sequential(nn.Dropout(), nn.LayerNorm(92), nn.BatchNorm1d(92))
     model.add_module("extra", extra)
-    tensors = {name: t for name, t in [*model.named_parameters(), *model.named_buffers()]}
-    before = {name: (t.data_ptr(), t._version, t.detach().clone(), t.grad) for name, t in tensors.items()}
+    tensors = {
+        name: t for name, t in [*model.named_parameters(), *model.named_buffers()]
+    }
+    before = {
+        name: (t.data_ptr(), t._version, t.detach().clone(), t.grad)
+        for name, t in tensors.items()
+    }
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy(), torch.initial_seed()
+    states = (
+        torch.get_rng_state(),
+        random.getstate(),
+        numpy.random.get_state()[1].copy(),
+        torch.initial_seed(),
+    )
     report = report_on(model)
     assert report.swapped and not report.skipped
     unpatch_model(model)
@@ -173,7 +227,11 @@ def test_memory_and_generators_are_left_alone(family):
     assert list(after) == list(before)
     for name, (pointer, version, value, grad) in before.items():
         assert after[name] is tensors[name] and after[name].data_ptr() == pointer
-        assert after[name]._version == version and torch.equal(after[name], value) and after[name].grad is grad
+        assert (
+            after[name]._version == version
+            and torch.equal(after[name], value)
+            and after[name].grad is grad
+        )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])

@@ -1,4 +1,6 @@
-"""Norms that are shared, hooked, wrapped, compiled or scripted when the patch comes, or afterwards."""
+"""Norms that are shared, hooked, wrapped, compiled or scripted when the patch comes, or
+afterwards.
+"""
 
 import pytest
 import tiny_models
@@ -11,7 +13,9 @@ from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ids = tiny_models.token_ids().to(DEVICE)
-COMPILER = "eager"  # what is asked here is whether dynamo notices the patch, not what a compiler makes of it
+# what is asked here is whether dynamo notices the patch, not what a compiler makes of
+# it
+COMPILER = "eager"
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,9 @@ def near(a, b):
 
 
 def test_one_norm_at_several_paths_of_a_model(fused_calls):
-    """As a model that ties its blocks: one module for all layers, called at each of them."""
+    """As a model that ties its blocks: one module for all layers, called at each of
+    them.
+    """
     plain, model = build(), build()
     for m in (plain, model):
         for layer in m.model.layers:
@@ -48,11 +54,19 @@ def test_one_norm_at_several_paths_of_a_model(fused_calls):
         m.model.layers[1].self_attn = m.model.layers[0].self_attn
     expected = plain(ids).logits
     report = patch_model(model, strict=True)
-    shared = [f"model.layers.{i}.{name}" for i, name in ((0, "input"), (0, "post_attention"), (1, "input"))]
+    shared = [
+        f"model.layers.{i}.{name}"
+        for i, name in ((0, "input"), (0, "post_attention"), (1, "input"))
+    ]
     assert {f"{path}_layernorm" for path in shared} <= {r.path for r in report.swapped}
-    assert len(report.swapped) == 9 and len({id(model.get_submodule(r.path)) for r in report.swapped}) == 5
+    assert (
+        len(report.swapped) == 9
+        and len({id(model.get_submodule(r.path)) for r in report.swapped}) == 5
+    )
     for name in ("input_layernorm", "self_attn"):
-        assert getattr(model.model.layers[0], name) is getattr(model.model.layers[1], name)
+        assert getattr(model.model.layers[0], name) is getattr(
+            model.model.layers[1], name
+        )
     with use_backend("reference"):
         assert torch.equal(model(ids).logits, expected)
     assert len(fused_calls) == 9
@@ -69,12 +83,24 @@ def test_every_kind_of_hook_fires_as_often_and_sees_the_same(when, fused_calls):
     x, seen = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)), []
 
     def hang():
-        norm.register_forward_pre_hook(lambda m, args: (seen.append("pre"), (args[0] * 2,))[1])
-        norm.register_forward_pre_hook(lambda m, args, kwargs: seen.append(("kwargs", *kwargs)), with_kwargs=True)
-        norm.register_forward_hook(lambda m, args, y: seen.append(("post", m is norm)) or y + 1)
-        norm.register_forward_hook(lambda m, args, kwargs, y: seen.append("late"), with_kwargs=True, always_call=True)
+        norm.register_forward_pre_hook(
+            lambda m, args: (seen.append("pre"), (args[0] * 2,))[1]
+        )
+        norm.register_forward_pre_hook(
+            lambda m, args, kwargs: seen.append(("kwargs", *kwargs)), with_kwargs=True
+        )
+        norm.register_forward_hook(
+            lambda m, args, y: seen.append(("post", m is norm)) or y + 1
+        )
+        norm.register_forward_hook(
+            lambda m, args, kwargs, y: seen.append("late"),
+            with_kwargs=True,
+            always_call=True,
+        )
         norm.register_full_backward_pre_hook(lambda m, dy: seen.append("backward pre"))
-        norm.register_full_backward_hook(lambda m, dx, dy: seen.append(("backward", len(dx))))
+        norm.register_full_backward_hook(
+            lambda m, dx, dy: seen.append(("backward", len(dx)))
+        )
         norm.register_state_dict_pre_hook(lambda m, prefix, keep: seen.append("state"))
 
     def outcome():
@@ -113,7 +139,11 @@ def test_a_model_with_one_norm_parametrized_before_the_patch(fused_calls):
         parametrize.register_parametrization(m.model.norm, "weight", Halved())
     report = patch_model(model)
     (record,) = report.skipped
-    assert record.path == "model.norm" and "parametrized" in record.reason and len(report.swapped) == 8
+    assert (
+        record.path == "model.norm"
+        and "parametrized" in record.reason
+        and len(report.swapped) == 8
+    )
     with use_backend("reference"):
         assert torch.equal(model(ids).logits, plain(ids).logits)
     assert len(fused_calls) == 8
@@ -161,7 +191,8 @@ def test_a_compiled_model(how, order):
     else:
         called = compile()
         assert torch.equal(called(ids).logits, expected)
-        report = patch_model(called, strict=True)  # through the wrapper, where there is one
+        # through the wrapper, where there is one
+        report = patch_model(called, strict=True)
         assert len(report.swapped) == 9
     output, launches = counted(called, ids)
     assert launches == 9 and near(output.logits, expected)
@@ -197,20 +228,41 @@ class Block(nn.Module):
         return self.linear(self.norm(x))
 
 
-@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, 16))])
+@pytest.mark.parametrize(
+    "make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, 16))]
+)
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripted_and_traced_modules_are_named_and_left_alone(make, fused_calls):
-    model = nn.ModuleDict({"norm": make(nn.LayerNorm(16)), "block": make(Block()), "free": nn.LayerNorm(16)})
+    model = nn.ModuleDict(
+        {
+            "norm": make(nn.LayerNorm(16)),
+            "block": make(Block()),
+            "free": nn.LayerNorm(16),
+        }
+    )
     x = torch.randn(2, 16)
     expected = [module(x) for module in model.values()]
     types = [type(module) for module in model.modules()]
     report = patch_model(model)
     assert [r.path for r in report.swapped] == ["free"]
-    assert [(r.path, r.class_name) for r in report.skipped] == [("norm", "LayerNorm"), ("block.norm", "LayerNorm")]
-    assert all("scripted or traced" in r.reason and "before torch.jit" in r.cure for r in report.skipped)
-    with pytest.raises(ValueError, match="2 of the norms cannot be swapped.*'norm'.*scripted"):
+    assert [(r.path, r.class_name) for r in report.skipped] == [
+        ("norm", "LayerNorm"),
+        ("block.norm", "LayerNorm"),
+    ]
+    assert all(
+        "scripted or traced" in r.reason and "before torch.jit" in r.cure
+        for r in report.skipped
+    )
+    with pytest.raises(
+        ValueError, match="2 of the norms cannot be swapped.*'norm'.*scripted"
+    ):
         patch_model(model, strict=True)
     with use_backend("reference"):
-        assert all(torch.equal(m(x), y) for m, y in zip(model.values(), expected, strict=True))
+        assert all(
+            torch.equal(m(x), y) for m, y in zip(model.values(), expected, strict=True)
+        )
     assert len(fused_calls) == 1
-    assert unpatch_model(model) == 1 and [type(module) for module in model.modules()] == types
+    assert (
+        unpatch_model(model) == 1
+        and [type(module) for module in model.modules()] == types
+    )

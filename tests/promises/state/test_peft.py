@@ -1,6 +1,8 @@
-"""PEFT on a patched model and a patch on a PEFT model: the same numbers, gradients, files and merged weights.
+"""PEFT on a patched model and a patch on a PEFT model: the same numbers, gradients,
+files and merged weights.
 
-PEFT deep-copies the norms that an adapter trains, so a copy of a patched norm must be a patched norm of its own.
+PEFT deep-copies the norms that an adapter trains, so a copy of a patched norm must be a
+patched norm of its own.
 """
 
 import contextlib
@@ -13,17 +15,30 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
 
-peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
+peft = pytest.importorskip(
+    "peft", reason="adapters come with peft, of scripts/requirements"
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL_NORMS = ["norm", "input_layernorm", "post_attention_layernorm"]
 ADAPTERS = {
-    "LoRA": lambda: peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
-    "LoRA and one norm": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["model.norm"]),
-    "LoRA and all norms": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=ALL_NORMS),
+    "LoRA": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    ),
+    "LoRA and one norm": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["model.norm"]
+    ),
+    "LoRA and all norms": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=ALL_NORMS
+    ),
     "LNTuning": lambda: peft.LNTuningConfig(target_modules=ALL_NORMS),
 }
-TRAINED_NORMS = {"LoRA": 0, "LoRA and one norm": 1, "LoRA and all norms": 5, "LNTuning": 5}
+TRAINED_NORMS = {
+    "LoRA": 0,
+    "LoRA and one norm": 1,
+    "LoRA and all norms": 5,
+    "LNTuning": 5,
+}
 ids = tiny_models.token_ids()
 adapters = pytest.mark.parametrize("adapter", ADAPTERS)
 orders = pytest.mark.parametrize("order", ["patch first", "adapter first"])
@@ -37,7 +52,9 @@ def seeded(seed):
 
 
 def adapted(adapter, order=None):
-    """A model with an adapter that has been trained a little; patched in that order, None: not at all."""
+    """A model with an adapter that has been trained a little; patched in that order,
+    None: not at all.
+    """
     model = tiny_models.build("llama")
     if order == "patch first":
         patch_model(model, strict=True)
@@ -57,7 +74,11 @@ def train(model, seed=2):
 
 
 def trained_norms(model):
-    return [name for name, p in model.named_parameters() if p.requires_grad and "norm" in name and "lora" not in name]
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and "norm" in name and "lora" not in name
+    ]
 
 
 def logits(model):
@@ -70,14 +91,22 @@ def files(folder):
 
 
 def fused_modules(model):
-    return [path for path, module in model.named_modules() if fused_part(type(module)) is not None]
+    return [
+        path
+        for path, module in model.named_modules()
+        if fused_part(type(module)) is not None
+    ]
 
 
 @orders
 @adapters
-def test_an_adapted_model_computes_the_same_and_every_norm_is_fused(adapter, order, fused_calls):
+def test_an_adapted_model_computes_the_same_and_every_norm_is_fused(
+    adapter, order, fused_calls
+):
     plain, model = adapted(adapter), adapted(adapter, order)
-    assert not torch.equal(logits(plain), logits(tiny_models.build("llama"))), "the adapter changes nothing"
+    assert not torch.equal(logits(plain), logits(tiny_models.build("llama"))), (
+        "the adapter changes nothing"
+    )
     expected = logits(plain)
     assert len(trained_norms(model)) == TRAINED_NORMS[adapter]
     assert torch.equal(logits(model), expected)
@@ -93,15 +122,24 @@ def test_an_adapted_model_computes_the_same_and_every_norm_is_fused(adapter, ord
 @orders
 @adapters
 def test_gradients_of_everything_the_adapter_trains(adapter, order):
-    plain, model = adapted(adapter).train().to(DEVICE), adapted(adapter, order).train().to(DEVICE)
+    plain, model = (
+        adapted(adapter).train().to(DEVICE),
+        adapted(adapter, order).train().to(DEVICE),
+    )
 
     def gradients(m):
         m.zero_grad()
         m(ids.to(DEVICE), labels=ids.to(DEVICE)).loss.backward()
-        return {name: None if p.grad is None else p.grad.clone() for name, p in m.named_parameters()}
+        return {
+            name: None if p.grad is None else p.grad.clone()
+            for name, p in m.named_parameters()
+        }
 
     expected = gradients(plain)
-    assert sum(g is not None for n, g in expected.items() if n in trained_norms(plain)) == TRAINED_NORMS[adapter]
+    assert (
+        sum(g is not None for n, g in expected.items() if n in trained_norms(plain))
+        == TRAINED_NORMS[adapter]
+    )
     for backend in ("reference", "triton"):
         with use_backend(backend), count_launches() as launches:
             got = gradients(model)
@@ -110,15 +148,20 @@ def test_gradients_of_everything_the_adapter_trains(adapter, order):
             if gradient is None:
                 assert got[name] is None, f"{name} is frozen"
             else:
-                torch.testing.assert_close(got[name], gradient, rtol=2e-5, atol=2e-7, msg=f"{backend}: {name}")
-    # The first norm sees a frozen embedding: without a weight to train either, it needs no backward.
+                torch.testing.assert_close(
+                    got[name], gradient, rtol=2e-5, atol=2e-7, msg=f"{backend}: {name}"
+                )
+    # The first norm sees a frozen embedding: without a weight to train either, it needs
+    # no backward.
     assert launches["norm_forward"] == 5
     assert launches["norm_backward"] == (5 if TRAINED_NORMS[adapter] == 5 else 4)
 
 
 @orders
 @adapters
-def test_saved_adapters_are_those_of_the_unpatched_model_and_load_into_a_patched_one(adapter, order, tmp_path):
+def test_saved_adapters_are_those_of_the_unpatched_model_and_load_into_a_patched_one(
+    adapter, order, tmp_path
+):
     plain, model = adapted(adapter), adapted(adapter, order)
     plain.save_pretrained(tmp_path / "plain")
     model.save_pretrained(tmp_path / "patched")
@@ -137,8 +180,13 @@ def test_saved_adapters_are_those_of_the_unpatched_model_and_load_into_a_patched
 
 @orders
 @adapters
-def test_merging_and_unloading_gives_the_merged_plain_model_patched(adapter, order, tmp_path, fused_calls):
-    merged, model = adapted(adapter).merge_and_unload(), adapted(adapter, order).merge_and_unload()
+def test_merging_and_unloading_gives_the_merged_plain_model_patched(
+    adapter, order, tmp_path, fused_calls
+):
+    merged, model = (
+        adapted(adapter).merge_and_unload(),
+        adapted(adapter, order).merge_and_unload(),
+    )
     expected = logits(merged)
     assert torch.equal(logits(model), expected)
     assert len(fused_calls) == 5
@@ -159,11 +207,16 @@ def test_a_copy_that_is_being_trained_is_its_own_module_at_its_own_path():
     wrapper = model.base_model.model.model.norm
     assert isinstance(wrapper, peft.utils.ModulesToSaveWrapper)
     copied = wrapper.modules_to_save["default"]
-    assert type(copied) is type(wrapper.original_module) and copied is not wrapper.original_module
+    assert (
+        type(copied) is type(wrapper.original_module)
+        and copied is not wrapper.original_module
+    )
     assert copied.weight is not wrapper.original_module.weight
     path = "base_model.model.model.norm"
     report = patch_model(model)
-    assert {f"{path}.original_module", f"{path}.modules_to_save.default"} <= {r.path for r in report.swapped}
+    assert {f"{path}.original_module", f"{path}.modules_to_save.default"} <= {
+        r.path for r in report.swapped
+    }
     assert not report.skipped
 
 
@@ -172,7 +225,10 @@ def test_a_norm_under_an_accelerate_hook_keeps_it_in_its_copy(order, fused_calls
     """PEFT gives the copy a hook of its own, around whichever forward the norm had."""
     model = tiny_models.build("llama")
     expected = logits(model)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["model.norm"])  # changes nothing yet
+    # changes nothing yet
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["model.norm"]
+    )
     add_hook_to_module(model.model.norm, AlignDevicesHook(execution_device="cpu"))
     if order == "patch first":
         patch_model(model, strict=True)
@@ -182,6 +238,9 @@ def test_a_norm_under_an_accelerate_hook_keeps_it_in_its_copy(order, fused_calls
     assert torch.equal(logits(model), expected) and len(fused_calls) == 5
     wrapper = model.base_model.model.model.norm
     for norm in (wrapper.original_module, wrapper.modules_to_save["default"]):
-        assert isinstance(norm._hf_hook, AlignDevicesHook) and norm._old_forward.__self__ is norm
+        assert (
+            isinstance(norm._hf_hook, AlignDevicesHook)
+            and norm._old_forward.__self__ is norm
+        )
     assert unpatch_model(model) == 6
     assert torch.equal(logits(model), expected) and len(fused_calls) == 5

@@ -23,7 +23,11 @@ FAMILIES = ["qwen3", "gemma2", "gpt2"]
 
 
 def fused(model):
-    return [path for path, module in model.named_modules() if fused_part(type(module)) is not None]
+    return [
+        path
+        for path, module in model.named_modules()
+        if fused_part(type(module)) is not None
+    ]
 
 
 # Processes
@@ -54,7 +58,10 @@ def test_torch_save_of_whole_models_loads_in_a_new_process(tmp_path):
         patch_model(model, strict=True)
         torch.save(model, tmp_path / f"{family}.pt")
         torch.save((ids, expected, fused(model)), tmp_path / f"{family}.expected.pt")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in PATHS if path)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in PATHS if path),
+    }
     command = [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path), *FAMILIES]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -69,7 +76,9 @@ def test_torch_save_of_whole_models_loads_in_a_new_process(tmp_path):
 
 
 def together(*functions):
-    """Run functions in a thread each, started at the same moment; raise what any of them raised."""
+    """Run functions in a thread each, started at the same moment; raise what any of
+    them raised.
+    """
     start, failures = threading.Barrier(len(functions)), queue.Queue()
 
     def work(function):
@@ -79,7 +88,9 @@ def together(*functions):
         except BaseException as error:  # handed over to the main thread
             failures.put(error)
 
-    threads = [threading.Thread(target=work, args=(function,)) for function in functions]
+    threads = [
+        threading.Thread(target=work, args=(function,)) for function in functions
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,7 +112,10 @@ def test_two_models_of_new_classes_are_recognised_and_patched_at_once(eager_swit
     class Fresh(LlamaRMSNorm):  # nothing is known of it yet, to either thread
         pass
 
-    models = [nn.Sequential(*(Fresh(40) for _ in range(4)), nn.LayerNorm(40)) for _ in range(2)]
+    models = [
+        nn.Sequential(*(Fresh(40) for _ in range(4)), nn.LayerNorm(40))
+        for _ in range(2)
+    ]
     reports = {}
 
     def patch(i):
@@ -109,7 +123,8 @@ def test_two_models_of_new_classes_are_recognised_and_patched_at_once(eager_swit
 
     together(lambda: patch(0), lambda: patch(1))
     assert reports[0] == reports[1] and len(reports[0].swapped) == 5
-    # One formula of one class is one class, whoever came first: dynamo and pickle go by that.
+    # One formula of one class is one class, whoever came first: dynamo and pickle go by
+    # that.
     assert [type(m) for m in models[0]] == [type(m) for m in models[1]]
     together(lambda: unpatch_model(models[0]), lambda: unpatch_model(models[1]))
     assert not any(fused(model) for model in models)
@@ -133,4 +148,8 @@ def test_two_patched_models_run_under_backends_of_their_own_at_once(eager_switch
 
     with count_launches() as launches:
         together(lambda: run(0, "triton"), lambda: run(1, "reference"))
-    assert launches["norm_forward"] + 2 * launches["qk_norm_forward"] == 3 * 9 == counts["triton"]
+    assert (
+        launches["norm_forward"] + 2 * launches["qk_norm_forward"]
+        == 3 * 9
+        == counts["triton"]
+    )

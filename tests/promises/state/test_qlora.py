@@ -1,4 +1,6 @@
-"""QLoRA as it is commonly done, with the real bitsandbytes and PEFT: the same numbers patched, and verified."""
+"""QLoRA as it is commonly done, with the real bitsandbytes and PEFT: the same numbers
+patched, and verified.
+"""
 
 import pytest
 import tiny_models
@@ -8,14 +10,19 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hf_rmsnorm import patch_model, use_backend, verify_equivalence
 from hf_rmsnorm.demo import demo_path
 
-peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
-pytest.importorskip("bitsandbytes", reason="the real quantised layers come with bitsandbytes")
+peft = pytest.importorskip(
+    "peft", reason="adapters come with peft, of scripts/requirements"
+)
+pytest.importorskip(
+    "bitsandbytes", reason="the real quantised layers come with bitsandbytes"
+)
 pytestmark = pytest.mark.full
 
 HALF = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
 CONFIGS = {
     "nf4": HALF | {"bnb_4bit_quant_type": "nf4"},
-    "nf4 twice": HALF | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4 twice": HALF
+    | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "8-bit": {"load_in_8bit": True},
 }
 LINEARS = {"nf4": "Linear4bit", "nf4 twice": "Linear4bit", "8-bit": "Linear8bitLt"}
@@ -26,7 +33,10 @@ ids = torch.tensor([list(b"The import statement")])
 def load(kind):
     config = BitsAndBytesConfig(**CONFIGS[kind])
     return AutoModelForCausalLM.from_pretrained(
-        demo_path("llama"), quantization_config=config, dtype=torch.bfloat16, local_files_only=True
+        demo_path("llama"),
+        quantization_config=config,
+        dtype=torch.bfloat16,
+        local_files_only=True,
     ).eval()
 
 
@@ -35,11 +45,16 @@ def prepared(kind, order=None, **how):
     model = load(kind)
     if order == "patch first":
         patch_model(model, strict=True)
-    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model = peft.prepare_model_for_kbit_training(
+        model, use_gradient_checkpointing=False
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         targets = ["q_proj", "down_proj"]
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, init_lora_weights=False, **how))
+        model = peft.get_peft_model(
+            model,
+            peft.LoraConfig(target_modules=targets, init_lora_weights=False, **how),
+        )
     if order == "patch last":
         patch_model(model, strict=True)
     return model
@@ -49,37 +64,57 @@ def trained(model):
     """Logits, and the gradients of the adapter."""
     out = model.train()(input_ids=ids, labels=ids)
     out.loss.backward()
-    return out.logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return out.logits.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @kinds
 @pytest.mark.parametrize("order", ["patch first", "patch last"])
-def test_patched_training_has_the_logits_and_gradients_of_the_unpatched(kind, order, fused_calls):
+def test_patched_training_has_the_logits_and_gradients_of_the_unpatched(
+    kind, order, fused_calls
+):
     logits, gradients = trained(prepared(kind))
     model = prepared(kind, order)
     with use_backend("reference"):
         ours, found = trained(model)
     assert len(fused_calls) == len(tiny_models.norms(model)) == 11
     assert torch.equal(ours, logits)
-    assert found.keys() == gradients.keys() and all("lora" in name for name in found) and len(found) == 20
+    assert (
+        found.keys() == gradients.keys()
+        and all("lora" in name for name in found)
+        and len(found) == 20
+    )
     for name, expected in gradients.items():
-        # bfloat16 and int8 in between: a rounding to the other side moves what comes before it by a step.
-        torch.testing.assert_close(found[name], expected, rtol=2.0**-5, atol=2.0**-6 * expected.abs().max().item())
+        # bfloat16 and int8 in between: a rounding to the other side moves what comes
+        # before it by a step.
+        torch.testing.assert_close(
+            found[name],
+            expected,
+            rtol=2.0**-5,
+            atol=2.0**-6 * expected.abs().max().item(),
+        )
 
 
 @kinds
 def test_a_quantised_model_is_verified(kind):
     model = load(kind)
-    report = verify_equivalence(model, inputs=ids, max_new_tokens=2, backward=True, backend="reference")
+    report = verify_equivalence(
+        model, inputs=ids, max_new_tokens=2, backward=True, backend="reference"
+    )
     assert report.passed and report.quantised == {LINEARS[kind]: 35}
     assert 0 < report.noise_floor.reference_max < 1  # of logits up to 20
 
 
-@pytest.mark.parametrize("kind, how", [("nf4 twice", {}), ("nf4 twice", {"use_dora": True}), ("8-bit", {})])
+@pytest.mark.parametrize(
+    "kind, how", [("nf4 twice", {}), ("nf4 twice", {"use_dora": True}), ("8-bit", {})]
+)
 def test_a_model_with_an_adapter_is_verified(kind, how):
     """DoRA reads the weight's codes outside of the quantised linear."""
     model = prepared(kind, "patch last", **how)
-    report = verify_equivalence(model, inputs=ids, max_new_tokens=2, backend="reference")
+    report = verify_equivalence(
+        model, inputs=ids, max_new_tokens=2, backend="reference"
+    )
     assert report.passed and report.noise_floor.reference_max < 1
 
 
@@ -88,4 +123,6 @@ def test_a_wrong_norm_is_noticed_beside_quantised_linears():
     with torch.no_grad():
         candidate.model.layers[1].input_layernorm.weight.mul_(1.05)
     report = verify_equivalence(model, candidate, ids, max_new_tokens=0)
-    assert not report.passed and [norm.path for norm in report.norms] == ["model.layers.1.input_layernorm"]
+    assert not report.passed and [norm.path for norm in report.norms] == [
+        "model.layers.1.input_layernorm"
+    ]

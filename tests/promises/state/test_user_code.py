@@ -1,4 +1,6 @@
-"""Norms from a user's own file, loaded with trust_remote_code: served by what they compute, or left alone and named."""
+"""Norms from a user's own file, loaded with trust_remote_code: served by what they
+compute, or left alone and named.
+"""
 
 import copy
 import json
@@ -142,32 +144,61 @@ ids = torch.arange(24).view(2, 12)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A checkpoint with code of its own; what Transformers copies of that code goes to a folder that passes away."""
+    """A checkpoint with code of its own; what Transformers copies of that code goes to
+    a folder that passes away.
+    """
     modules = tmp_path / "modules"
     modules.mkdir()
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(modules)
+    )
     monkeypatch.syspath_prepend(str(modules))
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+    for name in [
+        name for name in sys.modules if name.startswith("transformers_modules")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     checkpoint = tmp_path / "house"
     checkpoint.mkdir()
     (checkpoint / "configuration_house.py").write_text(CONFIGURATION)
     (checkpoint / "modeling_house.py").write_text(MODELING)
-    auto = {"AutoConfig": "configuration_house.HouseConfig", "AutoModelForCausalLM": "modeling_house.HouseForCausalLM"}
-    (checkpoint / "config.json").write_text(json.dumps({"model_type": "house", "auto_map": auto}))
+    auto = {
+        "AutoConfig": "configuration_house.HouseConfig",
+        "AutoModelForCausalLM": "modeling_house.HouseForCausalLM",
+    }
+    (checkpoint / "config.json").write_text(
+        json.dumps({"model_type": "house", "auto_map": auto})
+    )
     generator = torch.Generator().manual_seed(0)
     state = {"embed.weight": (64, 32), "head.weight": (64, 32)}
     for i in range(2):
-        names = "plain", "evener", "residual", "maybe_gated", "gated", "noisy", "dropped", "running", "cached"
-        state |= {f"blocks.{i}.{name}.gain": (32,) for name in names} | {f"blocks.{i}.mix.weight": (32, 32)}
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in state.items()}
+        names = (
+            "plain",
+            "evener",
+            "residual",
+            "maybe_gated",
+            "gated",
+            "noisy",
+            "dropped",
+            "running",
+            "cached",
+        )
+        state |= {f"blocks.{i}.{name}.gain": (32,) for name in names} | {
+            f"blocks.{i}.mix.weight": (32, 32)
+        }
+    tensors = {
+        name: torch.randn(shape, generator=generator) for name, shape in state.items()
+    }
     tensors |= {f"blocks.{i}.running.seen": torch.zeros(()) for i in range(2)}
-    safetensors.torch.save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(
+        tensors, checkpoint / "model.safetensors", {"format": "pt"}
+    )
     return checkpoint
 
 
 def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype=torch.float32
+    )
 
 
 def files(folder):
@@ -175,7 +206,9 @@ def files(folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_a_norm_is_swapped_and_what_is_more_is_named(folder, dtype, fused_calls):
+def test_what_is_a_norm_is_swapped_and_what_is_more_is_named(
+    folder, dtype, fused_calls
+):
     model = load(folder).to(dtype)
     assert type(model).__module__.startswith("transformers_modules.")
     expected = load(folder).to(dtype)(ids).logits
@@ -183,18 +216,27 @@ def test_what_is_a_norm_is_swapped_and_what_is_more_is_named(folder, dtype, fuse
     swapped = {record.path.rpartition(".")[2]: record for record in report.swapped}
     skipped = {record.path.rpartition(".")[2]: record for record in report.skipped}
     assert {"plain", "evener", "residual", "maybe_gated"} <= set(swapped)
-    assert {swapped[name].formula.eps for name in ("plain", "evener", "residual", "maybe_gated")} == {3e-6}
-    assert {name: record.reason for name, record in skipped.items() if ALONE.get(name, "") not in record.reason} == {}
+    assert {
+        swapped[name].formula.eps
+        for name in ("plain", "evener", "residual", "maybe_gated")
+    } == {3e-6}
+    assert {
+        name: record.reason
+        for name, record in skipped.items()
+        if ALONE.get(name, "") not in record.reason
+    } == {}
     assert set(ALONE) <= set(skipped)
     # One that cannot do without its gate is in the report either way.
     assert ("gated" in swapped) != ("gated" in skipped)
     seen = [block.running.seen.item() for block in model.blocks]
     with use_backend("reference"):
         assert torch.equal(model(ids).logits, expected)
-    # plain, evener, residual without and maybe_gated without its second argument; with one: the original forward,
-    # or the fused one where the formula has it
+    # plain, evener, residual without and maybe_gated without its second argument; with
+    # one: the original forward, or the fused one where the formula has it
     assert len(fused_calls) >= 2 * 4
-    assert [block.running.seen.item() for block in model.blocks] == [count + 1 for count in seen]
+    assert [block.running.seen.item() for block in model.blocks] == [
+        count + 1 for count in seen
+    ]
     unpatch_model(model)
     assert torch.equal(model(ids).logits, expected)
 
@@ -210,10 +252,14 @@ def test_random_norms_draw_in_train_mode_what_they_drew(folder):
     expected = logits()
     patch_model(model)
     assert torch.equal(logits(), expected)
-    assert not torch.equal(expected, model.eval()(ids).logits), "nothing random was there"
+    assert not torch.equal(expected, model.eval()(ids).logits), (
+        "nothing random was there"
+    )
 
 
-def test_saved_bytes_copies_and_pickles_of_a_model_with_code_of_its_own(folder, tmp_path, fused_calls):
+def test_saved_bytes_copies_and_pickles_of_a_model_with_code_of_its_own(
+    folder, tmp_path, fused_calls
+):
     model = load(folder)
     model.save_pretrained(tmp_path / "plain")
     patch_model(model)
@@ -224,7 +270,9 @@ def test_saved_bytes_copies_and_pickles_of_a_model_with_code_of_its_own(folder, 
         calls = len(fused_calls)
         for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             fused_calls.clear()
-            assert torch.equal(again(ids).logits, expected) and len(fused_calls) == calls
+            assert (
+                torch.equal(again(ids).logits, expected) and len(fused_calls) == calls
+            )
             assert unpatch_model(again) == unpatch_model(copy.deepcopy(model))
     fresh = load(tmp_path / "patched")
     with use_backend("reference"):

@@ -1,4 +1,6 @@
-"""What users hang on models survives a patch: hooks of both kinds, copies, pickles, other patchers, subclasses."""
+"""What users hang on models survives a patch: hooks of both kinds, copies, pickles,
+other patchers, subclasses.
+"""
 
 import gc
 import pickle
@@ -69,7 +71,8 @@ def test_accelerate_hook(order, fused_calls):
     assert vars(norm)["forward"] == types.MethodType(LlamaRMSNorm.forward, norm)
     assert not run(norm, fused_calls)[0]
 
-    assert len(patch_model(norm).swapped) == 1  # though a forward is left on the instance
+    # though a forward is left on the instance
+    assert len(patch_model(norm).swapped) == 1
     assert run(norm, fused_calls)[0]
 
 
@@ -84,7 +87,9 @@ def test_pickle(protocol):
 
 
 @pytest.mark.parametrize("order", ["wrap first", "patch first"])
-def test_wrappers_that_hold_the_forward_they_found_run_around_the_fused_one(order, fused_calls):
+def test_wrappers_that_hold_the_forward_they_found_run_around_the_fused_one(
+    order, fused_calls
+):
     norm, seen = LlamaRMSNorm(8), []
 
     def wrap(factor):
@@ -138,7 +143,9 @@ def test_a_class_put_on_top_later_keeps_its_own_part(fused_calls):
         def extra(self):
             return "extra"
 
-    norm.__class__ = type("Sharded" + type(norm).__name__, (Mixin, type(norm)), {"__slots__": ()})
+    norm.__class__ = type(
+        "Sharded" + type(norm).__name__, (Mixin, type(norm)), {"__slots__": ()}
+    )
     assert run(norm, fused_calls)[0]
     assert len(patch_model(norm).swapped) == 1
     unpatch_model(norm)

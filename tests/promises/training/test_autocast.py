@@ -1,4 +1,6 @@
-"""Float32 weights under autocast, the commonest fine-tuning of all: as much is fused as without, and the same bits."""
+"""Float32 weights under autocast, the commonest fine-tuning of all: as much is fused as
+without, and the same bits.
+"""
 
 import copy
 
@@ -20,7 +22,11 @@ def step(model, dtype, backend="triton"):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             output = model(IDS, labels=IDS, output_hidden_states=True, use_cache=False)
         output.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return launches, [*output.hidden_states, output.loss], gradients
 
 
@@ -35,18 +41,26 @@ def test_training_under_autocast_launches_what_plain_training_launches(family, d
     patch_model(model, fuse_residual=False)
     more, expected, alone = step(model, dtype)
     assert sum(more.values()) >= sum(launches.values())
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "fused is what the norms alone are"
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (
+        "fused is what the norms alone are"
+    )
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, alone[name], rtol=0.02, atol=0.02 * alone[name].abs().max().item())
+        torch.testing.assert_close(
+            gradient, alone[name], rtol=0.02, atol=0.02 * alone[name].abs().max().item()
+        )
 
 
 def distance(gradients, exact):
-    squares = [(gradients[name].double() - exact[name]).square().sum() for name in exact]
+    squares = [
+        (gradients[name].double() - exact[name]).square().sum() for name in exact
+    ]
     return torch.stack(squares).sum().sqrt()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_gradients_under_autocast_are_as_near_to_float64_as_the_unpatched_models(family):
+def test_gradients_under_autocast_are_as_near_to_float64_as_the_unpatched_models(
+    family,
+):
     model = tiny_models.build(family)
     exact = copy.deepcopy(model).double()
     exact(IDS, labels=IDS, use_cache=False).loss.backward()
@@ -68,5 +82,6 @@ def test_generation_under_autocast(family):
         patch_model(model)
         with use_backend("triton"), count_launches() as launches:
             assert torch.equal(model.generate(IDS[:1, :8], **how), expected)
-    norms = {"llama": 5, "qwen3": 7}[family]  # of two layers: sums with norms, and one launch for q and k
+    # of two layers: sums with norms, and one launch for q and k
+    norms = {"llama": 5, "qwen3": 7}[family]
     assert sum(launches.values()) == 6 * norms, launches

@@ -1,4 +1,6 @@
-"""Training set up before a patch goes on unchanged after it: the same decay groups, optimizer, parameters and loss."""
+"""Training set up before a patch goes on unchanged after it: the same decay groups,
+optimizer, parameters and loss.
+"""
 
 import pytest
 import tiny_models
@@ -8,7 +10,11 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-CHECKPOINTING = {"off": {}, "reentrant": {"use_reentrant": True}, "not reentrant": {"use_reentrant": False}}
+CHECKPOINTING = {
+    "off": {},
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+}
 STEPS = 3
 
 
@@ -37,12 +43,17 @@ def make_trainer(model, folder, callbacks=(), **options):
         disable_tqdm=True,
         **options,
     )
-    return Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=list(callbacks))
+    return Trainer(
+        model=model, args=arguments, train_dataset=Rows(), callbacks=list(callbacks)
+    )
 
 
 def named_groups(optimizer, model):
     names = {id(p): name for name, p in model.named_parameters()}
-    return [(group["weight_decay"], [names[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+    return [
+        (group["weight_decay"], [names[id(p)] for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -51,9 +62,15 @@ def test_weight_decay_groups_and_the_optimizer_made_from_them(family, tmp_path):
     trainer = make_trainer(model, tmp_path)
     decay = trainer.get_decay_parameter_names(model)
     groups = named_groups(trainer.create_optimizer(), model)
-    norms = {f"{path}.{name}" for path, norm in tiny_models.norms(model) for name, _ in norm.named_parameters()}
+    norms = {
+        f"{path}.{name}"
+        for path, norm in tiny_models.norms(model)
+        for name, _ in norm.named_parameters()
+    }
     assert norms and not norms & set(decay)
-    assert [weight_decay for weight_decay, _ in groups] == [0.1, 0.0] and norms <= set(groups[1][1])
+    assert [weight_decay for weight_decay, _ in groups] == [0.1, 0.0] and norms <= set(
+        groups[1][1]
+    )
     patch_model(model, strict=True)
     assert trainer.get_decay_parameter_names(model) == decay
     again = make_trainer(model, tmp_path)
@@ -73,17 +90,29 @@ def step(model, optimizer, batch):
 @FAMILIES
 def test_an_optimizer_made_before_the_patch_updates_the_very_same_parameters(family):
     plain, model = tiny_models.build(family), tiny_models.build(family)
-    before = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model)]
+    before = {
+        name: (p, p.data_ptr(), p.detach().clone())
+        for name, p in model.named_parameters()
+    }
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, model)
+    ]
     losses = []
     for i, batch in enumerate(tiny_models.token_ids(2 * STEPS).chunk(STEPS)):
         if i == 1:  # the optimizer has a state by then
             patch_model(model, strict=True)
         with use_backend("reference"):
-            losses.append([step(m, o, batch) for m, o in zip((plain, model), optimizers, strict=True)])
+            losses.append(
+                [
+                    step(m, o, batch)
+                    for m, o in zip((plain, model), optimizers, strict=True)
+                ]
+            )
     for expected, got in losses:
         assert got == pytest.approx(expected, rel=1e-5)
-    for (name, p), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+    for (name, p), (_, expected) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
         assert p is before[name][0] and p.data_ptr() == before[name][1]
         assert p in optimizers[1].state
         assert not torch.equal(p, before[name][2]), f"{name} was not updated"
@@ -97,10 +126,15 @@ class PatchAtTheStart(TrainerCallback):
 
 @pytest.mark.parametrize("when", ["before", "after the optimizer", "in a callback"])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_trainer_trains_a_patched_model_as_it_trains_the_model(when, checkpointing, tmp_path, fused_calls):
+def test_trainer_trains_a_patched_model_as_it_trains_the_model(
+    when, checkpointing, tmp_path, fused_calls
+):
     options = {}
     if CHECKPOINTING[checkpointing]:
-        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": CHECKPOINTING[checkpointing]}
+        options = {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": CHECKPOINTING[checkpointing],
+        }
 
     def losses(trainer):
         trainer.train()
@@ -110,13 +144,19 @@ def test_trainer_trains_a_patched_model_as_it_trains_the_model(when, checkpointi
     expected = losses(make_trainer(plain, tmp_path, **options))
     if when == "before":
         patch_model(model, strict=True)
-    trainer = make_trainer(model, tmp_path, [PatchAtTheStart()] if when == "in a callback" else [], **options)
+    trainer = make_trainer(
+        model,
+        tmp_path,
+        [PatchAtTheStart()] if when == "in a callback" else [],
+        **options,
+    )
     if when == "after the optimizer":
         trainer.create_optimizer()
         patch_model(model, strict=True)
     with use_backend("reference"), count_launches() as launches:
         got = losses(trainer)
     assert len(got) == STEPS and not launches
-    assert len(fused_calls) == STEPS * (9 if checkpointing == "off" else 17)  # those of the two layers run twice
+    # those of the two layers run twice
+    assert len(fused_calls) == STEPS * (9 if checkpointing == "off" else 17)
     assert got == pytest.approx(expected, rel=1e-4)
     assert len(patch_model(model).swapped) == 9

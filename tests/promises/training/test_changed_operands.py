@@ -1,6 +1,8 @@
-"""A tensor replaced through `.data` between forward and backward raises, as in eager; nothing is read past its end.
+"""A tensor replaced through `.data` between forward and backward raises, as in eager;
+nothing is read past its end.
 
-Offloading by hand does it, and so does a ZeRO-3 whose weights are not gathered for the backward.
+Offloading by hand does it, and so does a ZeRO-3 whose weights are not gathered for the
+backward.
 """
 
 import pytest
@@ -26,7 +28,10 @@ def some(*shape, seed, dtype=torch.float32):
 
 def tensors(*shapes, dtype=torch.float32):
     """Results of an operator, as activations are; each of another seed."""
-    return [some(*shape, seed=seed, dtype=dtype).requires_grad_() * 1 for seed, shape in enumerate(shapes)]
+    return [
+        some(*shape, seed=seed, dtype=dtype).requires_grad_() * 1
+        for seed, shape in enumerate(shapes)
+    ]
 
 
 def patched(module, memory_efficient):
@@ -47,7 +52,9 @@ def layer_norm():
 
 def gate():
     x, gate, weight = tensors((ROWS, SIZE), (ROWS, SIZE), (SIZE,))
-    return {"x": x, "gate": gate, "weight": weight}, fused_norm(x, weight, None, GATED, gate=gate)
+    return {"x": x, "gate": gate, "weight": weight}, fused_norm(
+        x, weight, None, GATED, gate=gate
+    )
 
 
 def residual_sum():
@@ -66,15 +73,25 @@ def queries_and_keys():
 
 def modulation():
     of_rows, of_all = (ROWS, SIZE), (SIZE,)
-    x, residual, factor, weight, bias, scale, shift = tensors(*[of_rows] * 2, *[of_all] * 5)
+    x, residual, factor, weight, bias, scale, shift = tensors(
+        *[of_rows] * 2, *[of_all] * 5
+    )
     h, y = modulated_norm(x, weight, bias, LAYER, scale, shift, residual, factor)
     operands = x, residual, factor, weight, bias, scale, shift
-    return dict(zip(("x", "residual", "factor", "weight", "bias", "scale", "shift"), operands, strict=True)), h + y
+    return dict(
+        zip(
+            ("x", "residual", "factor", "weight", "bias", "scale", "shift"),
+            operands,
+            strict=True,
+        )
+    ), h + y
 
 
 def compiled():
     x, weight = tensors((ROWS, SIZE), (SIZE,))
-    function = torch.compile(lambda x, w: fused_norm(x, w, None, LLAMA), backend="aot_eager", fullgraph=True)
+    function = torch.compile(
+        lambda x, w: fused_norm(x, w, None, LLAMA), backend="aot_eager", fullgraph=True
+    )
     return {"x": x, "weight": weight}, function(x, weight)
 
 
@@ -101,7 +118,9 @@ def turned(t):
 
 
 def step(kind, name="", change=None):
-    """The gradients of all operands, where one is replaced between forward and backward."""
+    """The gradients of all operands, where one is replaced between forward and
+    backward.
+    """
     with use_backend("triton"):
         operands, y = kind()
         leaves = [t for t in operands.values() if t is not None and t.requires_grad]
@@ -133,7 +152,10 @@ def named(case):
 @pytest.mark.parametrize(("kind", "name", "change"), CHANGED, ids=named)
 def test_an_operand_of_another_shape_or_dtype_is_named(kind, name, change):
     step(kind)  # whose launch is kept
-    with pytest.raises(RuntimeError, match=f"^{WORDS.get(name, name)} changed between forward and backward") as error:
+    with pytest.raises(
+        RuntimeError,
+        match=f"^{WORDS.get(name, name)} changed between forward and backward",
+    ) as error:
         step(kind, name, change)
     assert "\n" not in str(error.value)
     step(kind)  # nor is the call after it any other
@@ -165,7 +187,9 @@ def test_the_same_values_with_other_strides_give_the_same_gradients(kind, name, 
             torch.testing.assert_close(ours, usual)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(residual_sum, "residual"), (modulation, "shift")], ids=named)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(residual_sum, "residual"), (modulation, "shift")], ids=named
+)
 def test_what_no_backward_reads_may_go(kind, name):
     for ours, usual in zip(step(kind, name, empty), step(kind), strict=True):
         assert torch.equal(ours, usual)

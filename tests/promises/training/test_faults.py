@@ -1,4 +1,6 @@
-"""What goes wrong in training goes wrong as without a patch: the same errors, the same NaNs, the same steps skipped."""
+"""What goes wrong in training goes wrong as without a patch: the same errors, the same
+NaNs, the same steps skipped.
+"""
 
 import copy
 import math
@@ -18,10 +20,15 @@ WAYS = {
     "fused": {},
     "memory_efficient": {"memory_efficient": True},
 }
-SIZES = {"qwen3": {"num_hidden_layers": 1}, "llama": {"num_hidden_layers": 1}, "gpt2": {"n_layer": 1}}
+SIZES = {
+    "qwen3": {"num_hidden_layers": 1},
+    "llama": {"num_hidden_layers": 1},
+    "gpt2": {"n_layer": 1},
+}
 ids = tiny_models.token_ids(2, 8).to(DEVICE)
 ways = pytest.mark.parametrize("way", WAYS)
-families = pytest.mark.parametrize("family", ["qwen3", "gpt2"])  # sums, q and k norms with rotary; LayerNorm with bias
+# sums, q and k norms with rotary; LayerNorm with bias
+families = pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 
 
 @pytest.fixture(autouse=True)
@@ -31,19 +38,31 @@ def kernels():
 
 
 def build(family, way=None, dtype=torch.float32, **config):
-    """A tiny model in training mode, without dropout, on the kernels if patched in a way."""
-    model = tiny_models.build(family, dtype, **SIZES.get(family, {}), **config).train().to(DEVICE)
+    """A tiny model in training mode, without dropout, on the kernels if patched in a
+    way.
+    """
+    model = (
+        tiny_models.build(family, dtype, **SIZES.get(family, {}), **config)
+        .train()
+        .to(DEVICE)
+    )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if way is not None:
         report = patch_model(model, strict=True, **WAYS[way])
-        assert way != "memory_efficient" or any("keeps its output" in record.notes for record in report.swapped)
+        assert way != "memory_efficient" or any(
+            "keeps its output" in record.notes for record in report.swapped
+        )
     return model
 
 
 def norm_parameters(model):
-    return {f"{path}.{name}": p for path, norm in tiny_models.norms(model) for name, p in norm.named_parameters()}
+    return {
+        f"{path}.{name}": p
+        for path, norm in tiny_models.norms(model)
+        for name, p in norm.named_parameters()
+    }
 
 
 def gradients(model):
@@ -53,14 +72,18 @@ def gradients(model):
 def assert_same_nans(got, expected):
     for name, gradient in expected.items():
         assert torch.equal(got[name].isnan(), gradient.isnan()), name
-        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6, equal_nan=True, msg=name)
+        torch.testing.assert_close(
+            got[name], gradient, rtol=1e-4, atol=1e-6, equal_nan=True, msg=name
+        )
 
 
 # Parameters changed in place between forward and backward
 
 
 def outcome_of_a_change(model, name):
-    """The error of a backward before which a parameter was changed in place; "" if there is none."""
+    """The error of a backward before which a parameter was changed in place; "" if
+    there is none.
+    """
     model.zero_grad()
     loss = model(ids, labels=ids).loss
     with torch.no_grad():
@@ -77,20 +100,28 @@ def outcome_of_a_change(model, name):
 def test_a_parameter_changed_before_the_backward_is_eagers_error(family, way):
     plain, model = build(family), build(family, way)
     for name in norm_parameters(plain):
-        expected, got = outcome_of_a_change(plain, name), outcome_of_a_change(model, name)
-        if not expected and not (way == "memory_efficient" and name.endswith("bias")):  # which is then needed
+        expected, got = (
+            outcome_of_a_change(plain, name),
+            outcome_of_a_change(model, name),
+        )
+        if not expected and not (way == "memory_efficient" and name.endswith("bias")):
+            # which is then needed
             assert not got, name
             assert_same_nans(gradients(model), gradients(plain))
         else:
             assert "modified by an inplace operation" in got, name
-        assert name.endswith("bias") or "modified by an inplace operation" in expected, name
+        assert (
+            name.endswith("bias") or "modified by an inplace operation" in expected
+        ), name
 
 
 # A weight frozen in the middle of training
 
 
 def train_frozen(model, frozen):
-    """Losses of six steps of which two have some parameters frozen, and whether those moved in each step."""
+    """Losses of six steps of which two have some parameters frozen, and whether those
+    moved in each step.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     watched = [model.get_parameter(name) for name in frozen]
     losses, moved = [], []
@@ -103,7 +134,9 @@ def train_frozen(model, frozen):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        moved.append([not torch.equal(p, old) for p, old in zip(watched, before, strict=True)])
+        moved.append(
+            [not torch.equal(p, old) for p, old in zip(watched, before, strict=True)]
+        )
     return losses, moved
 
 
@@ -120,14 +153,17 @@ def test_a_weight_frozen_for_two_steps_and_thawed(family, way):
 # NaN and inf
 
 
-BAD_VALUES = [(1, 3, math.nan), (2, 5, math.inf), (3, 0, -math.inf), (4, 1, 1e30)]  # whose square is inf
+# whose square is inf
+BAD_VALUES = [(1, 3, math.nan), (2, 5, math.inf), (3, 0, -math.inf), (4, 1, 1e30)]
 NORMS = {"llama": LlamaRMSNorm, "gemma": GemmaRMSNorm, "layer norm": nn.LayerNorm}
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True])
 @pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
 def test_gradients_of_bad_rows_are_eagers_row_by_row(make, memory_efficient):
-    """In the input or in the incoming gradient: a row's dx is bad where eager's is, and no other row's is."""
+    """In the input or in the incoming gradient: a row's dx is bad where eager's is, and
+    no other row's is.
+    """
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(9, 64, generator=generator) for _ in range(2))
     for row, column, value in BAD_VALUES:
@@ -142,11 +178,14 @@ def test_gradients_of_bad_rows_are_eagers_row_by_row(make, memory_efficient):
         leaf = x.to(DEVICE).requires_grad_()
         with count_launches() as launches:
             y = module(leaf)
-            dx, *dw = torch.autograd.grad(y, [leaf, *module.parameters()], dy.to(DEVICE))
+            dx, *dw = torch.autograd.grad(
+                y, [leaf, *module.parameters()], dy.to(DEVICE)
+            )
         results.append((y.detach(), dx, *dw))
     assert launches.total() >= 2
     for got, expected in zip(results[1], results[0], strict=True):
-        finite = expected.isfinite()  # whether an infinite dy gives inf or NaN depends on how rows are vectorised
+        # whether an infinite dy gives inf or NaN depends on how rows are vectorised
+        finite = expected.isfinite()
         assert torch.equal(got.isfinite(), finite)
         torch.testing.assert_close(got[finite], expected[finite], rtol=1e-5, atol=1e-5)
     assert torch.equal(results[1][0].isnan(), results[0][0].isnan())
@@ -160,7 +199,8 @@ def test_gradients_of_bad_rows_are_eagers_row_by_row(make, memory_efficient):
 def train_scaled(model):
     """What a float16 autocast makes of a scale too large.
 
-    Returns by step the loss, the scale after it and whether it was taken; and the weights behind the last one.
+    Returns by step the loss, the scale after it and whether it was taken; and the
+    weights behind the last one.
     """
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**18, growth_interval=3)
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-3), []
@@ -173,7 +213,10 @@ def train_scaled(model):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        taken = not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        taken = not all(
+            torch.equal(p, old)
+            for p, old in zip(model.parameters(), before, strict=True)
+        )
         seen.append((loss.item(), scaler.get_scale(), taken))
     return seen, dict(model.named_parameters())
 
@@ -181,13 +224,21 @@ def train_scaled(model):
 @ways
 @families
 def test_steps_whose_scaled_gradients_overflow_are_skipped_as_in_eager(family, way):
-    (plain, weights), (patched, ours) = train_scaled(build(family)), train_scaled(build(family, way))
+    (plain, weights), (patched, ours) = (
+        train_scaled(build(family)),
+        train_scaled(build(family, way)),
+    )
     taken = [step for *_, step in plain]
     assert False in taken and taken.count(True) >= 3
     assert [step[1:] for step in patched] == [step[1:] for step in plain]
-    assert [loss for loss, *_ in patched] == pytest.approx([loss for loss, *_ in plain], rel=2e-3)
-    for name in norm_parameters(build(family)):  # others' gradients may be noise around 0, which AdamW makes a step of
-        torch.testing.assert_close(ours[name], weights[name], rtol=0, atol=2e-5, msg=name)
+    assert [loss for loss, *_ in patched] == pytest.approx(
+        [loss for loss, *_ in plain], rel=2e-3
+    )
+    for name in norm_parameters(build(family)):
+        # others' gradients may be noise around 0, which AdamW makes a step of
+        torch.testing.assert_close(
+            ours[name], weights[name], rtol=0, atol=2e-5, msg=name
+        )
 
 
 # Parameters of several dtypes
@@ -200,13 +251,31 @@ def mix(model, dtype):
 
 
 def rms_errors(gradients, exact):
-    return {name: (g.double() - exact[name]).square().mean().sqrt() for name, g in gradients.items()}
+    return {
+        name: (g.double() - exact[name]).square().mean().sqrt()
+        for name, g in gradients.items()
+    }
 
 
 MIXED = {
-    "float32 norms in a bfloat16 Gemma": ("gemma2", torch.bfloat16, torch.float32, False),
-    "bfloat16 norms in a float32 LLaMA": ("llama", torch.float32, torch.bfloat16, False),
-    "float32 norms in a bfloat16 LLaMA, autocast": ("llama", torch.bfloat16, torch.float32, True),
+    "float32 norms in a bfloat16 Gemma": (
+        "gemma2",
+        torch.bfloat16,
+        torch.float32,
+        False,
+    ),
+    "bfloat16 norms in a float32 LLaMA": (
+        "llama",
+        torch.float32,
+        torch.bfloat16,
+        False,
+    ),
+    "float32 norms in a bfloat16 LLaMA, autocast": (
+        "llama",
+        torch.bfloat16,
+        torch.float32,
+        True,
+    ),
 }
 
 
@@ -226,14 +295,21 @@ def test_parameters_of_several_dtypes_train_as_accurately_as_in_eager(mixture, w
     plain = mix(build(family, None, dtype, **size), norms).double()
     plain(ids, labels=ids).loss.backward()
     eager, fused = (rms_errors(g, gradients(plain)) for g in found)
-    worse = {name: (fused[name] / eager[name]).item() for name in fused if fused[name] > 1.5 * eager[name]}
+    worse = {
+        name: (fused[name] / eager[name]).item()
+        for name in fused
+        if fused[name] > 1.5 * eager[name]
+    }
     assert not worse
 
 
 def test_a_mixture_that_eager_refuses_is_refused_in_its_words():
     """LLaMA's norm with a float32 weight gives float32, which no bfloat16 linear takes."""
     errors = []
-    for model in (build("llama", None, torch.bfloat16), build("llama", "fused", torch.bfloat16)):
+    for model in (
+        build("llama", None, torch.bfloat16),
+        build("llama", "fused", torch.bfloat16),
+    ):
         with pytest.raises(RuntimeError, match="same dtype") as error:
             mix(model, torch.float32)(ids)
         errors.append(str(error.value))
@@ -249,15 +325,21 @@ def replace_parameters(model, how):
             for name, parameter in list(norm.named_parameters(recurse=False)):
                 setattr(norm, name, nn.Parameter(parameter.detach() * 1.5))
     else:
-        state = {name: tensor.clone() * 1.5 for name, tensor in model.state_dict().items()}
+        state = {
+            name: tensor.clone() * 1.5 for name, tensor in model.state_dict().items()
+        }
         model.load_state_dict(state, assign=True)
 
 
 @ways
 @families
 @pytest.mark.parametrize("how", ["new Parameter", "load_state_dict(assign=True)"])
-def test_an_optimizer_of_replaced_parameters_moves_what_it_moves_in_eager(how, family, way):
-    """The model reads the new ones, the optimizer's old ones get no gradient, and nothing is remembered of them."""
+def test_an_optimizer_of_replaced_parameters_moves_what_it_moves_in_eager(
+    how, family, way
+):
+    """The model reads the new ones, the optimizer's old ones get no gradient, and
+    nothing is remembered of them.
+    """
     outcomes = []
     for model in (build(family), build(family, way)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -272,9 +354,15 @@ def test_an_optimizer_of_replaced_parameters_moves_what_it_moves_in_eager(how, f
             optimizer.zero_grad()
             losses.append(loss.item())
         now = norm_parameters(model)
-        assert all(now[name] is not before[name] and before[name].grad is None for name in now)
+        assert all(
+            now[name] is not before[name] and before[name].grad is None for name in now
+        )
         outcomes.append((losses, now))
     (expected, parameters), (got, fused) = outcomes
-    assert got == pytest.approx(expected, rel=1e-5) and got[1] != pytest.approx(got[0], rel=1e-3)
+    assert got == pytest.approx(expected, rel=1e-5) and got[1] != pytest.approx(
+        got[0], rel=1e-3
+    )
     for name, parameter in parameters.items():
-        torch.testing.assert_close(fused[name], parameter, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            fused[name], parameter, rtol=1e-4, atol=1e-6, msg=name
+        )

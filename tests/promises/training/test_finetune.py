@@ -1,4 +1,6 @@
-"""examples/finetune.py: what its flags do, what it refuses, and that a run goes on exactly where it stopped."""
+"""examples/finetune.py: what its flags do, what it refuses, and that a run goes on
+exactly where it stopped.
+"""
 
 import json
 import os
@@ -27,7 +29,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 import finetune  # noqa: E402
 import refusals  # noqa: E402
 
-# reference: bit for bit the model's own forward, as "auto" runs on a CPU outside of Triton's interpreter
+# reference: bit for bit the model's own forward, as "auto" runs on a CPU outside of
+# Triton's interpreter
 SHORT = ["--batch-size", "2", "--block-size", "32", "--cpu", "--backend", "reference"]
 
 
@@ -36,11 +39,14 @@ def train(tmp_path, monkeypatch):
     """Run finetune.py in this process; the folder it wrote, within tmp_path."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")  # and back, after the test: the script sets it
+    # and back, after the test: the script sets it
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
 
     def run(name, *arguments):
         AcceleratorState._reset_state(reset_partial_state=True)
-        finetune.main([*SHORT, "--output-dir", str(tmp_path / name), *map(str, arguments)])
+        finetune.main(
+            [*SHORT, "--output-dir", str(tmp_path / name), *map(str, arguments)]
+        )
         return tmp_path / name
 
     yield run
@@ -64,7 +70,10 @@ def losses(folder):
 
 
 def weights(folder):
-    (path,) = [*folder.glob("model.safetensors"), *folder.glob("adapter_model.safetensors")]
+    (path,) = [
+        *folder.glob("model.safetensors"),
+        *folder.glob("adapter_model.safetensors"),
+    ]
     return path.read_bytes()
 
 
@@ -74,20 +83,26 @@ def assert_same_run(folder, other):
 
 
 @pytest.mark.full
-def test_patched_and_unpatched_runs_have_the_same_losses_and_write_the_same_files(train, capsys):
+def test_patched_and_unpatched_runs_have_the_same_losses_and_write_the_same_files(
+    train, capsys
+):
     plain = train("plain", "--max-steps", 4, "--no-patch", "--save-every", 2)
     assert "RMSNorm(" not in capsys.readouterr().out
     patched = train("patched", "--max-steps", 4, "--save-every", 2)
     assert "11 x LlamaRMSNorm: RMSNorm(" in capsys.readouterr().out
     assert len(losses(patched)) == 4 and losses(patched)[0] != losses(patched)[-1]
     files = {path.relative_to(plain) for path in plain.rglob("*") if path.is_file()}
-    assert files == {path.relative_to(patched) for path in patched.rglob("*") if path.is_file()}
+    assert files == {
+        path.relative_to(patched) for path in patched.rglob("*") if path.is_file()
+    }
     for name in files:
         assert (patched / name).read_bytes() == (plain / name).read_bytes(), name
     kernels = train("kernels", "--max-steps", 2, "--backend", "triton")
     assert losses(kernels) == pytest.approx(losses(plain)[:2], rel=1e-5)
     assert (plain / "losses.png").read_bytes().startswith(b"\x89PNG")
-    before, after = (AutoModelForCausalLM.from_pretrained(p) for p in (demo_path("llama"), plain))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(p) for p in (demo_path("llama"), plain)
+    )
     assert not before.model.norm.weight.float().equal(after.model.norm.weight.float())
 
 
@@ -102,8 +117,13 @@ WAYS = {
 QUICK = "tied, q and k norms"
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == QUICK else pytest.mark.full) for way in WAYS])
-def test_a_run_goes_on_exactly_where_it_stopped_patched_or_not(way, train, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=() if way == QUICK else pytest.mark.full) for way in WAYS],
+)
+def test_a_run_goes_on_exactly_where_it_stopped_patched_or_not(
+    way, train, tmp_path, capsys
+):
     whole = train("whole", "--max-steps", 6, "--save-every", 3, *WAYS[way])
     assert len(losses(whole)) == 6
     for first, then in (("--patch", "--no-patch"), ("--no-patch", "--patch")):
@@ -114,38 +134,63 @@ def test_a_run_goes_on_exactly_where_it_stopped_patched_or_not(way, train, tmp_p
         assert f"Going on from {part / 'checkpoint-3'}" in capsys.readouterr().out
         assert_same_run(part, whole)
         # and the optimizer's state, to the bit
-        states = [torch.load(folder / "checkpoint-6" / "optimizer.pt") for folder in (part, whole)]
-        for (name, state), other in zip(states[0]["state"].items(), states[1]["state"].values(), strict=True):
+        states = [
+            torch.load(folder / "checkpoint-6" / "optimizer.pt")
+            for folder in (part, whole)
+        ]
+        for (name, state), other in zip(
+            states[0]["state"].items(), states[1]["state"].values(), strict=True
+        ):
             assert all(torch.equal(state[key], other[key]) for key in other), name
 
 
 def test_gradient_accumulation_is_a_larger_batch(train):
     whole = train("whole", "--max-steps", 3, "--batch-size", 4)
-    parts = train("parts", "--max-steps", 3, "--batch-size", 2, "--gradient-accumulation", 2)
+    parts = train(
+        "parts", "--max-steps", 3, "--batch-size", 2, "--gradient-accumulation", 2
+    )
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_gradient_checkpointing_changes_nothing_and_adapters_leave_the_model_alone(train):
+def test_gradient_checkpointing_changes_nothing_and_adapters_leave_the_model_alone(
+    train,
+):
     plain = train("plain", "--max-steps", 3)
-    assert_same_run(train("checkpointing", "--max-steps", 3, "--gradient-checkpointing"), plain)
+    assert_same_run(
+        train("checkpointing", "--max-steps", 3, "--gradient-checkpointing"), plain
+    )
     adapters = train("adapters", "--max-steps", 3, "--lora")
-    assert losses(adapters)[0] == losses(plain)[0] and losses(adapters)[2] != losses(plain)[2]
+    assert (
+        losses(adapters)[0] == losses(plain)[0]
+        and losses(adapters)[2] != losses(plain)[2]
+    )
     trained = load_file(adapters / "adapter_model.safetensors")
     assert trained and all("lora_" in name for name in trained)
     assert any("lora_B" in name and tensor.any() for name, tensor in trained.items())
 
 
-def test_without_an_output_folder_each_run_has_a_fresh_one_and_resume_goes_on_in_the_last(bare, tmp_path, capsys):
+def test_without_an_output_folder_each_run_has_a_fresh_one_and_resume_goes_on_in_the_last(
+    bare, tmp_path, capsys
+):
     for name in ("finetuned", "finetuned-2"):
         bare("--max-steps", 1, "--save-every", 1)
         assert f"all is in {name}\n" in capsys.readouterr().out
     first = weights(tmp_path / "finetuned")
     bare("--max-steps", 2, "--save-every", 1, "--resume")
     said = capsys.readouterr().out
-    assert "No --output-dir: it writes to finetuned-2\n" in said and "Going on from finetuned-2/checkpoint-1\n" in said
+    assert (
+        "No --output-dir: it writes to finetuned-2\n" in said
+        and "Going on from finetuned-2/checkpoint-1\n" in said
+    )
     bare("--max-steps", 2, "--save-every", 0, "--resume", "finetuned/checkpoint-1")
-    assert "all is in finetuned\n" in capsys.readouterr().out and weights(tmp_path / "finetuned") != first
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["finetuned", "finetuned-2"]
+    assert (
+        "all is in finetuned\n" in capsys.readouterr().out
+        and weights(tmp_path / "finetuned") != first
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "finetuned",
+        "finetuned-2",
+    ]
 
 
 # What is refused
@@ -156,8 +201,17 @@ def refusal(capsys, run):
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit:
         run()
-    lines = [line for line in re.split(r"[\r\n]+", capsys.readouterr().err) if line and "%|" not in line]  # bars
-    assert exit.value.code == 2 and len(lines) == 1 and lines[0].startswith("finetune.py: "), lines
+    # bars
+    lines = [
+        line
+        for line in re.split(r"[\r\n]+", capsys.readouterr().err)
+        if line and "%|" not in line
+    ]
+    assert (
+        exit.value.code == 2
+        and len(lines) == 1
+        and lines[0].startswith("finetune.py: ")
+    ), lines
     return lines[0]
 
 
@@ -177,7 +231,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_arguments_are_one_line_and_exit_code_2(flags, train, tmp_path, monkeypatch, capsys):
+def test_bad_arguments_are_one_line_and_exit_code_2(
+    flags, train, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     Path("short").write_text("ab")
     if flags == "--model cut":
@@ -196,24 +252,44 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, capsys):
         "--max-steps 1": "it has 2 steps already, --max-steps is 1",
     }
     for flags, said in differences.items():
-        assert said in refusal(capsys, lambda flags=flags: train("run", "--max-steps", 2, "--resume", *flags.split()))
-    assert "checkpoints of an earlier run: --resume" in refusal(capsys, lambda: train("run", "--max-steps", 2))
+        assert said in refusal(
+            capsys,
+            lambda flags=flags: train(
+                "run", "--max-steps", 2, "--resume", *flags.split()
+            ),
+        )
+    assert "checkpoints of an earlier run: --resume" in refusal(
+        capsys, lambda: train("run", "--max-steps", 2)
+    )
     (folder / "checkpoint-2" / "run.json").write_text("{")
-    assert "no checkpoint of finetune.py" in refusal(capsys, lambda: train("run", "--max-steps", 2, "--resume"))
+    assert "no checkpoint of finetune.py" in refusal(
+        capsys, lambda: train("run", "--max-steps", 2, "--resume")
+    )
 
 
-def test_the_model_of_an_earlier_run_is_not_written_over_or_mixed_with_another(train, capsys):
+def test_the_model_of_an_earlier_run_is_not_written_over_or_mixed_with_another(
+    train, capsys
+):
     folder = train("run", "--max-steps", 1, "--save-every", 0)
     kept = weights(folder)
     for flags in ([], ["--lora"], ["--resume"]):
-        said = refusal(capsys, lambda flags=flags: train("run", "--max-steps", 1, "--save-every", 0, *flags))
-        assert "has model.safetensors of an earlier run: give another --output-dir" in said
+        said = refusal(
+            capsys,
+            lambda flags=flags: train(
+                "run", "--max-steps", 1, "--save-every", 0, *flags
+            ),
+        )
+        assert (
+            "has model.safetensors of an earlier run: give another --output-dir" in said
+        )
     assert weights(folder) == kept
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "optimizer.pt"])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(name, train, capsys):
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(
+    name, train, capsys
+):
     whole = train("whole", "--max-steps", 2, "--save-every", 1)
     result = losses(whole), weights(whole)
     path = whole / "checkpoint-2" / name
@@ -221,7 +297,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(name, train,
     said = refusal(capsys, lambda: train("whole", "--max-steps", 2, "--resume"))
     assert f"--resume {whole / 'checkpoint-2'}: it is damaged: " in said
     assert "; --resume another checkpoint" in said
-    train("whole", "--max-steps", 2, "--save-every", 1, "--resume", whole / "checkpoint-1")
+    train(
+        "whole", "--max-steps", 2, "--save-every", 1, "--resume", whole / "checkpoint-1"
+    )
     assert (losses(whole), weights(whole)) == result
 
 
@@ -230,10 +308,14 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_saved(train, tmp_path, caps
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     size = (folder / "model.safetensors").stat().st_size
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (size // 2, size + 1000):  # of the weights, and of the optimizer's state
+    for limit in (size // 2, size + 1000):
+        # of the weights, and of the optimizer's state
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
         try:
-            said = refusal(capsys, lambda: train("run", "--max-steps", 3, "--save-every", 1, "--resume"))
+            said = refusal(
+                capsys,
+                lambda: train("run", "--max-steps", 3, "--save-every", 1, "--resume"),
+            )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         assert f"cannot write {folder / 'checkpoint-3.partial'}: " in said
@@ -246,16 +328,27 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_saved(train, tmp_path, caps
 def test_a_second_run_into_the_same_folder_is_refused(train, tmp_path, capsys):
     with refusals.output_folder(tmp_path / "run", alone=True):
         said = refusal(capsys, lambda: train("run", "--max-steps", 1))
-    assert f"--output-dir {tmp_path / 'run'}: another run is writing there now; give another one" in said
+    assert (
+        f"--output-dir {tmp_path / 'run'}: another run is writing there now; give another one"
+        in said
+    )
 
 
 def test_a_folder_with_a_model_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "model.safetensors").touch()
     (tmp_path / "torch.py").write_text("print('torch is imported')")
-    command = [sys.executable, str(ROOT / "examples" / "finetune.py"), "--output-dir=old"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "finetune.py"),
+        "--output-dir=old",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))
+    }
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("finetune.py: ") and done.stderr.count("\n") == 1
 
@@ -264,8 +357,15 @@ def test_an_adapter_in_the_place_of_a_model_is_refused(train, capsys):
     pytest.importorskip("peft", reason="makes the adapter")
     folder = train("adapter", "--max-steps", 1, "--lora")
     for flags in ([], ["--lora"]):  # which would train nothing, and lose the adapter
-        said = refusal(capsys, lambda flags=flags: train("out", "--max-steps", 1, "--model", folder, *flags))
-        assert f"--model {folder} is an adapter: merge_and_unload it into its base" in said
+        said = refusal(
+            capsys,
+            lambda flags=flags: train(
+                "out", "--max-steps", 1, "--model", folder, *flags
+            ),
+        )
+        assert (
+            f"--model {folder} is an adapter: merge_and_unload it into its base" in said
+        )
 
 
 # What was launched
@@ -292,7 +392,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("command", WRONG)
-def test_another_launch_than_was_asked_for_is_refused(command, train, tmp_path, monkeypatch, capsys):
+def test_another_launch_than_was_asked_for_is_refused(
+    command, train, tmp_path, monkeypatch, capsys
+):
     for path in CONFIGS.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.chdir(tmp_path)
@@ -320,4 +422,6 @@ def test_accelerate_reads_the_config_files(name):
     assert (config.distributed_type, config.num_processes) == CONFIGURED[name]
 
 
-assert os.environ.get("HF_HUB_OFFLINE"), "a model that is not there must not be looked for on the network"
+assert os.environ.get("HF_HUB_OFFLINE"), (
+    "a model that is not there must not be looked for on the network"
+)

@@ -1,4 +1,6 @@
-"""`patch_model(model, memory_efficient=True)`: the backward reads the norm's output, where that serves."""
+"""`patch_model(model, memory_efficient=True)`: the backward reads the norm's output,
+where that serves.
+"""
 
 import copy
 import pickle
@@ -39,7 +41,9 @@ def build(name="llama", hidden_size=96, dtype=torch.bfloat16):
     module = MODULES[name](hidden_size).to(DEVICE, dtype)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn(hidden_size, generator=generator) * 0.3 + (name != "gemma"))
+            parameter.copy_(
+                torch.randn(hidden_size, generator=generator) * 0.3 + (name != "gemma")
+            )
         module.weight[: hidden_size // 4].neg_().sub_(2 * (name == "gemma"))
     return module
 
@@ -54,7 +58,9 @@ def kept(module, x, *arguments):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = module(x, *arguments)
-    (which,) = [name for name, t in (("input", x), ("output", y)) if t.data_ptr() in saved]
+    (which,) = [
+        name for name, t in (("input", x), ("output", y)) if t.data_ptr() in saved
+    ]
     return which
 
 
@@ -66,16 +72,32 @@ def gradients(module, x, dy):
 
 
 def check(module, x, dy):
-    """The gradients of a patched module against float64, judged by what it computes unpatched."""
+    """The gradients of a patched module against float64, judged by what it computes
+    unpatched.
+    """
     fused = gradients(module, x, dy)
     eager = copy.deepcopy(module)
     unpatch_model(eager)
-    with use_backend("reference"):  # the class's own forward computes float32 whatever it is given
+    with use_backend("reference"):
+        # the class's own forward computes float32 whatever it is given
         exact = gradients(copy.deepcopy(module).double(), x.double(), dy.double())
-    orders = [torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device) for seed in range(4)]
+    orders = [
+        torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(
+            x.device
+        )
+        for seed in range(4)
+    ]
     others = [gradients(eager, x[order], dy[order])[1:] for order in orders]
-    for i, (ours, theirs, right) in enumerate(zip(fused, gradients(eager, x, dy), exact, strict=True)):
-        assert_as_accurate(ours, theirs, right, f"gradient {i}", [o[i - 1] for o in others] if i else [])
+    for i, (ours, theirs, right) in enumerate(
+        zip(fused, gradients(eager, x, dy), exact, strict=True)
+    ):
+        assert_as_accurate(
+            ours,
+            theirs,
+            right,
+            f"gradient {i}",
+            [o[i - 1] for o in others] if i else [],
+        )
 
 
 def rows(*shape, dtype, seed=0):
@@ -100,7 +122,9 @@ def test_gradients_of_hugging_faces_modules(name, dtype):
     check(module, x, dy)
 
 
-@pytest.mark.parametrize("hidden_size", [39, 1000, pytest.param(8192, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "hidden_size", [39, 1000, pytest.param(8192, marks=pytest.mark.full)]
+)
 def test_every_width(hidden_size):
     module = build(hidden_size=hidden_size)
     patch_model(module, memory_efficient=True)
@@ -111,7 +135,9 @@ def test_every_width(hidden_size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama", "olmo2", "layer_norm"])
 def test_the_worst_weights_and_gradients_that_are_served(name, dtype):
-    """Weights over three decades, biases of four times the weight, and most of the gradient along the output."""
+    """Weights over three decades, biases of four times the weight, and most of the
+    gradient along the output.
+    """
     module, (x, dy) = build(name, 512, dtype), operands(512, dtype)
     with torch.no_grad():
         module.weight.mul_(torch.logspace(-2.0, 0.0, 512, device=DEVICE).to(dtype))
@@ -120,8 +146,14 @@ def test_the_worst_weights_and_gradients_that_are_served(name, dtype):
     patch_model(module, memory_efficient=True)
     assert kept(module, x) == "output"
     check(module, x, dy)
-    xhat = x.detach().float() / x.detach().float().square().mean(-1, keepdim=True).sqrt()
-    check(module, x, ((0.9 * xhat + 0.25 * dy.float()) / module.weight.detach().float()).to(dtype))
+    xhat = (
+        x.detach().float() / x.detach().float().square().mean(-1, keepdim=True).sqrt()
+    )
+    check(
+        module,
+        x,
+        ((0.9 * xhat + 0.25 * dy.float()) / module.weight.detach().float()).to(dtype),
+    )
 
 
 def spoil(module, what):
@@ -166,7 +198,9 @@ def prune(parameter):
 
 
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
-def test_a_weight_that_becomes_zero_past_its_version_in_the_middle_of_a_step_gives_no_nan(name):
+def test_a_weight_that_becomes_zero_past_its_version_in_the_middle_of_a_step_gives_no_nan(
+    name,
+):
     module, (x, dy) = build(name), operands()
     patch_model(module, memory_efficient=True)
     x = x.detach().requires_grad_()
@@ -179,11 +213,16 @@ def test_a_weight_that_becomes_zero_past_its_version_in_the_middle_of_a_step_giv
 def test_formulas_that_need_their_input_keep_it():
     class Textbook(LlamaRMSNorm):
         def forward(self, x):
-            return self.weight * (x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon))
+            return self.weight * (
+                x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+            )
 
     module = Textbook(96, eps=1e-3).to(DEVICE)
     report = patch_model(module, memory_efficient=True)
-    assert "keeps its input for backward: its formula has eps_outside" in report.swapped[0].notes
+    assert (
+        "keeps its input for backward: its formula has eps_outside"
+        in report.swapped[0].notes
+    )
     assert kept(module, operands(dtype=torch.float32)[0]) == "input"
 
 
@@ -192,7 +231,11 @@ def test_an_output_of_another_dtype_or_order_of_rows_does_not_serve():
     patch_model(module, memory_efficient=True)
     assert kept(module, operands(dtype=torch.bfloat16)[0]) == "input"
     packed = rows(2, 5, 3, 96, dtype=torch.float32)
-    for x in (packed[:, :, 0], packed.transpose(1, 2), packed[:1, :1].expand(2, 5, 3, 96)):
+    for x in (
+        packed[:, :, 0],
+        packed.transpose(1, 2),
+        packed[:1, :1].expand(2, 5, 3, 96),
+    ):
         check(module, x, rows(*x.shape, dtype=torch.float32, seed=7))
 
 
@@ -234,7 +277,9 @@ def test_a_second_derivative_says_what_it_needs():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_whole_models(family, dtype):
-    """By the RMS error of each gradient: the largest one of so many is luck, without `memory_efficient` too."""
+    """By the RMS error of each gradient: the largest one of so many is luck, without
+    `memory_efficient` too.
+    """
     ids = tiny_models.token_ids(2, 9).to(DEVICE)
 
     def run(model):
@@ -253,17 +298,24 @@ def test_gradients_of_whole_models(family, dtype):
     with use_backend("reference"):
         exact = run(model.double())
     for name, right in exact.items():
-        ours, theirs = ((grads[name].double() - right).square().mean().sqrt() for grads in (fused, eager))
+        ours, theirs = (
+            (grads[name].double() - right).square().mean().sqrt()
+            for grads in (fused, eager)
+        )
         assert ours <= FACTOR * theirs, name
 
 
 def test_compiled_code_is_as_without():
     module, (x, dy) = build(), operands()
     patch_model(module)
-    expected = gradients(torch.compile(module, backend="aot_eager", fullgraph=True), x, dy)
+    expected = gradients(
+        torch.compile(module, backend="aot_eager", fullgraph=True), x, dy
+    )
     torch.compiler.reset()
     patch_model(module, memory_efficient=True)
-    compiled = gradients(torch.compile(module, backend="aot_eager", fullgraph=True), x, dy)
+    compiled = gradients(
+        torch.compile(module, backend="aot_eager", fullgraph=True), x, dy
+    )
     assert all(torch.equal(a, b) for a, b in zip(compiled, expected, strict=True))
 
 
@@ -283,7 +335,9 @@ def test_a_norm_that_keeps_a_strided_input_after_one_alike_that_kept_its_output(
 
     def gradients(norm):
         y = norm(x.transpose(1, 2))
-        return torch.autograd.grad(y, [x, norm.weight], torch.linspace(-1.0, 1.0, y.numel()).view(y.shape))
+        return torch.autograd.grad(
+            y, [x, norm.weight], torch.linspace(-1.0, 1.0, y.numel()).view(y.shape)
+        )
 
     expected = [gradients(norm) for norm in norms]
     patch_model(norms, memory_efficient=True)

@@ -1,4 +1,6 @@
-"""TRL's trainers with the callback: the losses of the unpatched run, and reference models that share its modules."""
+"""TRL's trainers with the callback: the losses of the unpatched run, and reference
+models that share its modules.
+"""
 
 import json
 import runpy
@@ -16,9 +18,13 @@ from hf_rmsnorm.fused.norm import fused_part
 
 pytestmark = pytest.mark.full
 
-trl = pytest.importorskip("trl", reason="it is of scripts/requirements from Python 3.11 on, which it needs")
+trl = pytest.importorskip(
+    "trl", reason="it is of scripts/requirements from Python 3.11 on, which it needs"
+)
 datasets = pytest.importorskip("datasets", reason="TRL's own dependency")
-peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
+peft = pytest.importorskip(
+    "peft", reason="adapters come with peft, of scripts/requirements"
+)
 
 STEPS = 3
 LINES = [
@@ -30,11 +36,16 @@ LINES = [
     "A function call may raise an exception.",
 ]
 SWAPPED = "hf_rmsnorm: 11 norms swapped, 0 skipped; runs on cpu: Triton kernels in Triton's interpreter, exact but slow"
-LORA = dict(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["model.norm"], task_type="CAUSAL_LM")
+LORA = dict(
+    r=4,
+    target_modules=["q_proj", "down_proj"],
+    modules_to_save=["model.norm"],
+    task_type="CAUSAL_LM",
+)
 OPTIONS = dict(
-    per_device_train_batch_size=2, max_steps=STEPS, learning_rate=1e-2, use_cpu=True, report_to=[], logging_steps=1,
-    save_strategy="no", disable_tqdm=True, max_length=48, bf16=False,
-    gradient_checkpointing=False,
+    per_device_train_batch_size=2, max_steps=STEPS, learning_rate=1e-2, use_cpu=True,
+    report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True, max_length=48,
+    bf16=False, gradient_checkpointing=False,
 )  # fmt: skip
 
 
@@ -54,38 +65,57 @@ def fused(model):
 
 def run(kind, folder, callback, adapter, **given):
     if kind == "SFT":
-        made, config, rows = trl.SFTTrainer, trl.SFTConfig, [{"text": line} for line in LINES]
+        made, config, rows = (
+            trl.SFTTrainer,
+            trl.SFTConfig,
+            [{"text": line} for line in LINES],
+        )
     else:
         made, config = trl.DPOTrainer, trl.DPOConfig
-        rows = [{"prompt": line[:12], "chosen": line[12:], "rejected": line[::-1]} for line in LINES]
+        rows = [
+            {"prompt": line[:12], "chosen": line[12:], "rejected": line[::-1]}
+            for line in LINES
+        ]
     torch.manual_seed(0)
     trainer = made(
-        model=load(), args=config(output_dir=str(folder), **OPTIONS), processing_class=tokenizer(),
-        train_dataset=datasets.Dataset.from_list(rows), callbacks=[callback] if callback else [],
+        model=load(), args=config(output_dir=str(folder), **OPTIONS),
+        processing_class=tokenizer(), train_dataset=datasets.Dataset.from_list(rows),
+        callbacks=[callback] if callback else [],
         peft_config=peft.LoraConfig(**LORA) if adapter else None, **given,
     )  # fmt: skip
     with use_backend("reference"):
         trainer.train()
-    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer, [
+        entry["loss"] for entry in trainer.state.log_history if "loss" in entry
+    ]
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "LoRA"])
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_the_losses_are_those_of_the_unpatched_run(kind, adapter, tmp_path, fused_calls):
+def test_the_losses_are_those_of_the_unpatched_run(
+    kind, adapter, tmp_path, fused_calls
+):
     _, expected = run(kind, tmp_path, None, adapter)
     assert not fused_calls
     callback = HfRmsNormCallback()
     trainer, got = run(kind, tmp_path, callback, adapter)
     assert len(got) == STEPS and got == pytest.approx(expected, rel=1e-5)
     # Two in each of 5 layers and the last, of which an adapter trains a copy.
-    assert fused(trainer.model) == len(callback.report.swapped) == (12 if adapter else 11)
-    # The policy runs every norm once a step. Under an adapter it is its own reference: twice.
+    assert (
+        fused(trainer.model) == len(callback.report.swapped) == (12 if adapter else 11)
+    )
+    # The policy runs every norm once a step. Under an adapter it is its own reference:
+    # twice.
     assert len(fused_calls) == 11 * STEPS * (2 if kind == "DPO" and adapter else 1)
     if kind == "DPO" and not adapter:
-        assert fused(trainer.ref_model) == 0, "TRL loads a reference model of its own, which no callback sees"
+        assert fused(trainer.ref_model) == 0, (
+            "TRL loads a reference model of its own, which no callback sees"
+        )
 
 
-def test_grpo_generates_and_compares_with_its_reference_as_without(tmp_path, fused_calls):
+def test_grpo_generates_and_compares_with_its_reference_as_without(
+    tmp_path, fused_calls
+):
     """Generation, and the policy without its adapter as the reference of the KL term."""
     options = {name: value for name, value in OPTIONS.items() if name != "max_length"}
     runs = []
@@ -103,13 +133,24 @@ def test_grpo_generates_and_compares_with_its_reference_as_without(tmp_path, fus
         )  # fmt: skip
         with use_backend("reference"):
             trainer.train()
-        runs.append([entry["kl"] for entry in trainer.state.log_history if "kl" in entry])
-    assert len(runs[0]) == STEPS and runs[0][-1] > 1e-5, "the policy has not left its reference"
-    assert runs[1] == pytest.approx(runs[0], rel=1e-4, abs=1e-7) and fused(trainer.model) == 12
-    assert len(fused_calls) > 11 * STEPS * 6, "each token is generated by the patched model"
+        runs.append(
+            [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+        )
+    assert len(runs[0]) == STEPS and runs[0][-1] > 1e-5, (
+        "the policy has not left its reference"
+    )
+    assert (
+        runs[1] == pytest.approx(runs[0], rel=1e-4, abs=1e-7)
+        and fused(trainer.model) == 12
+    )
+    assert len(fused_calls) > 11 * STEPS * 6, (
+        "each token is generated by the patched model"
+    )
 
 
-def test_the_command_of_the_page_patches_and_has_the_losses_of_trls_own(tmp_path, monkeypatch, capfd, fused_calls):
+def test_the_command_of_the_page_patches_and_has_the_losses_of_trls_own(
+    tmp_path, monkeypatch, capfd, fused_calls
+):
     (tmp_path / "hf_rmsnorm").symlink_to(ROOT / "hf_rmsnorm")
     (tmp_path / "examples").symlink_to(EXAMPLES)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -121,9 +162,16 @@ def test_the_command_of_the_page_patches_and_has_the_losses_of_trls_own(tmp_path
         assert not fused_calls
         monkeypatch.setattr(sys, "argv", [module, *arguments])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-        history = json.loads((tmp_path / "runs/trl/checkpoint-3/trainer_state.json").read_text())["log_history"]
+        history = json.loads(
+            (tmp_path / "runs/trl/checkpoint-3/trainer_state.json").read_text()
+        )["log_history"]
         losses.append([entry["loss"] for entry in history if "loss" in entry])
-        told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("hf_rmsnorm")]
+        told = [
+            line
+            for line in capfd.readouterr().err.splitlines()
+            if line.startswith("hf_rmsnorm")
+        ]
         assert told == ([SWAPPED] if module == words[0] else [])
     assert len(losses[1]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert len(fused_calls) == (11 + 10) * 3  # of 5 layers the norms run again: TRL checkpoints them unless told not to
+    # of 5 layers the norms run again: TRL checkpoints them unless told not to
+    assert len(fused_calls) == (11 + 10) * 3

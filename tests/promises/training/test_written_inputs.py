@@ -1,4 +1,6 @@
-"""Models that write in place to what a norm has read train patched as they do unpatched."""
+"""Models that write in place to what a norm has read train patched as they do
+unpatched.
+"""
 
 import copy
 

@@ -71,7 +71,9 @@ def text_ids(limit):
 @pytest.mark.full
 def test_it_loads_without_this_package_and_says_the_same(converted):
     folder, _ = converted
-    source, result = (AutoModelForCausalLM.from_pretrained(where).eval() for where in (GPT2, folder))
+    source, result = (
+        AutoModelForCausalLM.from_pretrained(where).eval() for where in (GPT2, folder)
+    )
     ids = text_ids(256)
     with torch.no_grad():
         expected, logits = source(ids).logits, result(ids).logits
@@ -82,35 +84,54 @@ def test_it_loads_without_this_package_and_says_the_same(converted):
     for model in (source, result):
         model.generation_config.pad_token_id = 0
     prompt = ids[:, :16]
-    written = [model.generate(prompt, max_new_tokens=48, do_sample=False).tolist() for model in (source, result)]
+    written = [
+        model.generate(prompt, max_new_tokens=48, do_sample=False).tolist()
+        for model in (source, result)
+    ]
     assert written[0] == written[1]
 
 
 def test_perplexity_is_equal_to_six_digits_and_a_naive_swap_is_not(converted):
     folder, _ = converted
     ids = text_ids(512)
-    source, result = (inspect_norms(AutoModelForCausalLM.from_pretrained(where), ids) for where in (GPT2, folder))
+    source, result = (
+        inspect_norms(AutoModelForCausalLM.from_pretrained(where), ids)
+        for where in (GPT2, folder)
+    )
     assert f"{source.perplexity:.6g}" == f"{result.perplexity:.6g}"
     assert source.naive.perplexity > 1.02 * source.perplexity
-    assert f"{result.naive.perplexity:.6g}" == f"{source.perplexity:.6g}", "after the conversion the swap is exact"
-    assert max(norm.largest for norm in result.norms) < 1e-6 < min(norm.median for norm in source.norms)
+    assert f"{result.naive.perplexity:.6g}" == f"{source.perplexity:.6g}", (
+        "after the conversion the swap is exact"
+    )
+    assert (
+        max(norm.largest for norm in result.norms)
+        < 1e-6
+        < min(norm.median for norm in source.norms)
+    )
 
 
 def test_patched_it_runs_as_rms_norm(converted):
     folder, _ = converted
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     report = patch_model(model)
-    assert len(report.swapped) == 11 and all(r.converted and not r.formula.centered for r in report.swapped)
+    assert len(report.swapped) == 11 and all(
+        r.converted and not r.formula.centered for r in report.swapped
+    )
     source = AutoModelForCausalLM.from_pretrained(GPT2).eval()
     ids = text_ids(24)
     with torch.no_grad(), use_backend("triton"):
-        torch.testing.assert_close(model(ids).logits, source(ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            model(ids).logits, source(ids).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_what_was_done_is_recorded(converted):
     folder, done = converted
     config = json.loads((folder / "config.json").read_text())
-    assert config["hf_rmsnorm"]["computes"] == "layer_norm" and config["hf_rmsnorm"]["proof"]["passed"]
+    assert (
+        config["hf_rmsnorm"]["computes"] == "layer_norm"
+        and config["hf_rmsnorm"]["proof"]["passed"]
+    )
     plan = json.loads((folder / "conversion_plan.json").read_text())
     assert len(plan["centre"]) == 22
     card = (folder / "README.md").read_text()
@@ -118,8 +139,13 @@ def test_what_was_done_is_recorded(converted):
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert "hf-rmsnorm" in json.loads(file.metadata()["hf_rmsnorm"])["converted_by"]
         assert "lm_head.weight" in set(file.keys())
-    assert done.verification.passed and set(done.verification.runs) == {"as LayerNorm", "as RMSNorm"}
-    assert (folder / "tokenizer.json").read_bytes() == (GPT2 / "tokenizer.json").read_bytes()
+    assert done.verification.passed and set(done.verification.runs) == {
+        "as LayerNorm",
+        "as RMSNorm",
+    }
+    assert (folder / "tokenizer.json").read_bytes() == (
+        GPT2 / "tokenizer.json"
+    ).read_bytes()
 
 
 @pytest.mark.full
@@ -134,7 +160,10 @@ def test_the_plan_is_printed_and_nothing_is_written(tmp_path, monkeypatch, capsy
     assert main(["convert", "demo:gpt2", "--plan"]) == 0
     text = capsys.readouterr().out
     assert "proven, 11 of 11 norms as RMSNorm" in text
-    assert "transformer.h.[0-4].mlp.c_proj.weight" in text and "lm_head.weight, a copy of" in text
+    assert (
+        "transformer.h.[0-4].mlp.c_proj.weight" in text
+        and "lm_head.weight, a copy of" in text
+    )
     assert not list(tmp_path.iterdir())
     assert main(["convert", "demo:gpt2", "--plan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["proof"]["passed"]
@@ -144,7 +173,10 @@ def test_the_plan_is_printed_and_nothing_is_written(tmp_path, monkeypatch, capsy
 def test_a_result_that_fails_is_not_published(tmp_path, monkeypatch, capsys):
     def damaged(*args, **kwargs):
         planned = plan_conversion(*args, **kwargs)
-        return replace(planned, centring=replace(planned.centring, centre=planned.centring.centre[1:]))
+        return replace(
+            planned,
+            centring=replace(planned.centring, centre=planned.centring.centre[1:]),
+        )
 
     with pytest.raises(VerificationFailed, match="as RMSNorm: verdict FAIL"):
         convert_checkpoint(GPT2, tmp_path / "out", planned=damaged(GPT2))
@@ -176,27 +208,41 @@ def test_a_hub_id_is_looked_up_and_a_path_is_not(tmp_path, monkeypatch):
     assert plan_conversion("org/gpt2").to_dict() == plan_conversion(GPT2).to_dict()
     convert_checkpoint("org/gpt2", tmp_path / "dst", verify=False)
     assert asked == [("org/gpt2", True), ("org/gpt2", False)], "a plan needs no weights"
-    with pytest.raises(ConversionError, match="^cannot load the files of bert-base-uncased: .*the hub does not answer"):
+    with pytest.raises(
+        ConversionError,
+        match="^cannot load the files of bert-base-uncased: .*the hub does not answer",
+    ):
         convert_checkpoint("bert-base-uncased", tmp_path / "other")
     for missing in (Path("nowhere"), str(tmp_path / "nowhere")):
         with pytest.raises((ConversionError, ConversionRefused), match="nowhere"):
             convert_checkpoint(missing, tmp_path / "other")
-    with pytest.raises(ConversionError, match="config.json is a file: pass the folder that holds it"):
+    with pytest.raises(
+        ConversionError, match="config.json is a file: pass the folder that holds it"
+    ):
         convert_checkpoint(GPT2 / "config.json", tmp_path / "other")
-    with pytest.raises(ConversionError, match="^no demo 'bert': choose one of demo:llama"):
+    with pytest.raises(
+        ConversionError, match="^no demo 'bert': choose one of demo:llama"
+    ):
         convert_checkpoint("demo:bert", tmp_path / "other")
-    assert asked[2:] == [("bert-base-uncased", False)] and not (tmp_path / "other").exists()
+    assert (
+        asked[2:] == [("bert-base-uncased", False)]
+        and not (tmp_path / "other").exists()
+    )
 
 
 def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
     with pytest.raises(ConversionRefused, match="it uses RMSNorm already"):
         plan_conversion(demo_path("llama"))
-    with pytest.raises(ConversionRefused, match=r'no config.json: pass .*demo_path\("gpt2"\)'):
+    with pytest.raises(
+        ConversionRefused, match=r'no config.json: pass .*demo_path\("gpt2"\)'
+    ):
         plan_conversion(tmp_path)
     bert = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
                                 intermediate_size=24))  # fmt: skip
     bert.save_pretrained(tmp_path / "bert")
-    with pytest.raises(ConversionRefused, match="post-norm model: 4 of its 5 .* examples/postnorm"):
+    with pytest.raises(
+        ConversionRefused, match="post-norm model: 4 of its 5 .* examples/postnorm"
+    ):
         plan_conversion(tmp_path / "bert")
     config = json.loads((tmp_path / "bert" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes"}
@@ -210,7 +256,9 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_writer_that_is_broken_is_found_before_anything_is_written(value, tmp_path, capsys):
+def test_a_writer_that_is_broken_is_found_before_anything_is_written(
+    value, tmp_path, capsys
+):
     model = tiny_models.build("gpt2")
     name = "transformer.h.0.mlp.c_proj.weight"
     with torch.no_grad():
@@ -219,7 +267,9 @@ def test_a_writer_that_is_broken_is_found_before_anything_is_written(value, tmp_
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst")]) == 2
     err = capsys.readouterr().err
-    assert err.endswith(f"error: NaN or infinity in {name!r}, as in the source: repair that\n")
+    assert err.endswith(
+        f"error: NaN or infinity in {name!r}, as in the source: repair that\n"
+    )
     assert {*tmp_path.iterdir()} == {tmp_path / "src"}
 
 
@@ -229,9 +279,14 @@ def test_broken_weights_are_not_published(tmp_path, capsys):
         model.get_parameter("transformer.h.0.ln_1.weight")[3] = float("nan")
     model.save_pretrained(tmp_path / "src")
     capsys.readouterr()
-    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--json"]) == 3
+    assert (
+        main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--json"]) == 3
+    )
     out = capsys.readouterr().out
-    assert "the original gives NaN or infinity in float64 too" in out and not (tmp_path / "dst").exists()
+    assert (
+        "the original gives NaN or infinity in float64 too" in out
+        and not (tmp_path / "dst").exists()
+    )
     json.loads(out, parse_constant=lambda token: pytest.fail(f"{token} is no JSON"))
 
 
@@ -240,17 +295,33 @@ def test_what_cannot_be_read_is_found_before_anything_is_written(fault, tmp_path
     tiny_models.build("gpt2").save_pretrained(tmp_path / "src")
     if fault == "tokenizer":
         (tmp_path / "src" / "tokenizer.json").write_text("{")
-        (tmp_path / "src" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        (tmp_path / "src" / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+        )
     else:
         (tmp_path / "src" / "vocab.txt").symlink_to(tmp_path / "gone")
-    with pytest.raises(ConversionError, match="its tokenizer does not load" if fault == "tokenizer" else "vocab.txt"):
+    with pytest.raises(
+        ConversionError,
+        match="its tokenizer does not load" if fault == "tokenizer" else "vocab.txt",
+    ):
         convert_checkpoint(tmp_path / "src", tmp_path / "dst")
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
 def test_a_model_trained_as_rms_norm_is_not_converted(tmp_path):
-    config = OlmoConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-    config.hf_rmsnorm = {"version": 1, "computes": "rms_norm", "residual_weights": {}, "rms_norms": {}}
+    config = OlmoConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    config.hf_rmsnorm = {
+        "version": 1,
+        "computes": "rms_norm",
+        "residual_weights": {},
+        "rms_norms": {},
+    }
     OlmoForCausalLM(config).save_pretrained(tmp_path / "src")
     with pytest.raises(ConversionRefused, match="is an RMSNorm model already"):
         convert_checkpoint(tmp_path / "src", tmp_path / "dst")
@@ -261,7 +332,9 @@ def test_a_model_trained_as_rms_norm_is_not_converted(tmp_path):
 @pytest.mark.parametrize("has_tokenizer", [False, True])
 def test_a_short_context_is_respected(positions, has_tokenizer, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(GPT2)
-    tiny_models.build("gpt2", vocab_size=len(tokenizer), n_positions=positions).save_pretrained(tmp_path / "src")
+    tiny_models.build(
+        "gpt2", vocab_size=len(tokenizer), n_positions=positions
+    ).save_pretrained(tmp_path / "src")
     if has_tokenizer:
         tokenizer.save_pretrained(tmp_path / "src")
     done = convert_checkpoint(tmp_path / "src", tmp_path / "dst", verify="full")
@@ -269,21 +342,34 @@ def test_a_short_context_is_respected(positions, has_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("cls", [GPT2Model, GPT2ForSequenceClassification])
-def test_a_model_without_a_head_gets_none_that_is_tied_to_the_centred_table(cls, tmp_path):
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=32, pad_token_id=0)
+def test_a_model_without_a_head_gets_none_that_is_tied_to_the_centred_table(
+    cls, tmp_path
+):
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=32, pad_token_id=0
+    )
     assert config.tie_word_embeddings
     with torch.random.fork_rng():
         torch.manual_seed(0)
         cls(config).save_pretrained(tmp_path / "src")
     done = convert_checkpoint(tmp_path / "src", tmp_path / "dst", verify=False)
-    assert any("tie_word_embeddings becomes false" in note for note in done.plan.centring.notes)
+    assert any(
+        "tie_word_embeddings becomes false" in note for note in done.plan.centring.notes
+    )
     ids = torch.arange(1, 25)[None]
-    for auto in (AutoModel, AutoModelForSequenceClassification)[: 1 if cls is GPT2Model else 2]:
-        source, result = (auto.from_pretrained(tmp_path / name, dtype=torch.float64).eval() for name in ("src", "dst"))
+    for auto in (AutoModel, AutoModelForSequenceClassification)[
+        : 1 if cls is GPT2Model else 2
+    ]:
+        source, result = (
+            auto.from_pretrained(tmp_path / name, dtype=torch.float64).eval()
+            for name in ("src", "dst")
+        )
         with torch.no_grad():
             expected, got = source(ids)[0], result(ids)[0]
         assert (expected - got).abs().max() <= 1e-6 * expected.abs().max()
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "dst", output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dst", output_loading_info=True
+    )
     assert "lm_head.weight" in info["missing_keys"]
 
 
@@ -300,7 +386,10 @@ def test_broken_sources_are_one_line_of_the_command(tmp_path, capsys):
     (src / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     assert main(["convert", str(src), str(tmp_path / "dst")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"hf-rmsnorm: error: {src / 'model.safetensors'}: truncated") and "download it" in error
+    assert (
+        error.startswith(f"hf-rmsnorm: error: {src / 'model.safetensors'}: truncated")
+        and "download it" in error
+    )
     assert not (tmp_path / "dst").exists()
 
 
@@ -320,12 +409,18 @@ def test_48_layers_in_bfloat16_are_as_good_as_before(tmp_path):
     deep_model(48, tmp_path / "src")
     done = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
     for run in done.verification.runs.values():
-        assert run["verdict"] == "PASS" and run["error"] <= 1.5 * run["source's own error"]
+        assert (
+            run["verdict"] == "PASS" and run["error"] <= 1.5 * run["source's own error"]
+        )
 
 
 @pytest.mark.full
-def test_what_memory_does_not_hold_is_verified_module_by_module(converted, tmp_path, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000))
+def test_what_memory_does_not_hold_is_verified_module_by_module(
+    converted, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=8_000_000)
+    )
     done = convert_checkpoint(GPT2, tmp_path / "dst")
     assert done.verification.passed and "module by module" in done.verification.summary
     whole = converted[1].verification.runs
@@ -335,25 +430,44 @@ def test_what_memory_does_not_hold_is_verified_module_by_module(converted, tmp_p
 
 
 def tensors(folder):
-    return {path.name: digest(folder)[path.name] for path in folder.glob("*.safetensors")}
+    return {
+        path.name: digest(folder)[path.name] for path in folder.glob("*.safetensors")
+    }
 
 
 @pytest.mark.parametrize(
     ("options", "part"),
     [
         ({"prompts": "hello"}, "pass a list of texts"),
-        ({"src": None}, "src is None: pass the folder of a checkpoint, a hub id, or demo:gpt2"),
+        (
+            {"src": None},
+            "src is None: pass the folder of a checkpoint, a hub id, or demo:gpt2",
+        ),
         ({"dst": 3}, "dst is an int: pass the path of the folder to make"),
-        ({"src": {}}, "src is a dict: pass the folder of a checkpoint, a hub id, or demo:gpt2"),
-        ({"src": torch.nn.LayerNorm(4)}, "src is a LayerNorm: pass the folder of a checkpoint; save_pretrained writes"),
-        ({"dst": torch.nn.LayerNorm(4)}, "dst is a LayerNorm: pass the path of the folder to make"),
+        (
+            {"src": {}},
+            "src is a dict: pass the folder of a checkpoint, a hub id, or demo:gpt2",
+        ),
+        (
+            {"src": torch.nn.LayerNorm(4)},
+            "src is a LayerNorm: pass the folder of a checkpoint; save_pretrained writes",
+        ),
+        (
+            {"dst": torch.nn.LayerNorm(4)},
+            "dst is a LayerNorm: pass the path of the folder to make",
+        ),
         ({"planned": {}}, "planned is a dict: pass what plan_conversion returned"),
         ({"prompts": [""]}, "none of them empty"),
         ({"target": "bogus"}, "choose one of same, native"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_before_anything_is_planned(tmp_path, monkeypatch, options, part):
-    monkeypatch.setattr("hf_rmsnorm.conversion.api.plan_conversion", lambda *_, **__: pytest.fail("it was planned"))
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_planned(
+    tmp_path, monkeypatch, options, part
+):
+    monkeypatch.setattr(
+        "hf_rmsnorm.conversion.api.plan_conversion",
+        lambda *_, **__: pytest.fail("it was planned"),
+    )
     with pytest.raises(ConversionRefused, match=re.escape(part)):
         convert_checkpoint(**{"src": GPT2, "dst": tmp_path / "out", **options})
     assert not list(tmp_path.iterdir())
@@ -365,17 +479,30 @@ def test_a_plan_goes_with_no_other_way_to_convert(tmp_path):
         convert_checkpoint(GPT2, tmp_path / "out", planned=planned, target="native")
 
 
-def test_a_destination_that_cannot_be_made_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_rmsnorm.conversion.api.plan_conversion", lambda *_, **__: pytest.fail("it was planned"))
+def test_a_destination_that_cannot_be_made_is_refused_before_anything_is_planned(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "hf_rmsnorm.conversion.api.plan_conversion",
+        lambda *_, **__: pytest.fail("it was planned"),
+    )
     (tmp_path / "file").touch()
     with pytest.raises(ConversionError, match=r"file is no folder: choose another DST"):
         convert_checkpoint(GPT2, tmp_path / "file" / "new" / "dst")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConversionError, match=f"{re.escape(str(tmp_path))} is read-only, .*: choose another DST"):
+    with pytest.raises(
+        ConversionError,
+        match=f"{re.escape(str(tmp_path))} is read-only, .*: choose another DST",
+    ):
         convert_checkpoint(GPT2, tmp_path / "new" / "dst")
 
 
-def test_a_destination_that_exists_is_refused_before_anything_is_planned(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_rmsnorm.conversion.api.plan_conversion", lambda *_, **__: pytest.fail("it was planned"))
+def test_a_destination_that_exists_is_refused_before_anything_is_planned(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "hf_rmsnorm.conversion.api.plan_conversion",
+        lambda *_, **__: pytest.fail("it was planned"),
+    )
     with pytest.raises(ConversionError, match="exists already"):
         convert_checkpoint(GPT2, tmp_path)

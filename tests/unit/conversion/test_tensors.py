@@ -1,13 +1,29 @@
-"""What a tensor of a result is made of: in slices of any size it is what it is as a whole."""
+"""What a tensor of a result is made of: in slices of any size it is what it is as a
+whole.
+"""
 
 import pytest
 import torch
 from checkpoints import trained
 
 from hf_rmsnorm.conversion import tensors
-from hf_rmsnorm.conversion.tensors import Centring, InMemory, Scaling, Stored, filled, folded_bias, plus
+from hf_rmsnorm.conversion.tensors import (
+    Centring,
+    InMemory,
+    Scaling,
+    Stored,
+    filled,
+    folded_bias,
+    plus,
+)
 
-SOURCE = InMemory({"w": trained(12, 20), "experts": trained(3, 12, 10, seed=1), "v": trained(20, seed=2)})
+SOURCE = InMemory(
+    {
+        "w": trained(12, 20),
+        "experts": trained(3, 12, 10, seed=1),
+        "v": trained(20, seed=2),
+    }
+)
 SOURCE.tensors["b"] = trained(12, seed=3)
 WEIGHT = SOURCE.tensors["w"].double()
 
@@ -27,10 +43,19 @@ CASES = {
         Stored("w", steps=(Centring(0), Scaling(1, Stored("v")))),
         centred(WEIGHT, 0) * SOURCE.tensors["v"].double(),
     ),
-    "experts": (Stored("experts", steps=(Centring(1),)), centred(SOURCE.tensors["experts"].double(), 1)),
-    "a vector": (Stored("b", steps=(Centring(0),)), centred(SOURCE.tensors["b"].double(), 0)),
+    "experts": (
+        Stored("experts", steps=(Centring(1),)),
+        centred(SOURCE.tensors["experts"].double(), 1),
+    ),
+    "a vector": (
+        Stored("b", steps=(Centring(0),)),
+        centred(SOURCE.tensors["b"].double(), 0),
+    ),
     "rows": (Stored("w", torch.tensor([3, 1, 11])), WEIGHT[[3, 1, 11]]),
-    "rows, centred": (Stored("w", torch.tensor([3, 1]), (Centring(1),)), centred(WEIGHT[[3, 1]], 1)),
+    "rows, centred": (
+        Stored("w", torch.tensor([3, 1]), (Centring(1),)),
+        centred(WEIGHT[[3, 1]], 1),
+    ),
     "a bias": (
         folded_bias(Stored("w"), plus(Stored("v"), 1.0), Stored("b")),
         WEIGHT @ (SOURCE.tensors["v"].double() + 1) + SOURCE.tensors["b"].double(),

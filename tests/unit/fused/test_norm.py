@@ -1,4 +1,6 @@
-"""The forward of a patched norm: which calls it serves, and that every other one runs the module's own."""
+"""The forward of a patched norm: which calls it serves, and that every other one runs
+the module's own.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +18,12 @@ from hf_rmsnorm.ops.launches import Launches
 D = 16
 GATED = Recipe(NormSpec(False, 1e-6, rounding="before_weight", gate="silu_after"), weight="weight",
                eps="variance_epsilon", eps_value=1e-6, gate="gate")  # fmt: skip
-PLAIN = Recipe(NormSpec(False, 1e-6, rounding="before_weight"), weight="weight", eps="variance_epsilon", eps_value=1e-6)
+PLAIN = Recipe(
+    NormSpec(False, 1e-6, rounding="before_weight"),
+    weight="weight",
+    eps="variance_epsilon",
+    eps_value=1e-6,
+)
 
 
 class Norm(nn.Module):
@@ -32,7 +39,9 @@ class Norm(nn.Module):
     def forward(self, x, scale=None):
         self.calls += 1
         dtype, x = x.dtype, x.float()
-        y = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(dtype)
+        y = self.weight * (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        ).to(dtype)
         y = y if self.bias is None else y + self.bias
         return y if scale is None else scale * y
 
@@ -96,7 +105,9 @@ def test_a_gate_of_another_dtype_is_served_where_that_was_proven():
     either = Recipe(GATED.spec, weight="weight", eps="variance_epsilon", eps_value=1e-6, gate="gate",
                     one_gate_dtype=True)  # fmt: skip
     for recipe, count in ((GATED, 1), (either, 0)):
-        assert launches(lambda recipe=recipe: fused(gated(), recipe)(x, gate))[1] == count
+        assert (
+            launches(lambda recipe=recipe: fused(gated(), recipe)(x, gate))[1] == count
+        )
     assert launches(lambda: fused(gated(), either)(x, gate.bfloat16()))[1] == 1
 
 
@@ -104,7 +115,11 @@ def test_a_gate_that_may_be_left_out_is_and_one_that_may_not_runs_the_modules_ow
     class Optional(Norm):
         def forward(self, hidden_states, gate=None):
             y = super().forward(hidden_states)
-            return y if gate is None else (y * nn.functional.silu(gate.float())).to(y.dtype)
+            return (
+                y
+                if gate is None
+                else (y * nn.functional.silu(gate.float())).to(y.dtype)
+            )
 
     x = torch.randn(2, D)
     for optional, count in ((False, 0), (True, 1)):
@@ -124,7 +139,13 @@ def test_a_gate_that_may_be_left_out_is_and_one_that_may_not_runs_the_modules_ow
         (lambda norm: norm.double(), lambda norm, x: norm(x.double())),
         (lambda norm: None, lambda norm, x: norm(x.double())),
     ],
-    ids=["a second input", "a second input by name", "no eps", "float64", "float64 alone"],
+    ids=[
+        "a second input",
+        "a second input by name",
+        "no eps",
+        "float64",
+        "float64 alone",
+    ],
 )
 def test_calls_that_no_kernel_serves_run_the_modules_own_forward(change, call):
     norm, x = Norm(), torch.randn(2, D)
@@ -137,7 +158,11 @@ def test_calls_that_no_kernel_serves_run_the_modules_own_forward(change, call):
 
 
 def test_a_bias_of_another_dtype_than_the_weight_runs_the_modules_own_forward():
-    recipe = Recipe(NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"), weight="weight", bias="bias")
+    recipe = Recipe(
+        NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"),
+        weight="weight",
+        bias="bias",
+    )
     norm, x = fused(Norm(bias=True), recipe), torch.randn(2, D)
     assert launches(lambda: norm(x))[1] == 1 and norm.calls == 0
     norm.bias.data = norm.bias.data.bfloat16()
@@ -145,7 +170,11 @@ def test_a_bias_of_another_dtype_than_the_weight_runs_the_modules_own_forward():
 
 
 def test_a_bias_that_is_gone_or_new_runs_the_modules_own_forward():
-    recipe = Recipe(NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"), weight="weight", bias="bias")
+    recipe = Recipe(
+        NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"),
+        weight="weight",
+        bias="bias",
+    )
     norm, x = fused(Norm(bias=True), recipe), torch.randn(2, D)
     norm.bias = None
     assert launches(lambda: norm(x))[1] == 0 and norm.calls == 1
@@ -163,7 +192,10 @@ def test_a_setting_is_watched_until_it_is_as_it_was():
             y = super().forward(x)
             return 2 * y if self.doubles else y
 
-    norm, x = fused(Doubling(), replace(PLAIN, settings=(("doubles", False),))), torch.randn(2, D)
+    norm, x = (
+        fused(Doubling(), replace(PLAIN, settings=(("doubles", False),))),
+        torch.randn(2, D),
+    )
     plain, count = launches(lambda: norm(x))
     for doubles, launched in ((True, 0), (False, 1), (True, 0)):
         norm.doubles = doubles
@@ -186,11 +218,19 @@ def test_rows_of_another_size_than_was_proven_run_the_modules_own_forward():
 
 @pytest.mark.parametrize("row_major", [True, False])
 def test_strides_of_the_output_are_those_that_were_proven(row_major):
-    recipe = Recipe(PLAIN.spec, weight="weight", eps="variance_epsilon", eps_value=1e-6, row_major=row_major)
+    recipe = Recipe(
+        PLAIN.spec,
+        weight="weight",
+        eps="variance_epsilon",
+        eps_value=1e-6,
+        row_major=row_major,
+    )
     strided = torch.randn(3, 2, D).transpose(0, 1)
     for x in (strided, strided.contiguous()):
         y, count = launches(lambda x=x: fused(Norm(), recipe)(x))
-        assert count == 1 and y.stride() == (y.contiguous() if row_major else x).stride()
+        assert (
+            count == 1 and y.stride() == (y.contiguous() if row_major else x).stride()
+        )
 
 
 def test_channels_come_first_where_that_was_proven():
@@ -199,7 +239,9 @@ def test_channels_come_first_where_that_was_proven():
     y, count = launches(lambda: norm(x))
     own = Norm()
     own.weight = norm.weight
-    torch.testing.assert_close(y, own(x.movedim(1, -1)).movedim(-1, 1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        y, own(x.movedim(1, -1)).movedim(-1, 1), rtol=1e-6, atol=1e-6
+    )
     assert count == 1
 
 
@@ -207,13 +249,16 @@ def test_a_second_call_takes_the_launch_that_the_first_found(monkeypatch):
     norm, x = fused(Norm()), torch.randn(2, D)
     kept = type(norm)._hf_rmsnorm_launches.kept
     kept.clear()
-    for call, count in ((x, 1), (x, 1), (x[:1], 2), (x.double(), 3), (x.double(), 3)):  # float64: kept as not served
+    for call, count in ((x, 1), (x, 1), (x[:1], 2), (x.double(), 3), (x.double(), 3)):
+        # float64: kept as not served
         launches(lambda call=call: norm(call))
         assert len(kept) == count
     with use_backend("reference"):
         launches(lambda: norm(torch.randn(3, D)))
     assert len(kept) == 3
-    monkeypatch.setattr(Launches, "keep", lambda *_: pytest.fail("a launch was made again"))
+    monkeypatch.setattr(
+        Launches, "keep", lambda *_: pytest.fail("a launch was made again")
+    )
     launches(lambda: norm(x))
 
 
@@ -232,12 +277,16 @@ def test_a_call_that_was_left_to_the_module_is_refused_where_the_kernels_are_ins
     with use_backend("triton"), pytest.raises(RuntimeError, match="float64"):
         norm(x)
     with use_backend("reference"):
-        torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)  # both compute in float32
+        # both compute in float32
+        torch.testing.assert_close(norm(x), expected, rtol=1e-6, atol=1e-6)
     assert norm.calls == 3
 
 
-@pytest.mark.parametrize("gone", [("bias",), ("weight",), ("weight", "bias")], ids="-".join)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # served, and left to the module
+@pytest.mark.parametrize(
+    "gone", [("bias",), ("weight",), ("weight", "bias")], ids="-".join
+)
+# served, and left to the module
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_parameters_that_go_after_calls_leave_the_modules_own_forward(gone, dtype):
     norm = nn.Sequential(nn.LayerNorm(D)).to(dtype)
     patch_model(norm)

@@ -100,7 +100,9 @@ def test_a_norm_of_groups_is_not_simple():
 
 
 BIASED = Recipe(NormSpec(False, 1e-6, has_bias=True), weight="weight", bias="bias")
-FUNCTIONAL = Recipe(NormSpec(True, 1e-6, has_bias=True, functional=True), weight="weight", bias="bias")
+FUNCTIONAL = Recipe(
+    NormSpec(True, 1e-6, has_bias=True, functional=True), weight="weight", bias="bias"
+)
 ONES = torch.ones(4)
 LAYER = NormSpec(True, 1e-5, functional=True)
 
@@ -142,8 +144,13 @@ def test_what_a_formula_fits(recipe, x, weight, bias, fits):
         (torch.ones(1), None, None, None, False),
     ],
 )
-def test_shapes_that_broadcast_are_not_the_formulas(weight, bias, gate, group_size, fits):
-    assert shapes_fit(X, weight, bias, gate, NormSpec(False, 1e-6, group_size=group_size)) == fits
+def test_shapes_that_broadcast_are_not_the_formulas(
+    weight, bias, gate, group_size, fits
+):
+    assert (
+        shapes_fit(X, weight, bias, gate, NormSpec(False, 1e-6, group_size=group_size))
+        == fits
+    )
 
 
 def test_dtypes_that_torchs_own_operators_take_together():
@@ -151,13 +158,18 @@ def test_dtypes_that_torchs_own_operators_take_together():
     assert one_dtype(LAYER, HALF, half, half) and one_dtype(LAYER, HALF, None, None)
     for weight, bias in ((ONES, half), (half, ONES), (None, ONES)):
         assert not one_dtype(LAYER, HALF, weight, bias)
-    with torch.autocast("cpu", torch.bfloat16):  # whose operators in float32 are others on a CPU
+    with torch.autocast("cpu", torch.bfloat16):
+        # whose operators in float32 are others on a CPU
         assert not one_dtype(LAYER, HALF, ONES, ONES)
 
 
 def test_an_accelerators_autocast_takes_any_dtypes(monkeypatch):
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "meta")
-    assert one_dtype(LAYER, HALF.to("meta"), ONES, ONES) and not one_dtype(LAYER, HALF, ONES, ONES)
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda device_type: device_type == "meta"
+    )
+    assert one_dtype(LAYER, HALF.to("meta"), ONES, ONES) and not one_dtype(
+        LAYER, HALF, ONES, ONES
+    )
 
 
 def test_what_keeps_its_output():
@@ -165,9 +177,16 @@ def test_what_keeps_its_output():
     plain = Recipe(SPEC, weight="weight")
     assert not plain.keeps_output and plain.memory_note() == ""
     saving = plain.saving_memory(norm)
-    assert saving.keeps_output and saving.memory_note() == "keeps its output for backward"
-    outside = Recipe(NormSpec(False, 1e-6, eps_outside=True), weight="weight").saving_memory(norm)
-    assert outside.memory_note() == "keeps its input for backward: its formula has eps_outside"
+    assert (
+        saving.keeps_output and saving.memory_note() == "keeps its output for backward"
+    )
+    outside = Recipe(
+        NormSpec(False, 1e-6, eps_outside=True), weight="weight"
+    ).saving_memory(norm)
+    assert (
+        outside.memory_note()
+        == "keeps its input for backward: its formula has eps_outside"
+    )
     with torch.no_grad():
         norm.weight[0] = 0.0
     assert not plain.saving_memory(norm).keeps_output
@@ -182,8 +201,13 @@ def test_what_keeps_its_output():
         ({"layout": "channels_first"}, "over dimension 1"),
         ({"only_float32": True}, "in float32 only"),
         ({"other_input": "mask"}, "calls that give 'mask'"),
-        ({"as_rms": True, "not_under_autocast": True}, "under autocast it runs its own forward; as the converted"),
+        (
+            {"as_rms": True, "not_under_autocast": True},
+            "under autocast it runs its own forward; as the converted",
+        ),
     ],
 )
 def test_what_a_report_says_of_it(how, said):
-    assert Recipe(SPEC, **how).notes().startswith(said) and bool(Recipe(SPEC, **how).notes()) == bool(said)
+    assert Recipe(SPEC, **how).notes().startswith(said) and bool(
+        Recipe(SPEC, **how).notes()
+    ) == bool(said)

@@ -1,4 +1,6 @@
-"""Layers whose code is written in odd words, comes from odd places or is not there: fused rightly, or not at all."""
+"""Layers whose code is written in odd words, comes from odd places or is not there:
+fused rightly, or not at all.
+"""
 
 import ast
 import functools
@@ -94,7 +96,9 @@ CLASSES = [Walrus, Decorated, Unwrapped, Supers, Lambda, Nested, Closure, Late, 
 '''
 
 
-def test_code_in_odd_words_computes_the_same_and_a_changed_file_is_not_believed(tmp_path, monkeypatch):
+def test_code_in_odd_words_computes_the_same_and_a_changed_file_is_not_believed(
+    tmp_path, monkeypatch
+):
     """As `trust_remote_code` brings it."""
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "odd_layers.py"
@@ -109,26 +113,43 @@ def test_code_in_odd_words_computes_the_same_and_a_changed_file_is_not_believed(
                 with use_backend(backend):
                     patch_model(model, fuse_residual=False)
                     expected = model(x)
-                    found[cls.__name__] = fused(patch_model(model, fuse_residual=True))[0]
+                    found[cls.__name__] = fused(patch_model(model, fuse_residual=True))[
+                        0
+                    ]
                     assert torch.equal(model(x), expected), cls
-    assert {name for name, what in found.items() if what.startswith("+ n2")} == {"Decorated"}
-    assert "variables of the function around it" in found["Closed"] and "private name" in found["Private"]
-    assert "decorator that is made of more" in found["Late"], "which gives another factor now"
+    assert {name for name, what in found.items() if what.startswith("+ n2")} == {
+        "Decorated"
+    }
+    assert (
+        "variables of the function around it" in found["Closed"]
+        and "private name" in found["Private"]
+    )
+    assert "decorator that is made of more" in found["Late"], (
+        "which gives another factor now"
+    )
     file.write_text(ODD.replace("return (h := x", "return 2 * (h := x"))
     linecache.checkcache()
     source.definition_of.cache_clear()
-    assert "has changed since it was imported" in fused(patch_model(row(module.Walrus(), module.Walrus())))[0]
+    assert (
+        "has changed since it was imported"
+        in fused(patch_model(row(module.Walrus(), module.Walrus())))[0]
+    )
 
 
 def test_classes_of_a_notebook_are_recognised_as_long_as_it_has_their_source():
     text = "from fusion_models import Block\nclass Cell(Block):\n    def forward(self, x):\n"
-    text += "        h = x + self.a(self.n1(x))\n        return h + self.b(self.n2(h))\n"
+    text += (
+        "        h = x + self.a(self.n1(x))\n        return h + self.b(self.n2(h))\n"
+    )
     name, space = "/tmp/ipykernel_1/2.py", {"__name__": "__main__"}
     linecache.cache[name] = len(text), None, text.splitlines(True), name
     try:
         exec(compile(text, name, "exec"), space)
         sys.modules["__main__"].Cell = space["Cell"]
-        assert fused(patch_model(row(space["Cell"](), space["Cell"]()))) == ["+ n2", "+ n2"]
+        assert fused(patch_model(row(space["Cell"](), space["Cell"]()))) == [
+            "+ n2",
+            "+ n2",
+        ]
     finally:
         del linecache.cache[name]
         vars(sys.modules["__main__"]).pop("Cell", None)
@@ -188,7 +209,9 @@ def doubled(definition, itself):
     """Makes a call of the last sum."""
     returned = definition.body[-1].value
     total = returned.elts[0]
-    returned.elts[0] = source.call("other", total, total.left, total.right, ast.Name(itself, ast.Load()))
+    returned.elts[0] = source.call(
+        "other", total, total.left, total.right, ast.Name(itself, ast.Load())
+    )
     return definition
 
 
@@ -218,9 +241,13 @@ class Dunder(nn.Module):
 def test_an_exchanged_expression_runs_where_it_stands():
     lines, first = inspect.getsourcelines(Placed.forward)
     given = []
-    forward = source.compiled_again(Placed, doubled, {"other": lambda *args: given.append(args) or 5.0})
+    forward = source.compiled_again(
+        Placed, doubled, {"other": lambda *args: given.append(args) or 5.0}
+    )
     module, x = Placed(), torch.ones(2)
-    assert forward(module, x)[0] == 5.0 and torch.equal(forward(module, x)[1], 3 * x - 1.0)
+    assert forward(module, x)[0] == 5.0 and torch.equal(
+        forward(module, x)[1], 3 * x - 1.0
+    )
     assert [type(each) for each in given[0]] == [torch.Tensor, torch.Tensor, Placed]
 
     def failing(*_):
@@ -232,7 +259,10 @@ def test_an_exchanged_expression_runs_where_it_stands():
 
 
 def test_a_forward_compiled_again_is_known_by_its_own_name_defaults_and_annotations():
-    forward, own = source.compiled_again(Placed, doubled, {"other": None}), Placed.forward
+    forward, own = (
+        source.compiled_again(Placed, doubled, {"other": None}),
+        Placed.forward,
+    )
     for name in (
         "__name__",
         "__qualname__",
@@ -243,12 +273,17 @@ def test_a_forward_compiled_again_is_known_by_its_own_name_defaults_and_annotati
         "__module__",
     ):
         assert getattr(forward, name) == getattr(own, name), name
-    assert forward.__globals__ is own.__globals__ and forward.__code__.co_filename == own.__code__.co_filename
+    assert (
+        forward.__globals__ is own.__globals__
+        and forward.__code__.co_filename == own.__code__.co_filename
+    )
     assert forward.__code__.co_firstlineno == own.__code__.co_firstlineno
 
 
 def test_names_by_which_a_forward_may_see_that_it_is_another():
-    assert source.forward_source(Ambient)[0] is Ambient.forward and source.forward_source(Dunder)
+    assert source.forward_source(Ambient)[
+        0
+    ] is Ambient.forward and source.forward_source(Dunder)
     for cls, reason in ((Looks, "calls locals"), (Mangled, "private name")):
         with pytest.raises(source.CannotRewrite, match=reason):
             source.forward_source(cls)
@@ -258,7 +293,10 @@ def test_names_by_which_a_forward_may_see_that_it_is_another():
     "forward, reason",
     [
         (len, "builtin_function"),
-        (eval("lambda self, x: x + x"), "source of its forward is not there|no plain function"),
+        (
+            eval("lambda self, x: x + x"),
+            "source of its forward is not there|no plain function",
+        ),
         (lambda self, x: x + x, "no plain function"),
     ],
     ids=["built in", "without source", "a lambda"],
@@ -284,16 +322,24 @@ def wrapped(times, forward):
 
 
 def test_wrappers_of_each_subclass_count_once():
-    """What `__init_subclass__` wraps around the guarded forward it has wrapped around the original already."""
+    """What `__init_subclass__` wraps around the guarded forward it has wrapped around
+    the original already.
+    """
     base = type("Base", (nn.Module,), {"forward": wrapped(1, Placed.forward)})
     rewritten = wrapped(1, source.compiled_again(Placed, doubled, {"other": None}))
     made = source.guarded(rewritten, base, [])
     assert source.wrapped_alike(made, base.forward)
     assert source.wrapped_alike(wrapped(1, made), base.forward)
-    assert not source.wrapped_alike(source.guarded(wrapped(2, Placed.forward), base, []), base.forward)
-    assert not source.wrapped_alike(source.guarded(Placed.forward, base, []), base.forward)
+    assert not source.wrapped_alike(
+        source.guarded(wrapped(2, Placed.forward), base, []), base.forward
+    )
+    assert not source.wrapped_alike(
+        source.guarded(Placed.forward, base, []), base.forward
+    )
     twice = type("Twice", (nn.Module,), {"forward": wrapped(2, Placed.forward)})
-    assert source.wrapped_alike(wrapped(1, source.guarded(wrapped(2, Placed.forward), twice, [])), twice.forward)
+    assert source.wrapped_alike(
+        wrapped(1, source.guarded(wrapped(2, Placed.forward), twice, [])), twice.forward
+    )
 
 
 def test_a_guarded_forward_steps_aside_for_another():

@@ -1,4 +1,6 @@
-"""A class made at run time passes for the one that it was made from, and is found again by a pickle."""
+"""A class made at run time passes for the one that it was made from, and is found again
+by a pickle.
+"""
 
 import copy
 import pickle
@@ -13,7 +15,9 @@ MADE = {}
 
 def made(base, argument):
     if (base, argument) not in MADE:
-        MADE[base, argument] = derive(base, lambda self, x: (argument, x), {"_mark": argument}, made, argument)
+        MADE[base, argument] = derive(
+            base, lambda self, x: (argument, x), {"_mark": argument}, made, argument
+        )
     return MADE[base, argument]
 
 
@@ -24,7 +28,13 @@ def test_it_has_the_name_of_its_base():
         assert getattr(cls, name) == getattr(nn.LayerNorm, name)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, *(lambda m, p=p: pickle.loads(pickle.dumps(m, p)) for p in range(6))])
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.deepcopy,
+        *(lambda m, p=p: pickle.loads(pickle.dumps(m, p)) for p in range(6)),
+    ],
+)
 def test_instances_copy_and_pickle(again):
     norm = nn.LayerNorm(4)
     norm.__class__ = made(nn.LayerNorm, 2)

@@ -1,4 +1,6 @@
-"""A sum and the norm behind it: whatever manages, watches or replaces the norm keeps the two apart."""
+"""A sum and the norm behind it: whatever manages, watches or replaces the norm keeps
+the two apart.
+"""
 
 import pytest
 import torch
@@ -21,10 +23,16 @@ def norm():
 
 @pytest.fixture
 def fused(fused_sums):
-    """What adds and normalises, checks both results, and says whether that was one launch."""
+    """What adds and normalises, checks both results, and says whether that was one
+    launch.
+    """
 
     def run(norm, left=None, right=None, both=add_and_norm):
-        left = torch.randn(2, D, requires_grad=torch.is_grad_enabled()) if left is None else left
+        left = (
+            torch.randn(2, D, requires_grad=torch.is_grad_enabled())
+            if left is None
+            else left
+        )
         right = torch.randn(2, D) if right is None else right
         fused_sums.clear()
         total, y = both(left, right, norm)
@@ -63,8 +71,12 @@ class CallsTwice(nn.RMSNorm):
 
 NORM_CHANGES = {
     "is not patched": unpatch_model,
-    "class has another forward": lambda norm: setattr(type(norm)._hf_rmsnorm_base, "forward", lambda self, x: x),
-    "weight is computed": lambda norm: parametrize.register_parametrization(norm, "weight", nn.Identity()),
+    "class has another forward": lambda norm: setattr(
+        type(norm)._hf_rmsnorm_base, "forward", lambda self, x: x
+    ),
+    "weight is computed": lambda norm: parametrize.register_parametrization(
+        norm, "weight", nn.Identity()
+    ),
     "pre-hook": lambda norm: norm.register_forward_pre_hook(hook),
     "hook": lambda norm: norm.register_forward_hook(hook),
     "backward hook": lambda norm: norm.register_full_backward_hook(hook),
@@ -73,22 +85,29 @@ NORM_CHANGES = {
     "accelerate's hook": lambda norm: setattr(norm, "_hf_hook", object()),
     "no weight": lambda norm: setattr(norm, "weight", None),
     "weight in float64": lambda norm: norm.double(),
-    "weight of another size": lambda norm: setattr(norm, "weight", nn.Parameter(torch.ones(D + 1))),
+    "weight of another size": lambda norm: setattr(
+        norm, "weight", nn.Parameter(torch.ones(D + 1))
+    ),
     "another class": lambda norm: setattr(norm, "__class__", nn.Identity),
     "no eps": lambda norm: setattr(norm, "eps", -1.0),
 }
 
 
 @pytest.mark.parametrize("change", NORM_CHANGES)
-def test_a_norm_that_is_not_run_as_it_was_patched_is_left_apart(norm, fused_sums, change, monkeypatch):
+def test_a_norm_that_is_not_run_as_it_was_patched_is_left_apart(
+    norm, fused_sums, change, monkeypatch
+):
     if change == "class has another forward":
-        monkeypatch.setattr(nn.RMSNorm, "forward", nn.RMSNorm.forward)  # as it is after this test
+        # as it is after this test
+        monkeypatch.setattr(nn.RMSNorm, "forward", nn.RMSNorm.forward)
     NORM_CHANGES[change](norm)
     if change == "weight of another size":
         with pytest.raises(RuntimeError):
             add_and_norm(torch.ones(2, D), torch.ones(2, D), norm)
     else:
-        total, y = add_and_norm(torch.ones(2, D, requires_grad=True), torch.ones(2, D), norm)
+        total, y = add_and_norm(
+            torch.ones(2, D, requires_grad=True), torch.ones(2, D), norm
+        )
         torch.testing.assert_close(y, norm(total), equal_nan=True)
     assert not fused_sums
 
@@ -133,7 +152,10 @@ class Tagged(torch.Tensor):
 @pytest.mark.parametrize("at", [0, 1])
 def test_sums_of_anything_but_plain_tensors_are_torchs(norm, fused, at):
     for other in (torch.randn(2, D).as_subclass(Tagged), 2.0):
-        operands = [torch.randn(2, D, requires_grad=True), torch.randn(2, D, requires_grad=True)]
+        operands = [
+            torch.randn(2, D, requires_grad=True),
+            torch.randn(2, D, requires_grad=True),
+        ]
         operands[at] = other
         assert not fused(norm, *operands)
 
@@ -147,7 +169,9 @@ def test_sums_of_anything_but_plain_tensors_are_torchs(norm, fused, at):
     ],
     ids=["broadcast", "float16 and bfloat16", "float64"],
 )
-def test_operands_that_one_launch_does_not_take_are_added_by_torch(norm, fused, left, right):
+def test_operands_that_one_launch_does_not_take_are_added_by_torch(
+    norm, fused, left, right
+):
     with torch.no_grad():
         assert not fused(norm, left, right) and not fused(norm, right, left)
 
@@ -161,9 +185,14 @@ def test_the_operand_alone_that_asks_for_it_has_its_gradient(norm, which):
         leaf.requires_grad_()
     (total, y), own_total = add_and_norm(left, right, norm), left + right
     own_y = norm(own_total)
-    assert (total.requires_grad, y.requires_grad) == (own_total.requires_grad, own_y.requires_grad)
+    assert (total.requires_grad, y.requires_grad) == (
+        own_total.requires_grad,
+        own_y.requires_grad,
+    )
     if leaf is not None:
-        ours, theirs = (torch.autograd.grad(each.square().sum(), leaf)[0] for each in (y, own_y))
+        ours, theirs = (
+            torch.autograd.grad(each.square().sum(), leaf)[0] for each in (y, own_y)
+        )
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
@@ -173,7 +202,9 @@ def test_a_norm_without_weight_is_computed_with_its_sum(fused):
     assert fused(norm)
 
 
-@pytest.mark.parametrize("left, right", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    "left, right", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+)
 def test_the_wider_operand_decides_what_torchs_own_norm_takes(left, right, fused_sums):
     """The weights are float32, which torch's own norm takes of rows in float32 alone."""
     norm = nn.LayerNorm(D)
@@ -203,6 +234,9 @@ def test_while_compiling_sums_are_torchs(norm, fused, monkeypatch):
     assert not fused(norm)
 
 
-def test_other_code_in_the_modules_own_forward_keeps_its_norm_apart(norm, fused, monkeypatch):
-    monkeypatch.setattr(type(norm)._hf_rmsnorm_norm, "code", None)  # what the forward had when it was patched
+def test_other_code_in_the_modules_own_forward_keeps_its_norm_apart(
+    norm, fused, monkeypatch
+):
+    # what the forward had when it was patched
+    monkeypatch.setattr(type(norm)._hf_rmsnorm_norm, "code", None)
     assert not fused(norm)

@@ -1,7 +1,9 @@
-"""Trainers that are told by a YAML: Axolotl's plugin and ms-swift's callback, against the interfaces that they publish.
+"""Trainers that are told by a YAML: Axolotl's plugin and ms-swift's callback, against
+the interfaces that they publish.
 
-The packages themselves are run by scripts/trainers.py. What stands for them here has the names, the arguments and the
-order of calls of axolotl 0.19.0 (`axolotl/integrations/base.py`, `config.py`, `core/builders/base.py`) and of ms-swift
+The packages themselves are run by scripts/trainers.py. What stands for them here has
+the names, the arguments and the order of calls of axolotl 0.19.0
+(`axolotl/integrations/base.py`, `config.py`, `core/builders/base.py`) and of ms-swift
 4.6.0 (`swift/callbacks/mapping.py`, `swift/trainers/mixin.py`).
 """
 
@@ -19,9 +21,13 @@ KERNELS = "runs on cpu: Triton kernels in Triton's interpreter, exact but slow"
 
 def build(folder, callbacks):
     ids = tiny_models.token_ids(2)
-    arguments = TrainingArguments(str(folder), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+    arguments = TrainingArguments(
+        str(folder), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    return Trainer(tiny_models.build("qwen3"), arguments, train_dataset=rows, callbacks=callbacks)
+    return Trainer(
+        tiny_models.build("qwen3"), arguments, train_dataset=rows, callbacks=callbacks
+    )
 
 
 @pytest.fixture
@@ -42,7 +48,9 @@ def installed(monkeypatch):
 
 
 class BasePlugin:
-    """The hooks of axolotl's that its manager calls whether a plugin has its own or not."""
+    """The hooks of axolotl's that its manager calls whether a plugin has its own or
+    not.
+    """
 
     def __init__(self):
         pass
@@ -68,7 +76,9 @@ class DictDefault(dict):
 
 
 def axolotl_reads(written):
-    """What axolotl does with a YAML: load its plugins by name, then check it by their fields and its own."""
+    """What axolotl does with a YAML: load its plugins by name, then check it by their
+    fields and its own.
+    """
     pydantic = pytest.importorskip("pydantic", reason="a dependency of axolotl's")
     (name,) = written["plugins"]
     module, _, cls = name.rpartition(".")
@@ -79,10 +89,14 @@ def axolotl_reads(written):
     class AxolotlInputConfigBase(pydantic.BaseModel):
         plugins: list[str]
 
-    class AxolotlInputConfig(AxolotlInputConfigBase, getattr(importlib.import_module(module), fields)):
+    class AxolotlInputConfig(
+        AxolotlInputConfigBase, getattr(importlib.import_module(module), fields)
+    ):
         pass
 
-    return plugin, DictDefault(AxolotlInputConfig(**written).model_dump(exclude_none=True))
+    return plugin, DictDefault(
+        AxolotlInputConfig(**written).model_dump(exclude_none=True)
+    )
 
 
 def axolotl_trains(folder, written):
@@ -98,19 +112,31 @@ def plugin(**more):
 
 @pytest.fixture
 def axolotl(installed):
-    installed(axolotl={}, axolotl__integrations={}, axolotl__integrations__base={"BasePlugin": BasePlugin})
+    installed(
+        axolotl={},
+        axolotl__integrations={},
+        axolotl__integrations__base={"BasePlugin": BasePlugin},
+    )
 
 
 def test_axolotl_trains_a_patched_model(axolotl, tmp_path, capsys, fused_calls):
     trainer = axolotl_trains(tmp_path, plugin())
-    assert capsys.readouterr().err == f"hf_rmsnorm: 9 norms swapped, 0 skipped; {KERNELS}\n"
+    assert (
+        capsys.readouterr().err
+        == f"hf_rmsnorm: 9 norms swapped, 0 skipped; {KERNELS}\n"
+    )
     trainer.train()
     assert len(fused_calls) == 9
 
 
 def test_axolotls_yaml_has_the_options(axolotl, tmp_path, capsys):
-    axolotl_trains(tmp_path, plugin(hf_rmsnorm={"exclude": "*.q_norm", "memory_efficient": True}))
-    assert capsys.readouterr().err == f"hf_rmsnorm: 7 norms swapped, 2 skipped; {KERNELS}\n"
+    axolotl_trains(
+        tmp_path, plugin(hf_rmsnorm={"exclude": "*.q_norm", "memory_efficient": True})
+    )
+    assert (
+        capsys.readouterr().err
+        == f"hf_rmsnorm: 7 norms swapped, 2 skipped; {KERNELS}\n"
+    )
 
 
 def test_a_wrong_option_is_told_when_axolotl_reads_the_yaml(axolotl):
@@ -133,12 +159,17 @@ def swift(installed):
     return trains
 
 
-def test_swift_trains_a_patched_model_where_the_yaml_names_the_callback(swift, tmp_path, capsys, fused_calls):
+def test_swift_trains_a_patched_model_where_the_yaml_names_the_callback(
+    swift, tmp_path, capsys, fused_calls
+):
     importlib.import_module(f"{INTEGRATIONS}.swift").register(exclude="*.q_norm")
     swift(tmp_path, [])
     assert capsys.readouterr().err == ""
     trainer = swift(tmp_path, ["hf_rmsnorm"])
-    assert capsys.readouterr().err == f"hf_rmsnorm: 7 norms swapped, 2 skipped; {KERNELS}\n"
+    assert (
+        capsys.readouterr().err
+        == f"hf_rmsnorm: 7 norms swapped, 2 skipped; {KERNELS}\n"
+    )
     trainer.train()
     assert len(fused_calls) == 7
 

@@ -1,4 +1,6 @@
-"""A converted model in fine-tuning: kept centred step by step, or trained as RMSNorm and marked so."""
+"""A converted model in fine-tuning: kept centred step by step, or trained as RMSNorm
+and marked so.
+"""
 
 import copy
 import os
@@ -11,13 +13,24 @@ import torch
 from places import HELPERS, PYTHONPATH
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_rmsnorm import Recentre, convert_checkpoint, patch_model, train_as_rms, use_backend
+from hf_rmsnorm import (
+    Recentre,
+    convert_checkpoint,
+    patch_model,
+    train_as_rms,
+    use_backend,
+)
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.patching.converted import conversion_of
 
-peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
+peft = pytest.importorskip(
+    "peft", reason="adapters come with peft, of scripts/requirements"
+)
 
-TEXT = "The with statement wraps the execution of a block with methods that a context manager defines. " * 12
+TEXT = (
+    "The with statement wraps the execution of a block with methods that a context manager defines. "
+    * 12
+)
 IDS = tiny_models.token_ids(2, 16)
 
 
@@ -32,8 +45,16 @@ def demo(tmp_path_factory):
 
 def converted_olmo(folder):
     """Folder of a small converted OLMo, whose writers are `nn.Linear`s."""
-    sizes = dict(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **sizes, eos_token_id=2))
+    sizes = dict(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("olmo", **sizes, eos_token_id=2)
+    )
     model.save_pretrained(folder / "source")
     convert_checkpoint(folder / "source", folder / "converted", verify=False)
     return folder / "converted"
@@ -57,7 +78,9 @@ def logits(model, ids=IDS):
 def train(model, steps, ids=IDS, after=None, lr=1e-3):
     """AdamW on what needs gradients; `after` is called after each step."""
     model.train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=lr
+    )
     for step in range(steps):
         batch = ids.roll(-2 * step, 0)[:2]
         with use_backend("reference"):
@@ -70,25 +93,36 @@ def train(model, steps, ids=IDS, after=None, lr=1e-3):
 
 
 def gaps(folder, ids):
-    """max |RMSNorm - LayerNorm| over max |logits| in float32 and in float64: patched, and as it loads alone."""
+    """max |RMSNorm - LayerNorm| over max |logits| in float32 and in float64: patched,
+    and as it loads alone.
+    """
     found = []
     for dtype in (torch.float32, torch.float64):
         expected = logits(load(folder).to(dtype), ids)
         model = load(folder)
         assert all(record.converted for record in patch_model(model).swapped)
-        found.append(float((logits(model.to(dtype), ids) - expected).abs().max() / expected.abs().max()))
+        found.append(
+            float(
+                (logits(model.to(dtype), ids) - expected).abs().max()
+                / expected.abs().max()
+            )
+        )
     return found
 
 
 @pytest.mark.full
-def test_a_hundred_recentred_adamw_steps_keep_layer_norm_and_rms_norm_equal(demo, tmp_path):
+def test_a_hundred_recentred_adamw_steps_keep_layer_norm_and_rms_norm_equal(
+    demo, tmp_path
+):
     folder, ids = demo
     model = load(folder)
     start = logits(model, ids[:2])
     patch_model(model)
     train(model, 100, ids, Recentre(model), lr=3e-4)
     model.save_pretrained(tmp_path)
-    assert (logits(load(tmp_path), ids[:2]) - start).abs().max() > 1.0, "nothing was trained"
+    assert (logits(load(tmp_path), ids[:2]) - start).abs().max() > 1.0, (
+        "nothing was trained"
+    )
     fresh, trained = gaps(folder, ids[:2]), gaps(tmp_path, ids[:2])
     # Both are roundings to float32: of the activations, and of the centred weights.
     assert trained[0] <= 1.5 * fresh[0] + 2**-23
@@ -111,12 +145,17 @@ def test_what_is_centred_keeps_its_bytes_until_a_step_changes_it(small):
     model = load(small)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     recentre = Recentre(model)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(parameter, before[name])
+        for name, parameter in model.named_parameters()
+    )
     model.requires_grad_(False)
     with torch.no_grad():
         model.transformer.wte.weight.add_(1.0)
     recentre()
-    assert torch.equal(model.transformer.wte.weight, before["transformer.wte.weight"] + 1.0), "it is frozen"
+    assert torch.equal(
+        model.transformer.wte.weight, before["transformer.wte.weight"] + 1.0
+    ), "it is frozen"
 
 
 @pytest.mark.parametrize("targets", [["c_proj"], ["c_attn", "c_proj", "c_fc", "wte"]])
@@ -128,35 +167,52 @@ def test_adapters_on_writers_are_kept_centred(small, targets, tmp_path):
         assert bool(conversion_of(model).why_not) == (not keep)
         if keep:
             expected = logits(model.double())
-            assert all(record.converted for record in patch_model(model.float()).swapped)
+            assert all(
+                record.converted for record in patch_model(model.float()).swapped
+            )
             model.double()
             torch.testing.assert_close(logits(model), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_what_cannot_be_kept_centred_is_refused_in_one_line(small):
-    with pytest.raises(ValueError, match="records no conversion: make a checkpoint with hf-rmsnorm convert"):
+    with pytest.raises(
+        ValueError,
+        match="records no conversion: make a checkpoint with hf-rmsnorm convert",
+    ):
         Recentre(tiny_models.build("gpt2"))
     with pytest.raises(ValueError, match="records no conversion"):
         train_as_rms(tiny_models.build("llama"))
     hooked = load(small)
-    hooked.transformer.h[0].mlp.c_proj.register_forward_hook(lambda module, args, output: output + 1)
-    with pytest.raises(ValueError, match="cannot be kept centred: transformer.h.0.mlp.c_proj has a hook"):
+    hooked.transformer.h[0].mlp.c_proj.register_forward_hook(
+        lambda module, args, output: output + 1
+    )
+    with pytest.raises(
+        ValueError,
+        match="cannot be kept centred: transformer.h.0.mlp.c_proj has a hook",
+    ):
         Recentre(hooked)
-    dora = peft.LoraConfig(r=2, target_modules=["c_proj"], fan_in_fan_out=True, use_dora=True)
+    dora = peft.LoraConfig(
+        r=2, target_modules=["c_proj"], fan_in_fan_out=True, use_dora=True
+    )
     with pytest.raises(ValueError, match="in a way that can give it a mean"):
         Recentre(peft.get_peft_model(load(small), dora))
     model = load(small)
     recentre = Recentre(model)
     weight = model.transformer.wte.weight
-    weight.data, kept = torch.empty(0), weight.data  # as ZeRO-3 leaves it between forwards
+    # as ZeRO-3 leaves it between forwards
+    weight.data, kept = torch.empty(0), weight.data
     with pytest.raises(ValueError, match="transformer.wte.weight is not here whole"):
         recentre()
     weight.data = kept
     copies = torch.optim.AdamW([p.detach().clone() for p in model.parameters()])
-    with pytest.raises(ValueError, match="updates copies of the parameters, and not transformer"):
+    with pytest.raises(
+        ValueError, match="updates copies of the parameters, and not transformer"
+    ):
         recentre.check_optimizer(copies)
     mark(model)
-    with pytest.raises(ValueError, match="was trained as RMSNorm: its weights may have any mean"):
+    with pytest.raises(
+        ValueError, match="was trained as RMSNorm: its weights may have any mean"
+    ):
         Recentre(model)
 
 
@@ -182,7 +238,9 @@ def test_trained_as_rms_norm_is_recorded_and_honoured_after_loading(small, tmp_p
     model = load(small)
     said = mark(model)
     assert said.filename == __file__ and "\n" not in str(said.message)
-    assert "computes LayerNorm" in str(said.message) and "loaded without hf_rmsnorm.patch_model" in str(said.message)
+    assert "computes LayerNorm" in str(
+        said.message
+    ) and "loaded without hf_rmsnorm.patch_model" in str(said.message)
     assert "hf-rmsnorm convert FOLDER DST --target native" in str(said.message)
     assert all(record.converted for record in patch_model(model).swapped)
     train(model, 10, lr=1e-2)
@@ -190,21 +248,33 @@ def test_trained_as_rms_norm_is_recorded_and_honoured_after_loading(small, tmp_p
     model.save_pretrained(tmp_path / "trained")
 
     loaded = load(tmp_path / "trained")
-    assert (logits(loaded) - expected).abs().max() > 1e-2, "a plain load computes something else"
-    for report in (patch_model(loaded), patch_model(loaded)):  # whoever goes on with it reads so in the report
+    assert (logits(loaded) - expected).abs().max() > 1e-2, (
+        "a plain load computes something else"
+    )
+    for report in (patch_model(loaded), patch_model(loaded)):
+        # whoever goes on with it reads so in the report
         assert all(record.converted for record in report.swapped)
-        assert "trained so, and a LayerNorm where it is loaded without a patch" in str(report)
+        assert "trained so, and a LayerNorm where it is loaded without a patch" in str(
+            report
+        )
     assert torch.equal(logits(loaded), expected)
     loaded.save_pretrained(tmp_path / "again")
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "trained" / name).read_bytes()
-    assert type(loaded) is type(load(small)) and type(loaded.transformer) is type(load(small).transformer)
+        assert (tmp_path / "again" / name).read_bytes() == (
+            tmp_path / "trained" / name
+        ).read_bytes()
+    assert type(loaded) is type(load(small)) and type(loaded.transformer) is type(
+        load(small).transformer
+    )
 
 
 def test_a_model_that_has_moved_cannot_become_one_trained_as_rms_norm(small):
     model = load(small)
     train(model, 10, lr=1e-2)
     before = copy.deepcopy(model.config.to_dict())
-    with pytest.raises(ValueError, match="would compute something else than it does now: transformer.* no longer has"):
+    with pytest.raises(
+        ValueError,
+        match="would compute something else than it does now: transformer.* no longer has",
+    ):
         train_as_rms(model)
     assert model.config.to_dict() == before

@@ -1,4 +1,6 @@
-"""`hf_rmsnorm.integrations.run`: a program as python runs it, with a callback in every Trainer that it makes."""
+"""`hf_rmsnorm.integrations.run`: a program as python runs it, with a callback in every
+Trainer that it makes.
+"""
 
 import inspect
 import runpy
@@ -28,11 +30,15 @@ def run(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["run", *map(str, words)])
         before, code = list(trainer.DEFAULT_CALLBACKS), 0
         try:
-            runpy.run_module("hf_rmsnorm.integrations.run", run_name="__main__", alter_sys=True)
+            runpy.run_module(
+                "hf_rmsnorm.integrations.run", run_name="__main__", alter_sys=True
+            )
         except SystemExit as end:
             code = end.code
         finally:
-            assert before == trainer.DEFAULT_CALLBACKS, "what it changed of Transformers' is undone"
+            assert before == trainer.DEFAULT_CALLBACKS, (
+                "what it changed of Transformers' is undone"
+            )
         return code, *capsys.readouterr()
 
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -50,7 +56,11 @@ def script(tmp_path):
 
 
 def test_every_trainer_of_a_script_has_the_callback(run, script, tmp_path):
-    assert run(script(TRAINS), tmp_path) == (0, "", f"hf_rmsnorm: 9 norms swapped, 0 skipped; {KERNELS}\n" * 2)
+    assert run(script(TRAINS), tmp_path) == (
+        0,
+        "",
+        f"hf_rmsnorm: 9 norms swapped, 0 skipped; {KERNELS}\n" * 2,
+    )
 
 
 def test_so_has_every_trainer_of_a_module(run, script, tmp_path):
@@ -60,17 +70,24 @@ def test_so_has_every_trainer_of_a_module(run, script, tmp_path):
 
 
 def test_options_stand_before_the_script(run, script, tmp_path):
-    said = run("exclude=*.q_norm,*.k_norm", "memory_efficient=True", script(TRAINS), tmp_path)[2]
+    said = run(
+        "exclude=*.q_norm,*.k_norm", "memory_efficient=True", script(TRAINS), tmp_path
+    )[2]
     assert said == f"hf_rmsnorm: 5 norms swapped, 4 skipped; {KERNELS}\n" * 2
 
 
 @pytest.mark.parametrize("words", [["script.py"], ["-m", "script"]])
-def test_a_program_sees_what_it_would_without(words, run, script, tmp_path, monkeypatch):
+def test_a_program_sees_what_it_would_without(
+    words, run, script, tmp_path, monkeypatch
+):
     monkeypatch.chdir(script(SHOWS).parent)
     sys.path[0] = str(tmp_path)
     code, said, told = run(*words, "a", "--b=c", "-m", "d")
     assert (code, said) == (0, f"__main__ True ['a', '--b=c', '-m', 'd'] {tmp_path}\n")
-    assert told == f"hf_rmsnorm: {words[-1]} made no Trainer here: call patch_model(model) in it\n"
+    assert (
+        told
+        == f"hf_rmsnorm: {words[-1]} made no Trainer here: call patch_model(model) in it\n"
+    )
 
 
 def test_an_exit_and_an_error_of_the_program_are_its_own(run, script):
@@ -85,12 +102,18 @@ def test_help_says_how_to_call_it_and_names_every_option(run):
     for line in ("include          = globs with commas", "strict           = True or False",
                  "numerics         = one of model, vllm, sglang", "recentre         = True or False"):  # fmt: skip
         assert line in said
-    assert not [name for name in inspect.signature(patch_model).parameters if name != "model" and name not in said]
+    assert not [
+        name
+        for name in inspect.signature(patch_model).parameters
+        if name != "model" and name not in said
+    ]
 
 
 def test_an_option_is_typed_as_patch_model_takes_it(run, script, monkeypatch):
     taken = []
-    monkeypatch.setattr(EndingCallback, "__init__", lambda self, **options: taken.append(options))
+    monkeypatch.setattr(
+        EndingCallback, "__init__", lambda self, **options: taken.append(options)
+    )
     words = "include=*.a,*.b exclude=*.c strict=True fuse_residual=False memory_efficient=True numerics=vllm recentre=x"
     run(*words.split(), script(""))
     assert taken == [
@@ -102,13 +125,25 @@ def test_an_option_is_typed_as_patch_model_takes_it(run, script, monkeypatch):
 @pytest.mark.parametrize(
     "option, said",
     [
-        ("exclude=*.nothing", "exclude='*.nothing' matches the path of no norm in this Qwen3ForCausalLM, for example "),
-        ("recentre=True", "the config of this Qwen3ForCausalLM records no conversion: "),
+        (
+            "exclude=*.nothing",
+            "exclude='*.nothing' matches the path of no norm in this Qwen3ForCausalLM, for example ",
+        ),
+        (
+            "recentre=True",
+            "the config of this Qwen3ForCausalLM records no conversion: ",
+        ),
     ],
 )
-def test_what_does_not_fit_the_model_is_told_in_one_line(option, said, run, script, tmp_path):
+def test_what_does_not_fit_the_model_is_told_in_one_line(
+    option, said, run, script, tmp_path
+):
     code, out, told = run(option, script(TRAINS), tmp_path)
-    assert (code, out) == (2, "") and told.startswith(f"hf_rmsnorm: {said}") and told.count("\n") == 1
+    assert (
+        (code, out) == (2, "")
+        and told.startswith(f"hf_rmsnorm: {said}")
+        and told.count("\n") == 1
+    )
 
 
 THERE = ": name SCRIPT.py or -m MODULE, after NAME=VALUE"

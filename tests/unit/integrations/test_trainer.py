@@ -1,11 +1,19 @@
-"""`HfRmsNormCallback` in a Trainer: patched when it is time, whatever the Trainer does, and nothing else changes."""
+"""`HfRmsNormCallback` in a Trainer: patched when it is time, whatever the Trainer does,
+and nothing else changes.
+"""
 
 from logging import Handler as StandardHandler
 
 import pytest
 import tiny_models
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments, logging
+from transformers import (
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+    logging,
+)
 
 from hf_rmsnorm import HfRmsNormCallback, patch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
@@ -27,11 +35,19 @@ class Rows(torch.utils.data.Dataset):
 def make(folder, model=None, callback=None, **options):
     init = options.pop("model_init", None)
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=2, max_steps=STEPS, learning_rate=1e-2, use_cpu=True,
-        report_to=[], logging_steps=1, disable_tqdm=True, **{"save_strategy": "no", **options},
+        output_dir=str(folder), per_device_train_batch_size=2, max_steps=STEPS,
+        learning_rate=1e-2, use_cpu=True, report_to=[], logging_steps=1,
+        disable_tqdm=True, **{"save_strategy": "no", **options},
     )  # fmt: skip
     callbacks = [] if callback is None else [callback]
-    return Trainer(model, arguments, train_dataset=Rows(), eval_dataset=Rows(), model_init=init, callbacks=callbacks)
+    return Trainer(
+        model,
+        arguments,
+        train_dataset=Rows(),
+        eval_dataset=Rows(),
+        model_init=init,
+        callbacks=callbacks,
+    )
 
 
 def losses(made, **how):
@@ -62,27 +78,39 @@ def logged():
     "options",
     [
         {},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        },
         {"bf16": True},
         {"gradient_accumulation_steps": 2},
     ],
 )
-def test_a_patched_run_has_the_losses_of_the_unpatched_one(options, tmp_path, fused_calls):
+def test_a_patched_run_has_the_losses_of_the_unpatched_one(
+    options, tmp_path, fused_calls
+):
     expected = losses(make(tmp_path, tiny_models.build("qwen3"), **options))
     callback = HfRmsNormCallback()
     model = tiny_models.build("qwen3")
     got = losses(make(tmp_path, model, callback, **options))
     assert got == pytest.approx(expected, rel=1e-5) and len(got) == STEPS
-    assert len(fused_calls) >= 9 * STEPS and len(callback.report.swapped) == fused(model) == 9
+    assert (
+        len(fused_calls) >= 9 * STEPS
+        and len(callback.report.swapped) == fused(model) == 9
+    )
 
 
 def test_the_report_is_logged_once(tmp_path, logged):
     model = tiny_models.build("llama")
     callback = HfRmsNormCallback()
-    made = make(tmp_path, model, callback, eval_strategy="steps", eval_steps=2, log_level="info")
+    made = make(
+        tmp_path, model, callback, eval_strategy="steps", eval_steps=2, log_level="info"
+    )
     losses(made)
     losses(made)
-    assert [line for line in logged if "norms swapped" in line[1]] == [("INFO", str(callback.report))]
+    assert [line for line in logged if "norms swapped" in line[1]] == [
+        ("INFO", str(callback.report))
+    ]
 
 
 @pytest.fixture
@@ -94,7 +122,9 @@ def on_this_cpu(monkeypatch):
     backend._device_refusal.cache_clear()
 
 
-def test_one_line_says_what_was_swapped_and_where_kernels_run(tmp_path, capsys, on_this_cpu):
+def test_one_line_says_what_was_swapped_and_where_kernels_run(
+    tmp_path, capsys, on_this_cpu
+):
     callback = HfRmsNormCallback(exclude="model.norm")
     made = make(tmp_path, tiny_models.build("llama"), callback)
     losses(made)
@@ -113,7 +143,9 @@ def test_one_process_of_several_says_it(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("use", ["evaluate", "predict"])
-def test_a_trainer_that_only_evaluates_or_predicts_is_patched(use, tmp_path, fused_calls):
+def test_a_trainer_that_only_evaluates_or_predicts_is_patched(
+    use, tmp_path, fused_calls
+):
     expected = getattr(make(tmp_path, tiny_models.build("llama")), use)(Rows())
     made = make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback())
     with use_backend("reference"):
@@ -122,7 +154,9 @@ def test_a_trainer_that_only_evaluates_or_predicts_is_patched(use, tmp_path, fus
     if use == "evaluate":
         assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
     else:
-        assert torch.equal(torch.from_numpy(got.predictions), torch.from_numpy(expected.predictions))
+        assert torch.equal(
+            torch.from_numpy(got.predictions), torch.from_numpy(expected.predictions)
+        )
 
 
 def test_every_model_that_model_init_makes_is_patched(tmp_path, logged):
@@ -134,10 +168,13 @@ def test_every_model_that_model_init_makes_is_patched(tmp_path, logged):
 
     made = make(tmp_path, model_init=build, callback=HfRmsNormCallback())
     first = losses(made)
-    again = losses(made)  # the model is made anew, as for each trial of hyperparameter_search
+    # the model is made anew, as for each trial of hyperparameter_search
+    again = losses(made)
     assert first == again
     assert len(models) == 3 and all(fused(model) == 5 for model in models)
-    assert sum("norms swapped" in text for _, text in logged) == 1, "equal reports are logged once"
+    assert sum("norms swapped" in text for _, text in logged) == 1, (
+        "equal reports are logged once"
+    )
 
 
 @pytest.mark.full
@@ -147,7 +184,9 @@ def test_torch_compile_sees_the_patched_model_and_no_graph_breaks(tmp_path):
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
         model = tiny_models.build("qwen3", num_hidden_layers=1)
-        made = make(tmp_path, model, callback, torch_compile=True, torch_compile_backend="eager")
+        made = make(
+            tmp_path, model, callback, torch_compile=True, torch_compile_backend="eager"
+        )
         runs[name] = losses(made)
         assert not torch._dynamo.utils.counters["graph_break"]
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -157,13 +196,22 @@ def test_torch_compile_sees_the_patched_model_and_no_graph_breaks(tmp_path):
 
 
 def saved(folder):
-    """Names of the files, config.json, and what model.safetensors has before its values: names, dtypes, shapes."""
+    """Names of the files, config.json, and what model.safetensors has before its
+    values: names, dtypes, shapes.
+    """
     data = (folder / "model.safetensors").read_bytes()
     header = data[: 8 + int.from_bytes(data[:8], "little")]
-    return sorted(path.name for path in folder.iterdir()), (folder / "config.json").read_bytes(), header, len(data)
+    return (
+        sorted(path.name for path in folder.iterdir()),
+        (folder / "config.json").read_bytes(),
+        header,
+        len(data),
+    )
 
 
-def test_checkpoints_are_those_of_the_unpatched_run_and_both_resume_from_either(tmp_path):
+def test_checkpoints_are_those_of_the_unpatched_run_and_both_resume_from_either(
+    tmp_path,
+):
     saving = {"save_strategy": "steps", "save_steps": 2}
     runs = {}
     for name, callback in (("plain", None), ("patched", HfRmsNormCallback())):
@@ -172,14 +220,20 @@ def test_checkpoints_are_those_of_the_unpatched_run_and_both_resume_from_either(
         runs[name] = losses(made)
     assert runs["patched"] == pytest.approx(runs["plain"], rel=1e-5)
     for file in ("model.safetensors", "config.json"):
-        plain, patched = ((tmp_path / name / "start" / file).read_bytes() for name in runs)
+        plain, patched = (
+            (tmp_path / name / "start" / file).read_bytes() for name in runs
+        )
         assert plain == patched
     for step in (2, 4):
-        plain, patched = (saved(tmp_path / name / f"checkpoint-{step}") for name in runs)
+        plain, patched = (
+            saved(tmp_path / name / f"checkpoint-{step}") for name in runs
+        )
         assert plain == patched
     for source, callback in (("plain", HfRmsNormCallback()), ("patched", None)):
         made = make(tmp_path / "resumed", tiny_models.build("llama", seed=1), callback)
-        got = losses(made, resume_from_checkpoint=str(tmp_path / source / "checkpoint-2"))
+        got = losses(
+            made, resume_from_checkpoint=str(tmp_path / source / "checkpoint-2")
+        )
         assert got == pytest.approx(runs["plain"], rel=1e-5)
 
 
@@ -188,7 +242,9 @@ def test_options_go_to_patch_model(tmp_path):
     made = make(tmp_path, tiny_models.build("qwen3"), callback)
     assert fused(made.model) == 5 and not callback.report.layers
     with pytest.raises(ValueError, match="matches the path of no norm"):
-        make(tmp_path, tiny_models.build("llama"), HfRmsNormCallback(include="nowhere.*"))
+        make(
+            tmp_path, tiny_models.build("llama"), HfRmsNormCallback(include="nowhere.*")
+        )
     with pytest.raises(TypeError, match="no 'memory'; did you mean memory_efficient?"):
         HfRmsNormCallback(memory=True)
     with pytest.raises(TypeError, match="train_as_rms is 1: pass True or False"):
@@ -212,21 +268,33 @@ def logits(model):
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-def test_recentre_keeps_what_the_trainer_saves_centred_through_a_resume(converted, tmp_path):
+def test_recentre_keeps_what_the_trainer_saves_centred_through_a_resume(
+    converted, tmp_path
+):
     made = make(tmp_path, load(converted), HfRmsNormCallback(recentre=True), **SAVING)
     whole = losses(made)
     callback = HfRmsNormCallback(recentre=True)
     made = make(tmp_path / "again", load(converted), callback, **SAVING)
-    assert losses(made, resume_from_checkpoint=str(tmp_path / "checkpoint-2")) == pytest.approx(whole, rel=1e-5)
-    for folder in (tmp_path / "checkpoint-2", tmp_path / "checkpoint-4", tmp_path / "again" / "checkpoint-4"):
+    assert losses(
+        made, resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+    ) == pytest.approx(whole, rel=1e-5)
+    for folder in (
+        tmp_path / "checkpoint-2",
+        tmp_path / "checkpoint-4",
+        tmp_path / "again" / "checkpoint-4",
+    ):
         plain, model = load(folder), load(folder)
         assert all(record.converted for record in patch_model(model).swapped)
         torch.testing.assert_close(logits(model), logits(plain), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["plain", "converted"])
-def test_what_was_patched_before_keeps_the_options_that_the_callback_does_not_name(kind, converted, tmp_path):
-    """Of a converted model it is asked again when training begins, for which it is unpatched."""
+def test_what_was_patched_before_keeps_the_options_that_the_callback_does_not_name(
+    kind, converted, tmp_path
+):
+    """Of a converted model it is asked again when training begins, for which it is
+    unpatched.
+    """
     model = tiny_models.build("llama") if kind == "plain" else load(converted)
     patch_model(model, memory_efficient=True, fuse_residual=False)
     callback = HfRmsNormCallback(recentre=kind == "converted")
@@ -240,11 +308,17 @@ def test_what_was_patched_before_keeps_the_options_that_the_callback_does_not_na
 
 @pytest.mark.full
 def test_train_as_rms_is_in_what_the_trainer_saves_which_warns(converted, tmp_path):
-    made = make(tmp_path, load(converted), HfRmsNormCallback(train_as_rms=True), **SAVING)
-    with pytest.warns(UserWarning, match="computes LayerNorm, which is another function"):
+    made = make(
+        tmp_path, load(converted), HfRmsNormCallback(train_as_rms=True), **SAVING
+    )
+    with pytest.warns(
+        UserWarning, match="computes LayerNorm, which is another function"
+    ):
         losses(made)
     expected = logits(made.model)
     model = load(tmp_path / "checkpoint-4")
     assert all(record.converted for record in patch_model(model).swapped)
     assert torch.equal(logits(model), expected)
-    assert not torch.allclose(logits(load(tmp_path / "checkpoint-4")), expected, atol=1e-3)
+    assert not torch.allclose(
+        logits(load(tmp_path / "checkpoint-4")), expected, atol=1e-3
+    )

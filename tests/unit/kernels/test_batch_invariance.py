@@ -1,4 +1,6 @@
-"""What a row becomes depends on no other row: not on how many there are, where it stands, or what the others hold."""
+"""What a row becomes depends on no other row: not on how many there are, where it
+stands, or what the others hold.
+"""
 
 import pytest
 import torch
@@ -24,12 +26,16 @@ ROW = 5  # of the batch that the others are compared with
 
 
 def random(*shape, dtype, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(
+        DEVICE, dtype
+    )
 
 
 def parameters(spec, size, dtype):
     weight = 1 - spec.weight_offset + 0.3 * random(size, dtype=FP32, seed=8)
-    return weight.to(dtype), random(size, dtype=dtype, seed=9) if spec.has_bias else None
+    return weight.to(dtype), random(
+        size, dtype=dtype, seed=9
+    ) if spec.has_bias else None
 
 
 def norm(spec, size, dtype, **options):
@@ -47,7 +53,9 @@ def gated(spec, size, dtype):
     weight, bias = parameters(spec, size, dtype)
 
     def run(x, gate, dy):
-        y = fused_norm(x.requires_grad_(), weight, bias, spec, gate=gate.requires_grad_())
+        y = fused_norm(
+            x.requires_grad_(), weight, bias, spec, gate=gate.requires_grad_()
+        )
         return y, *torch.autograd.grad(y, (x, gate), dy)
 
     return run, 3
@@ -57,7 +65,9 @@ def summed(spec, size, dtype):
     weight, bias = parameters(spec, size, dtype)
 
     def run(x, residual, dh, dy):
-        h, y = fused_add_norm(x.requires_grad_(), residual.requires_grad_(), weight, bias, spec)
+        h, y = fused_add_norm(
+            x.requires_grad_(), residual.requires_grad_(), weight, bias, spec
+        )
         return h, y, *torch.autograd.grad((h, y), (x, residual), (dh, dy))
 
     return run, 4
@@ -91,21 +101,37 @@ def heads(spec, size, dtype):
     weights = [parameters(spec, size // 8, dtype)[0] for _ in range(2)]
 
     def run(rows, dy, angles):
-        rows, dy, angles = (t.reshape(-1, *t.shape[-2:]) if t.dim() > 2 else t[None] for t in (rows, dy, angles))
+        rows, dy, angles = (
+            t.reshape(-1, *t.shape[-2:]) if t.dim() > 2 else t[None]
+            for t in (rows, dy, angles)
+        )
         angles = angles[..., : size // 8].float()
         tables = angles.cos().to(dtype), angles.sin().to(dtype)
-        q, k = (t.unflatten(-1, (-1, size // 8)).transpose(1, 2) for t in rows.split((size // 2, size // 2), -1))
-        dq, dk = (t.unflatten(-1, (-1, size // 8)).transpose(1, 2) for t in dy.split((size // 2, size // 2), -1))
+        q, k = (
+            t.unflatten(-1, (-1, size // 8)).transpose(1, 2)
+            for t in rows.split((size // 2, size // 2), -1)
+        )
+        dq, dk = (
+            t.unflatten(-1, (-1, size // 8)).transpose(1, 2)
+            for t in dy.split((size // 2, size // 2), -1)
+        )
         q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
         yq, yk = fused_qk_norm(q, k, *weights, spec, *tables)
-        grads = torch.autograd.grad((yq, yk), (q, k), (dq.to(yq.dtype), dk.to(yk.dtype)))
-        return tuple(t.transpose(1, 2).flatten(-2).flatten(0, -2) for t in (yq, yk, *grads))
+        grads = torch.autograd.grad(
+            (yq, yk), (q, k), (dq.to(yq.dtype), dk.to(yk.dtype))
+        )
+        return tuple(
+            t.transpose(1, 2).flatten(-2).flatten(0, -2) for t in (yq, yk, *grads)
+        )
 
     return run, 3
 
 
 def outputs(run, operands, offset):
-    placed = [t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t) for t in operands]
+    placed = [
+        t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t)
+        for t in operands
+    ]
     with use_backend("triton"), count_launches() as launches:
         found = run(*placed)
     assert launches
@@ -119,10 +145,17 @@ def check(made, size, dtype, shapes=SHAPES, offset=0):
     for shape in shapes:
         rows = torch.Size(shape).numel()
         for place in {0, rows - 1}:
-            batch = [torch.full((rows, size), torch.nan, dtype=dtype, device=DEVICE) for _ in full]
+            batch = [
+                torch.full((rows, size), torch.nan, dtype=dtype, device=DEVICE)
+                for _ in full
+            ]
             for t, whole in zip(batch, full, strict=True):
                 t[place] = whole[ROW]
-            for a, b in zip(outputs(run, [t.view(*shape, size) for t in batch], offset), expected, strict=True):
+            for a, b in zip(
+                outputs(run, [t.view(*shape, size) for t in batch], offset),
+                expected,
+                strict=True,
+            ):
                 assert torch.equal(a[place], b), (shape, place)
 
 
@@ -130,7 +163,12 @@ def check(made, size, dtype, shapes=SHAPES, offset=0):
 @pytest.mark.parametrize("size", [96, 1000, 4096, 14_336])
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_a_norm(name, size, dtype):
-    check(norm(SPECS[name], size, dtype), size, dtype, SHAPES if size < 14_336 else [(1,), (3,), (2, 3)])
+    check(
+        norm(SPECS[name], size, dtype),
+        size,
+        dtype,
+        SHAPES if size < 14_336 else [(1,), (3,), (2, 3)],
+    )
 
 
 @pytest.mark.parametrize("name", ["Gemma", "rounded rstd"])
@@ -152,12 +190,22 @@ def test_a_gated_sum_and_its_modulated_norm(name, size):
 @pytest.mark.parametrize("size", [96, 1000, 4096, 14_336])
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_a_residual_sum_and_its_norm(name, size):
-    check(summed(SPECS[name], size, BF16), size, BF16, SHAPES if size < 14_336 else [(1,), (3,)])
+    check(
+        summed(SPECS[name], size, BF16),
+        size,
+        BF16,
+        SHAPES if size < 14_336 else [(1,), (3,)],
+    )
 
 
 @pytest.mark.parametrize("size", [96, 4096, 14_336])
 def test_a_norm_of_a_sum_before_it_is_rounded(size):
-    check(unrounded(SPECS["RMSNorm"], size, BF16), size, BF16, SHAPES if size < 14_336 else [(1,), (3,)])
+    check(
+        unrounded(SPECS["RMSNorm"], size, BF16),
+        size,
+        BF16,
+        SHAPES if size < 14_336 else [(1,), (3,)],
+    )
 
 
 @pytest.mark.parametrize("size", [256, 4096])
@@ -177,13 +225,17 @@ def test_one_row_of_a_thousand():
 
 @pytest.mark.parametrize("size", [96, 4096])
 def test_gradients_of_parameters_are_equal_for_equal_rows(size):
-    """The same rows in the same order on the same device; another order or device may differ in last bits."""
+    """The same rows in the same order on the same device; another order or device may
+    differ in last bits.
+    """
     spec = SPECS["LayerNorm"]
     weight, bias = (t.requires_grad_() for t in parameters(spec, size, BF16))
     x, dy = (random(300, size, dtype=BF16, seed=seed) for seed in range(2))
     with use_backend("triton"):
         first, again = (
-            torch.autograd.grad(fused_norm(t, weight, bias, spec), (weight, bias), d.reshape(t.shape))
+            torch.autograd.grad(
+                fused_norm(t, weight, bias, spec), (weight, bias), d.reshape(t.shape)
+            )
             for t, d in ((x, dy), (x.clone().view(3, 100, size), dy))
         )
     assert all(map(torch.equal, first, again))
@@ -192,6 +244,8 @@ def test_gradients_of_parameters_are_equal_for_equal_rows(size):
 @pytest.mark.parametrize("size", [96, 1000, 4096])
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_tensors_that_start_anywhere(name, size):
-    """They run another variant, whose sums may differ in a last bit from that of tensors at multiples of 16 bytes."""
+    """They run another variant, whose sums may differ in a last bit from that of
+    tensors at multiples of 16 bytes.
+    """
     check(norm(SPECS[name], size, FP32), size, FP32, [(1,), (3,), (2, 3)], offset=1)
     check(summed(SPECS[name], size, BF16), size, BF16, [(1,), (3,)], offset=1)

@@ -1,4 +1,6 @@
-"""Kernels read and write what is theirs: beside every operand lies NaN, and behind every output what must stay."""
+"""Kernels read and write what is theirs: beside every operand lies NaN, and behind
+every output what must stay.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from hf_rmsnorm.ops import fused_add_norm, fused_norm
 from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.reference import reference_norm, reference_qk_norm
 
-pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1"
+)
 if device_refusal("cpu") is None:
     from hf_rmsnorm.kernels import launch, launch_backward, launch_qk
 
@@ -33,24 +37,38 @@ class Margins:
     def empty_strided(self, shape, strides, *, dtype, device=None):
         if device is not None and torch.device(device).type == "meta":
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
+        size = (
+            1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+            if 0 not in shape
+            else 0
+        )
         whole = torch.full((size + 2 * MARGIN,), KEPT, dtype=dtype)
         self.made.append((whole, size))
         return whole.as_strided(shape, strides, MARGIN)
 
     def empty_like(self, t, **options):
         like = torch.empty_like(t, **options)
-        return like if like.is_meta else self.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        return (
+            like
+            if like.is_meta
+            else self.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        )
 
     def empty(self, *shape, **options):
         like = torch.empty(*shape, **options)
-        return like if like.is_meta else self.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        return (
+            like
+            if like.is_meta
+            else self.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        )
 
     def assert_kept(self):
         assert self.made
         for whole, size in self.made:
             kept = torch.tensor(KEPT, dtype=whole.dtype)
-            assert whole[:MARGIN].eq(kept).all() and whole[MARGIN + size :].eq(kept).all()
+            assert (
+                whole[:MARGIN].eq(kept).all() and whole[MARGIN + size :].eq(kept).all()
+            )
 
 
 @pytest.fixture
@@ -72,7 +90,9 @@ def operand(*shape, seed=0):
 def parameter(*shape, seed=0):
     whole = torch.full((torch.Size(shape).numel() + 2 * MARGIN,), torch.nan)
     found = whole[MARGIN:-MARGIN].view(shape)
-    return found.copy_(torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5)
+    return found.copy_(
+        torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+    )
 
 
 def compare(ours, theirs, operands, margins):
@@ -99,7 +119,11 @@ CASES = [(name, *size) for name in NORMS for size in SIZES]
 @pytest.mark.parametrize("name, rows, columns", CASES)
 def test_norms(name, rows, columns, margins):
     spec, has_bias = NORMS[name]
-    operands = operand(rows, columns), parameter(columns), *([parameter(columns, seed=1)] if has_bias else [])
+    operands = (
+        operand(rows, columns),
+        parameter(columns),
+        *([parameter(columns, seed=1)] if has_bias else []),
+    )
     compare(lambda x, w, b=None: fused_norm(x, w, b, spec), lambda x, w, b=None: reference_norm(x, w, b, spec),
             operands, margins)  # fmt: skip
 
@@ -110,8 +134,15 @@ def test_sums(columns, margins):
         h = residual + x
         return h, reference_norm(h, w, b, BIASED)
 
-    operands = operand(3, columns), operand(3, columns, seed=1), parameter(columns), parameter(columns, seed=2)
-    compare(lambda x, r, w, b: fused_add_norm(x, r, w, b, BIASED), plain, operands, margins)
+    operands = (
+        operand(3, columns),
+        operand(3, columns, seed=1),
+        parameter(columns),
+        parameter(columns, seed=2),
+    )
+    compare(
+        lambda x, r, w, b: fused_add_norm(x, r, w, b, BIASED), plain, operands, margins
+    )
 
 
 @pytest.mark.parametrize("columns", [9, 520, 8_200])
@@ -124,15 +155,26 @@ def test_gates(spec, columns, margins):
 
 @pytest.mark.parametrize("columns", [9, 64, 1_032])
 def test_weights_of_heads(columns, margins):
-    operands = operand(5, 3, columns), parameter(3, columns), parameter(3, columns, seed=1)
+    operands = (
+        operand(5, 3, columns),
+        parameter(3, columns),
+        parameter(3, columns, seed=1),
+    )
     compare(lambda x, w, b: fused_norm(x, w, b, BIASED), lambda x, w, b: reference_norm(x, w, b, BIASED),
             operands, margins)  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim, turned", [(10, 10), (10, 6), (16, 16), (80, 80), (80, 32)])
+@pytest.mark.parametrize(
+    "head_dim, turned", [(10, 10), (10, 6), (16, 16), (80, 80), (80, 32)]
+)
 def test_queries_and_keys(head_dim, turned, margins):
     tables = operand(1, 3, turned, seed=3), operand(1, 3, turned, seed=4)
-    operands = operand(1, 3, 3, head_dim), operand(1, 2, 3, head_dim, seed=1), parameter(head_dim), parameter(head_dim)
+    operands = (
+        operand(1, 3, 3, head_dim),
+        operand(1, 2, 3, head_dim, seed=1),
+        parameter(head_dim),
+        parameter(head_dim),
+    )
     compare(lambda *t: fused_qk_norm(*t, RMS, *tables), lambda *t: reference_qk_norm(*t, RMS, *tables),
             operands, margins)  # fmt: skip
 
@@ -141,6 +183,10 @@ def test_queries_and_keys(head_dim, turned, margins):
 @pytest.mark.parametrize("name", ["rms", "layer norm"])
 def test_from_the_output(name, columns, margins):
     spec, has_bias = NORMS[name]
-    operands = operand(3, columns), parameter(columns), *([parameter(columns, seed=1)] if has_bias else [])
+    operands = (
+        operand(3, columns),
+        parameter(columns),
+        *([parameter(columns, seed=1)] if has_bias else []),
+    )
     compare(lambda x, w, b=None: fused_norm(x, w, b, spec, keep_output=True),
             lambda x, w, b=None: reference_norm(x, w, b, spec), operands, margins)  # fmt: skip

@@ -1,4 +1,6 @@
-"""How a kernel is started: its arguments by name, the device that is current, and what is loaded of it."""
+"""How a kernel is started: its arguments by name, the device that is current, and what
+is loaded of it.
+"""
 
 import inspect
 from types import SimpleNamespace
@@ -34,7 +36,9 @@ def test_pointers_come_first_and_every_other_parameter_gets_what_has_its_name(na
     for aligned, unit in ((False, 1), (True, VECTOR)):
         values = dict(zip(kernel.fixed, bound(kernel, aligned).tail, strict=True))
         for parameter, number in numbered(kernel).items():
-            assert values[parameter] == (number // unit if parameter in kernel.strides else number)
+            assert values[parameter] == (
+                number // unit if parameter in kernel.strides else number
+            )
         assert values.get("UNIT", unit) == unit
 
 
@@ -42,7 +46,9 @@ def test_pointers_come_first_and_every_other_parameter_gets_what_has_its_name(na
 def test_a_name_too_few_or_too_many_is_an_error(name):
     kernel, named = KERNELS[name], numbered(KERNELS[name])
     with pytest.raises(TypeError, match=f"{name} is not bound by BLOCK"):
-        kernel.bind((1, 1, 1), 4, {k: v for k, v in named.items() if k != "BLOCK"}, CPU, True)
+        kernel.bind(
+            (1, 1, 1), 4, {k: v for k, v in named.items() if k != "BLOCK"}, CPU, True
+        )
     with pytest.raises(TypeError, match=f"{name} is not bound by doubled"):
         kernel.bind((1, 1, 1), 4, named | {"doubled": True}, CPU, True)
 
@@ -50,18 +56,29 @@ def test_a_name_too_few_or_too_many_is_an_error(name):
 def test_vectors_need_strides_and_columns_that_they_divide():
     kernel = KERNELS["norm_forward"]
     assert bound(kernel).aligned and not bound(kernel, aligned=False).aligned
-    for name, aligned in (("N", False), ("x_outer", False), ("other_inner", False), ("x_len", True)):
+    for name, aligned in (
+        ("N", False),
+        ("x_outer", False),
+        ("other_inner", False),
+        ("x_len", True),
+    ):
         named = numbered(kernel) | {name: VECTOR + 1}
         assert kernel.bind((1, 1, 1), 4, named, CPU, True).aligned == aligned
 
 
 def test_a_chip_that_names_no_multiprocessors_or_shared_memory(monkeypatch):
-    made = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448, gpu_subslice_count=7)
+    made = SimpleNamespace(
+        multi_processor_count=132,
+        shared_memory_per_block_optin=232_448,
+        gpu_subslice_count=7,
+    )
     for gone, limits in ((None, (132, 232_448)), ("shared_memory_per_block_optin", (132, 65_536)),
                          ("multi_processor_count", (7, 65_536)), ("gpu_subslice_count", (64, 65_536))):  # fmt: skip
         if gone is not None:
             delattr(made, gone)
-        monkeypatch.setattr(torch.cpu, "get_device_properties", lambda index: made, raising=False)
+        monkeypatch.setattr(
+            torch.cpu, "get_device_properties", lambda index: made, raising=False
+        )
         monkeypatch.setattr(compiled, "INTERPRETED", False)
         assert compiled.device_limits.__wrapped__("cpu", None) == limits
 
@@ -90,7 +107,12 @@ class CudaLauncher:
     """Triton's, by its name and by what is read of it."""
 
     global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = "coop", "pdl", "annotations", "signature"
+    launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = (
+        "coop",
+        "pdl",
+        "annotations",
+        "signature",
+    )
 
     def __init__(self):
         self.told = []
@@ -101,10 +123,16 @@ class CudaLauncher:
 
 @pytest.fixture
 def load(monkeypatch):
-    """``load(known, plain)``: (start of a kernel, what Triton made of it, the kernel's own calls)."""
+    """``load(known, plain)``: (start of a kernel, what Triton made of it, the kernel's
+    own calls).
+    """
 
     def make(launchers=True, plain=True, by_compiled=True):
-        kernel, made, calls = Kernel(KERNELS["reduce_partials"].variants[True]), Loaded(CudaLauncher()), []
+        kernel, made, calls = (
+            Kernel(KERNELS["reduce_partials"].variants[True]),
+            Loaded(CudaLauncher()),
+            [],
+        )
         if not plain:
             made.launcher = SimpleNamespace()
 
@@ -119,8 +147,13 @@ def load(monkeypatch):
         monkeypatch.setattr(compiled, "INTERPRETED", False)
         monkeypatch.setattr(compiled, "KNOWN_LAUNCHERS", launchers)
         monkeypatch.setattr(compiled, "KNOWN_COMPILED", by_compiled)
-        driver = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}", get_current_device=lambda: 5)
-        monkeypatch.setattr(compiled.triton.runtime, "driver", SimpleNamespace(active=driver))
+        driver = SimpleNamespace(
+            get_current_stream=lambda index: f"stream of {index}",
+            get_current_device=lambda: 5,
+        )
+        monkeypatch.setattr(
+            compiled.triton.runtime, "driver", SimpleNamespace(active=driver)
+        )
         return bound(kernel), made, calls
 
     return make
@@ -144,17 +177,28 @@ def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkey
     assert launches == {"reduce_partials": 1}
 
 
-@pytest.mark.parametrize("known", [{"plain": False}, {"launchers": False}], ids=["another launcher", "an older Triton"])
+@pytest.mark.parametrize(
+    "known",
+    [{"plain": False}, {"launchers": False}],
+    ids=["another launcher", "an older Triton"],
+)
 def test_a_launcher_that_is_not_known_is_called_by_triton(known, load):
     start, made, calls = load(**known)
     start.on(("partials", "out"))
-    assert made.told == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))] and not calls
+    assert (
+        made.told == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))]
+        and not calls
+    )
 
 
 def test_any_other_triton_is_given_the_function(load):
     start, made, calls = load(launchers=False, by_compiled=False)
     start.on(("partials", "out"))
-    assert calls == [((1, 1, 1), ("partials", "out", *start.tail), start.kernel.options(start))] and not made.told
+    assert (
+        calls
+        == [((1, 1, 1), ("partials", "out", *start.tail), start.kernel.options(start))]
+        and not made.told
+    )
 
 
 def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(load):
@@ -189,7 +233,9 @@ def test_what_fails_to_compile_is_unavailable_and_is_not_tried_again(load):
     assert len(tried) == 1
 
 
-def test_the_device_of_the_tensors_is_current_while_a_kernel_is_compiled_and_launched(load, monkeypatch):
+def test_the_device_of_the_tensors_is_current_while_a_kernel_is_compiled_and_launched(
+    load, monkeypatch
+):
     now, seen = [0], []
 
     class Device:
@@ -203,14 +249,20 @@ def test_the_device_of_the_tensors_is_current_while_a_kernel_is_compiled_and_lau
             now[0] = self.before
 
     monkeypatch.setattr(compiled, "current_device", lambda kind: lambda: now[0])
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(device=Device))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda kind: SimpleNamespace(device=Device)
+    )
     start, made, _ = load()
     start = bound(start.kernel, device=torch.device("cuda", 1))
     warmup = start.kernel.variants[True].warmup
-    start.kernel.variants[True].warmup = lambda *args, **options: (seen.append(now[0]), warmup(*args, **options))[1]
+    start.kernel.variants[True].warmup = lambda *args, **options: (
+        seen.append(now[0]),
+        warmup(*args, **options),
+    )[1]
     for current in (0, 1, 0):
         now[0] = current
         start.on(("partials", "out"))
         assert now[0] == current
     assert seen == [1]
-    assert len(made.launcher.told) == 1 and len(made.told) == 2  # directly where it is current
+    # directly where it is current
+    assert len(made.launcher.told) == 1 and len(made.told) == 2

@@ -1,4 +1,6 @@
-"""What Triton's interpreter converts as hardware does, and that nothing of it is left behind."""
+"""What Triton's interpreter converts as hardware does, and that nothing of it is left
+behind.
+"""
 
 from types import SimpleNamespace
 
@@ -13,7 +15,20 @@ import triton.runtime.interpreter as interpreter
 
 from hf_rmsnorm.kernels.interpreter import faithful_interpreter
 
-VALUES = torch.tensor([1.0, 1.00390625, 1.01171875, -1.00390626, 3e38, 1e-40, -0.0, torch.inf, -torch.inf, torch.nan])
+VALUES = torch.tensor(
+    [
+        1.0,
+        1.00390625,
+        1.01171875,
+        -1.00390626,
+        3e38,
+        1e-40,
+        -0.0,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+    ]
+)
 
 
 def converted(values, source, target):
@@ -26,7 +41,9 @@ def test_float32_is_rounded_to_nearest_even():
         found = converted(VALUES.numpy(), tl.float32, tl.bfloat16)
     assert found.tolist()[-1] == 0x7FC0  # NaN, as a GPU writes it
     rounded = torch.from_numpy(found.view(np.int16).copy()).view(torch.bfloat16)
-    torch.testing.assert_close(rounded, VALUES.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        rounded, VALUES.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_every_bfloat16_is_kept():
@@ -37,17 +54,22 @@ def test_every_bfloat16_is_kept():
 
 
 @pytest.mark.parametrize(
-    "source, target", [(tl.float32, tl.float16), (tl.float16, tl.float32), (tl.float32, tl.float8e5)]
+    "source, target",
+    [(tl.float32, tl.float16), (tl.float16, tl.float32), (tl.float32, tl.float8e5)],
 )
 def test_other_conversions_are_tritons(source, target):
-    values = VALUES.numpy()[:4].astype(np.float16 if source == tl.float16 else np.float32)
+    values = VALUES.numpy()[:4].astype(
+        np.float16 if source == tl.float16 else np.float32
+    )
     with faithful_interpreter():
         found = converted(values, source, target)
     assert np.array_equal(found, converted(values, source, target))
 
 
 def test_rows_of_a_tile_are_added_in_pairs():
-    """As threads add them: one after another 4,096 values of 0.1 lose three digits more."""
+    """As threads add them: one after another 4,096 values of 0.1 lose three digits
+    more.
+    """
     tile = interpreter.TensorHandle(np.full((4096, 2), 0.1, np.float32), tl.float32)
     tile = tl.core.tensor(tile, tl.block_type(tl.float32, [4096, 2]))
     with faithful_interpreter():
@@ -57,15 +79,28 @@ def test_rows_of_a_tile_are_added_in_pairs():
 
 
 def test_the_interpreter_is_put_back_after_an_error():
-    before = interpreter._convert_float, interpreter._patch_lang, interpreter.ReduceOps.sum
+    before = (
+        interpreter._convert_float,
+        interpreter._patch_lang,
+        interpreter.ReduceOps.sum,
+    )
     with pytest.raises(ZeroDivisionError), faithful_interpreter():
         1 / 0  # noqa: B018
-    assert (interpreter._convert_float, interpreter._patch_lang, interpreter.ReduceOps.sum) == before
+    assert (
+        interpreter._convert_float,
+        interpreter._patch_lang,
+        interpreter.ReduceOps.sum,
+    ) == before
 
 
 def test_an_array_of_one_element_is_a_number():
-    """Which Triton 3.6 leaves to NumPy, and NumPy 2.4 refuses; afterwards it is Triton's again."""
-    kernel, one = SimpleNamespace(__globals__={"tl": tl}), SimpleNamespace(handle=SimpleNamespace(data=np.array([3])))
+    """Which Triton 3.6 leaves to NumPy, and NumPy 2.4 refuses; afterwards it is
+    Triton's again.
+    """
+    kernel, one = (
+        SimpleNamespace(__globals__={"tl": tl}),
+        SimpleNamespace(handle=SimpleNamespace(data=np.array([3]))),
+    )
     before = tl.tensor.__dict__.get("__index__")
     with faithful_interpreter():
         scope = interpreter._patch_lang(kernel)

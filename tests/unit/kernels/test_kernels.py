@@ -1,6 +1,8 @@
-"""The Triton kernels against float64, run by Triton's interpreter where there is no GPU.
+"""The Triton kernels against float64, run by Triton's interpreter where there is no
+GPU.
 
-Named for the regime each one exercises; the tolerance is the policy of tests/helpers/tolerance.py throughout.
+Named for the regime each one exercises; the tolerance is the policy of
+tests/helpers/tolerance.py throughout.
 """
 
 import pytest
@@ -26,25 +28,33 @@ SPECS = {
     "layer_norm": NormSpec(True, 1e-5, has_bias=True, functional=True),
     "layer_norm_no_bias": NormSpec(True, 1e-5),
     "layer_norm_no_affine": NormSpec(True, 1e-5, has_weight=False),
-    "layer_norm_then_affine": NormSpec(True, 1e-5, has_bias=True, rounding="before_weight", functional=True),
+    "layer_norm_then_affine": NormSpec(
+        True, 1e-5, has_bias=True, rounding="before_weight", functional=True
+    ),
     "rounded_rstd": NormSpec(False, 1e-6, has_weight=False, rounding="rstd"),
     "rounded_rstd_weight": NormSpec(False, 1e-6, rounding="rstd"),
     "textbook": NormSpec(False, 1e-2, has_bias=True, eps_outside=True),
     "textbook_layer_norm": NormSpec(True, 1e-2, eps_outside=True),
-    "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, rounding="before_weight"),
+    "rounded_offset": NormSpec(
+        False, 1e-6, weight_offset=1.0, rounding="before_weight"
+    ),
     "silu_before": NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before"),
     "silu_after": NormSpec(False, 1e-6, rounding="before_weight", gate="silu_after"),
     "sigmoid_after": NormSpec(False, 1e-6, gate="sigmoid_after"),
     "gated_layer_norm": NormSpec(True, 1e-5, has_bias=True, gate="silu_after"),
     "grouped": NormSpec(False, 1e-6, weight_offset=1.0, group_size=24),
-    "grouped_silu_before": NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before", group_size=24),
+    "grouped_silu_before": NormSpec(
+        False, 1e-6, rounding="before_weight", gate="silu_before", group_size=24
+    ),
     "grouped_silu_after": NormSpec(False, 1e-6, gate="silu_after", group_size=32),
 }
 
 
 def parameters(spec, hidden_size, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(hidden_size, generator=generator) * 0.3 + 1.0 - spec.weight_offset
+    weight = (
+        torch.randn(hidden_size, generator=generator) * 0.3 + 1.0 - spec.weight_offset
+    )
     bias = torch.randn(hidden_size, generator=generator)
     return (
         weight.to(DEVICE, dtype).requires_grad_() if spec.has_weight else None,
@@ -58,24 +68,42 @@ def rows(*shape, dtype, seed=0, mean=0.25):
 
 
 def check(spec, x, weight, bias, dy, gate=None):
-    """Forward and backward of the kernels against float64, judged by plain-torch eager on the same input."""
+    """Forward and backward of the kernels against float64, judged by plain-torch eager
+    on the same input.
+    """
     if gate is None and spec.gate is not None:
         gate = rows(*x.shape, dtype=x.dtype, seed=11)
     names = ("x", "weight", "bias", "gate")
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias, gate)]  # x's own strides
+    # x's own strides
+    leaves = [
+        None if t is None else t.detach().requires_grad_()
+        for t in (x, weight, bias, gate)
+    ]
 
     def run(function, tensors, dy=dy):
         x, weight, bias, gate = tensors
         extra = {} if gate is None else {"gate": gate}
         y = function(x, weight, bias, spec, **extra)
-        return [y.detach(), *torch.autograd.grad(y, [t for t in tensors if t is not None], dy.to(y.dtype))]
+        return [
+            y.detach(),
+            *torch.autograd.grad(
+                y, [t for t in tensors if t is not None], dy.to(y.dtype)
+            ),
+        ]
 
     def run_shuffled(seed):
         # Whole heads move together where a weight belongs to a head.
         columns = 1 if weight is None else weight.dim()
-        flat = [None if t is None else t.detach().flatten(0, -1 - columns) for t in (x, dy, gate)]
-        order = torch.randperm(len(flat[0]), generator=torch.Generator().manual_seed(seed)).to(x.device)
-        new_x, new_dy, new_gate = (None if t is None else t[order].requires_grad_() for t in flat)
+        flat = [
+            None if t is None else t.detach().flatten(0, -1 - columns)
+            for t in (x, dy, gate)
+        ]
+        order = torch.randperm(
+            len(flat[0]), generator=torch.Generator().manual_seed(seed)
+        ).to(x.device)
+        new_x, new_dy, new_gate = (
+            None if t is None else t[order].requires_grad_() for t in flat
+        )
         return run(reference_norm, (new_x, *leaves[1:3], new_gate), new_dy)
 
     before = dy.clone()
@@ -83,26 +111,49 @@ def check(spec, x, weight, bias, dy, gate=None):
         fused = run(fused_norm, leaves)
     assert torch.equal(before, dy), "the incoming gradient was overwritten"
     eager = run(reference_norm, leaves)
-    exact = run(reference_norm, [None if t is None else t.detach().double().requires_grad_() for t in leaves])
-    shuffled = [run_shuffled(seed) for seed in range(4)] if weight is not None or bias is not None else []
-    given = ["y", *(f"d{name}" for name, t in zip(names, leaves, strict=True) if t is not None)]
+    exact = run(
+        reference_norm,
+        [None if t is None else t.detach().double().requires_grad_() for t in leaves],
+    )
+    shuffled = (
+        [run_shuffled(seed) for seed in range(4)]
+        if weight is not None or bias is not None
+        else []
+    )
+    given = [
+        "y",
+        *(f"d{name}" for name, t in zip(names, leaves, strict=True) if t is not None),
+    ]
     assert len(fused) == len(given)
     for i, name in enumerate(given):
         orders = [s[i] for s in shuffled] if name in ("dweight", "dbias") else []
         assert_as_accurate(fused[i], eager[i], exact[i], name, orders)
-    strides = [[s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1] for y in (fused[0], eager[0])]
-    assert strides[0] == strides[1]  # torch leaves the stride of a dimension of one element open
+    strides = [
+        [s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1]
+        for y in (fused[0], eager[0])
+    ]
+    # torch leaves the stride of a dimension of one element open
+    assert strides[0] == strides[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_formula_in_every_dtype(name, dtype):
     weight, bias = parameters(SPECS[name], 96, dtype)
-    check(SPECS[name], rows(3, 5, 96, dtype=dtype), weight, bias, rows(3, 5, 96, dtype=dtype, seed=7))
+    check(
+        SPECS[name],
+        rows(3, 5, 96, dtype=dtype),
+        weight,
+        bias,
+        rows(3, 5, 96, dtype=dtype, seed=7),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "gemma", "layer_norm_no_bias", "layer_norm_then_affine", "silu_after"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma", "layer_norm_no_bias", "layer_norm_then_affine", "silu_after"],
+)
 @pytest.mark.parametrize("shape", [(2, 5, 3, 24), (7, 2, 128), (1, 1, 70, 8)])
 def test_every_head_has_a_weight_of_its_own(name, shape, dtype):
     spec = SPECS[name]
@@ -115,16 +166,34 @@ def test_every_head_has_a_weight_of_its_own(name, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["silu_before", "silu_after", "sigmoid_after", "grouped_silu_before"])
+@pytest.mark.parametrize(
+    "name", ["silu_before", "silu_after", "sigmoid_after", "grouped_silu_before"]
+)
 def test_the_gate_is_read_where_it_lies(name, dtype):
-    """x and gate are slices of one projection, and the gate may lie in another order than x."""
+    """x and gate are slices of one projection, and the gate may lie in another order
+    than x.
+    """
     spec = SPECS[name]
     weight, bias = parameters(spec, 96, dtype)
     dy = rows(2, 5, 96, dtype=dtype, seed=7)
     projected = rows(2, 5, 96 + 8 + 96, dtype=dtype)
     check(spec, projected[..., :96], weight, bias, dy, projected[..., 104:])
-    check(spec, projected[..., :96], weight, bias, dy, rows(5, 2, 96, dtype=torch.float32).transpose(0, 1))
-    check(spec, rows(5, 2, 96, dtype=dtype).transpose(0, 1), weight, bias, dy, projected[..., 104:])
+    check(
+        spec,
+        projected[..., :96],
+        weight,
+        bias,
+        dy,
+        rows(5, 2, 96, dtype=torch.float32).transpose(0, 1),
+    )
+    check(
+        spec,
+        rows(5, 2, 96, dtype=dtype).transpose(0, 1),
+        weight,
+        bias,
+        dy,
+        projected[..., 104:],
+    )
 
 
 @pytest.mark.parametrize("hidden_size", [1024, 5120, 8192, 16384])
@@ -132,7 +201,9 @@ def test_the_gate_is_read_where_it_lies(name, dtype):
 def test_every_width_of_a_gated_row(name, hidden_size):
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
     x = rows(3, hidden_size, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7))
+    check(
+        SPECS[name], x, weight, bias, rows(3, hidden_size, dtype=torch.bfloat16, seed=7)
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,22 +214,33 @@ def test_every_width_of_a_gated_row(name, hidden_size):
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_every_tile_width(name, hidden_size):
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
-    shape = (3 if hidden_size > 1 else 64, hidden_size)  # what a row of one leaves of dx is noise, here or eager's
+    # what a row of one leaves of dx is noise, here or eager's
+    shape = (3 if hidden_size > 1 else 64, hidden_size)
     x, dy = (rows(*shape, dtype=torch.bfloat16, seed=seed) for seed in (0, 7))
     check(SPECS[name], x, weight, bias, dy)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("hidden_size", [1152, 2560, 5120, 9216])
-@pytest.mark.parametrize("name", ["llama", "rms_bias", "textbook", "layer_norm", "layer_norm_no_bias"])
+@pytest.mark.parametrize(
+    "name", ["llama", "rms_bias", "textbook", "layer_norm", "layer_norm_no_bias"]
+)
 def test_rows_much_shorter_than_their_tile(name, hidden_size):
     """What lies behind them is not computed; there are more rows than programs."""
     weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
     x = rows(40, hidden_size, dtype=torch.bfloat16)
-    check(SPECS[name], x, weight, bias, rows(40, hidden_size, dtype=torch.bfloat16, seed=7))
+    check(
+        SPECS[name],
+        x,
+        weight,
+        bias,
+        rows(40, hidden_size, dtype=torch.bfloat16, seed=7),
+    )
 
 
-@pytest.mark.parametrize("name", ["llama", "fp32_weight", "gemma", "t5", "rms_bias", "layer_norm_no_bias"])
+@pytest.mark.parametrize(
+    "name", ["llama", "fp32_weight", "gemma", "t5", "rms_bias", "layer_norm_no_bias"]
+)
 @pytest.mark.parametrize(
     ("x_dtype", "weight_dtype"),
     [
@@ -170,7 +252,13 @@ def test_rows_much_shorter_than_their_tile(name, hidden_size):
 )
 def test_mixed_dtypes(name, x_dtype, weight_dtype):
     weight, bias = parameters(SPECS[name], 64, weight_dtype)
-    check(SPECS[name], rows(4, 64, dtype=x_dtype), weight, bias, rows(4, 64, dtype=x_dtype, seed=7))
+    check(
+        SPECS[name],
+        rows(4, 64, dtype=x_dtype),
+        weight,
+        bias,
+        rows(4, 64, dtype=x_dtype, seed=7),
+    )
 
 
 def packed(shape, dtype, seed):
@@ -181,7 +269,9 @@ def packed(shape, dtype, seed):
 
 
 def transposed(shape, dtype, seed):
-    return rows(shape[0], shape[2], shape[1], shape[3], dtype=dtype, seed=seed).transpose(1, 2)
+    return rows(
+        shape[0], shape[2], shape[1], shape[3], dtype=dtype, seed=seed
+    ).transpose(1, 2)
 
 
 def last_dimension_strided(shape, dtype, seed):
@@ -224,7 +314,9 @@ def test_addressable_views_are_read_in_place(layout):
     with torch.no_grad(), use_backend("triton"), Record(), count_launches() as launches:
         fused_norm(x, weight, None, SPECS["llama"])
     assert launches == {"norm_forward": 1}
-    assert [op for op in dispatched if "permute" not in op] == ["aten.empty_like.default"]
+    assert [op for op in dispatched if "permute" not in op] == [
+        "aten.empty_like.default"
+    ]
 
 
 @pytest.mark.nightly  # 4.3 GB of address space, and the interpreter touches it all
@@ -234,7 +326,13 @@ def test_offsets_beyond_32_bits():
     x = storage.as_strided((2, hidden_size), (stride, 1))
     x.copy_(rows(2, hidden_size, dtype=torch.bfloat16))
     weight, bias = parameters(SPECS["llama"], hidden_size, torch.bfloat16)
-    check(SPECS["llama"], x, weight, bias, rows(2, hidden_size, dtype=torch.bfloat16, seed=7))
+    check(
+        SPECS["llama"],
+        x,
+        weight,
+        bias,
+        rows(2, hidden_size, dtype=torch.bfloat16, seed=7),
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 16384)])
@@ -244,7 +342,9 @@ def test_no_rows(name, shape):
     x = torch.empty(shape, device=DEVICE, requires_grad=True)
     with use_backend("triton"), count_launches() as launches:
         y = fused_norm(x, weight, bias, SPECS[name])
-        grads = torch.autograd.grad(y, [t for t in (x, weight, bias) if t is not None], torch.empty_like(y))
+        grads = torch.autograd.grad(
+            y, [t for t in (x, weight, bias) if t is not None], torch.empty_like(y)
+        )
     assert y.shape == grads[0].shape == shape
     assert all(not g.any() for g in grads[1:])
     assert not launches
@@ -256,12 +356,19 @@ def test_weight_gradient_is_deterministic_and_skipped_when_frozen():
     x = rows(50, 128, dtype=torch.bfloat16).requires_grad_()
     dy = rows(50, 128, dtype=torch.bfloat16, seed=7)
     with use_backend("triton"):
-        first, second = (torch.autograd.grad(fused_norm(x, weight, None, spec), (x, weight), dy) for _ in range(2))
+        first, second = (
+            torch.autograd.grad(fused_norm(x, weight, None, spec), (x, weight), dy)
+            for _ in range(2)
+        )
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
         with count_launches() as launches:
-            (dx,) = torch.autograd.grad(fused_norm(x, weight.detach(), None, spec), (x,), dy)
+            (dx,) = torch.autograd.grad(
+                fused_norm(x, weight.detach(), None, spec), (x,), dy
+            )
     assert torch.equal(dx, first[0])
-    assert launches == {"norm_forward": 1, "norm_backward": 1}, "a frozen weight has no gradient to reduce"
+    assert launches == {"norm_forward": 1, "norm_backward": 1}, (
+        "a frozen weight has no gradient to reduce"
+    )
 
 
 def test_many_rows_sum_in_float32():
@@ -270,7 +377,9 @@ def test_many_rows_sum_in_float32():
     x = torch.ones(4000, 8, dtype=torch.bfloat16, device=DEVICE)
     weight = torch.ones(8, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     with use_backend("triton"):
-        (dw,) = torch.autograd.grad(fused_norm(x, weight, None, spec), weight, torch.ones_like(x))
+        (dw,) = torch.autograd.grad(
+            fused_norm(x, weight, None, spec), weight, torch.ones_like(x)
+        )
     assert torch.equal(dw, torch.full_like(dw, 4000.0))
 
 
@@ -287,10 +396,15 @@ def test_nan_inf_and_zero_rows_stay_in_their_row(name):
 
 
 @pytest.mark.parametrize("centered", [False, True])
-@settings(suppress_health_check=[HealthCheck.too_slow], derandomize=True, max_examples=settings().max_examples // 2)
+@settings(
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+    max_examples=settings().max_examples // 2,
+)
 @given(
     data=st.data(),
-    # From 8: with two or three columns a gradient is hardly more than the rounding of a cancellation.
+    # From 8: with two or three columns a gradient is hardly more than the rounding of a
+    # cancellation.
     hidden_size=st.one_of(st.integers(8, 300), st.sampled_from([512, 1024, 3000])),
     outer=st.integers(1, 3),
     inner=st.integers(1, 4),
@@ -302,21 +416,36 @@ def test_nan_inf_and_zero_rows_stay_in_their_row(name):
 def test_any_shape_stride_dtype_and_formula(
     centered, data, hidden_size, outer, inner, layout, x_dtype, weight_dtype, seed
 ):
-    spec = SPECS[data.draw(st.sampled_from([name for name, spec in SPECS.items() if spec.centered == centered]))]
+    spec = SPECS[
+        data.draw(
+            st.sampled_from(
+                [name for name, spec in SPECS.items() if spec.centered == centered]
+            )
+        )
+    ]
     if spec.functional and x_dtype != weight_dtype:
-        weight_dtype = x_dtype  # F.layer_norm refuses the mixture, so there is no eager to compare with
-    # A group is always a handful, and a gate makes it less; with its eps outside the root a norm multiplies by the
-    # reciprocal where eager divides, one float32 rounding more, which the tests by formula above allow for.
+        # F.layer_norm refuses the mixture, so there is no eager to compare with
+        weight_dtype = x_dtype
+    # A group is always a handful, and a gate makes it less; with its eps outside the
+    # root a norm multiplies by the reciprocal where eager divides, one float32 rounding
+    # more, which the tests by formula above allow for.
     if spec.gate is not None or spec.group_size is not None or spec.eps_outside:
-        x_dtype, weight_dtype = (torch.bfloat16 if t == torch.float32 else t for t in (x_dtype, weight_dtype))
+        x_dtype, weight_dtype = (
+            torch.bfloat16 if t == torch.float32 else t for t in (x_dtype, weight_dtype)
+        )
     if torch.float32 in (x_dtype, weight_dtype):
-        # In float32 both errors are a few roundings: over a handful of elements their ratio is luck.
+        # In float32 both errors are a few roundings: over a handful of elements their
+        # ratio is luck.
         hidden_size = max(hidden_size, 64)
     if spec.group_size is not None:
         hidden_size = -(-hidden_size // spec.group_size) * spec.group_size
     weight, bias = parameters(spec, hidden_size, weight_dtype, seed)
     shape = (2, outer, inner, hidden_size)
-    x = rows(*shape, dtype=x_dtype, seed=seed) if layout == "contiguous" else globals()[layout](shape, x_dtype, seed)
+    x = (
+        rows(*shape, dtype=x_dtype, seed=seed)
+        if layout == "contiguous"
+        else globals()[layout](shape, x_dtype, seed)
+    )
     check(spec, x, weight, bias, rows(*shape, dtype=x_dtype, seed=seed + 7))
 
 
@@ -325,7 +454,9 @@ def test_any_shape_stride_dtype_and_formula(
 def test_constant_rows_of_layer_norm_are_exactly_zero(hidden_size, value):
     spec = SPECS["layer_norm_no_affine"]
     with use_backend("triton"):
-        assert not fused_norm(torch.full((2, hidden_size), value, device=DEVICE), None, None, spec).any()
+        assert not fused_norm(
+            torch.full((2, hidden_size), value, device=DEVICE), None, None, spec
+        ).any()
 
 
 @pytest.mark.parametrize("hidden_size", [1000, 14336])

@@ -1,4 +1,6 @@
-"""What the launches of queries and keys take: their share of the programs, and strides as they come."""
+"""What the launches of queries and keys take: their share of the programs, and strides
+as they come.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from hf_rmsnorm.kernels.sizes import QK_PROGRAMS_PER_SM, qk_config, qk_stages
 from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.reference import reference_qk_norm
 
-pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1"
+)
 if device_refusal("cpu") is None:
     from launched import qk_norm_backward, qk_norm_forward
 
@@ -37,7 +41,9 @@ def rows(*shape, seed=0):
         ([100, 0], 8, (8, 0)),
     ],
 )
-def test_programs_are_shared_in_proportion_and_none_is_left_out(tiles, programs, expected):
+def test_programs_are_shared_in_proportion_and_none_is_left_out(
+    tiles, programs, expected
+):
     assert shares(tiles, programs) == expected
 
 
@@ -73,14 +79,23 @@ def test_columns_and_strides_that_no_vector_divides(gap, turned, columns):
         return rows(2, count, 3, columns + gap, seed=seed)[..., :columns]
 
     tables = rows(1, 3, turned, seed=3), rows(1, 3, turned, seed=4)
-    operands = heads(4, 0), heads(2, 1), rows(columns) + 2.0, rows(columns, seed=2) + 2.0
+    operands = (
+        heads(4, 0),
+        heads(2, 1),
+        rows(columns) + 2.0,
+        rows(columns, seed=2) + 2.0,
+    )
     dys = heads(4, 5), heads(2, 6)
-    ours, theirs = (gradients(f, operands, tables, dys) for f in (fused_qk_norm, reference_qk_norm))
+    ours, theirs = (
+        gradients(f, operands, tables, dys) for f in (fused_qk_norm, reference_qk_norm)
+    )
     for got, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch, length, heads", [(1, 3, 2), (2, 1, 2), (2, 3, 1), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "batch, length, heads", [(1, 3, 2), (2, 1, 2), (2, 3, 1), (1, 1, 1)]
+)
 def test_a_dimension_of_one_element_may_have_any_stride(batch, length, heads):
     """It is not read, and does not decide on vectors."""
     q, k = (rows(batch, heads, length, 16, seed=seed) for seed in (0, 1))
@@ -88,14 +103,23 @@ def test_a_dimension_of_one_element_may_have_any_stride(batch, length, heads):
 
     def odd(t):
         return t.as_strided(
-            t.shape, [5 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+            t.shape,
+            [
+                5 if size == 1 else stride
+                for size, stride in zip(t.shape, t.stride(), strict=True)
+            ],
         )
 
     weights = rows(16) + 2.0, rows(16, seed=4) + 2.0
     operands = odd(q), odd(k), *weights, *map(odd, tables)
     assert QKForward(RMS, operands, True).start.aligned
-    dys = odd(rows(batch, heads, length, 16, seed=5)), odd(rows(batch, heads, length, 16, seed=6))
-    ours = gradients(fused_qk_norm, (odd(q), odd(k), *weights), [odd(t) for t in tables], dys)
+    dys = (
+        odd(rows(batch, heads, length, 16, seed=5)),
+        odd(rows(batch, heads, length, 16, seed=6)),
+    )
+    ours = gradients(
+        fused_qk_norm, (odd(q), odd(k), *weights), [odd(t) for t in tables], dys
+    )
     theirs = gradients(reference_qk_norm, (q, k, *weights), tables, dys)
     for got, right in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
@@ -103,9 +127,15 @@ def test_a_dimension_of_one_element_may_have_any_stride(batch, length, heads):
 
 @pytest.mark.parametrize("batch, length", [(0, 3), (2, 0)])
 def test_no_rows(batch, length):
-    q, k, weights = rows(batch, 4, length, 16), rows(batch, 2, length, 16), (rows(16), rows(16))
+    q, k, weights = (
+        rows(batch, 4, length, 16),
+        rows(batch, 2, length, 16),
+        (rows(16), rows(16)),
+    )
     operands = q, k, *weights, rows(1, length, 16), rows(1, length, 16)
     yq, yk, rstd = qk_norm_forward(operands, RMS)
     assert yq.shape == q.shape and yk.shape == k.shape and rstd.numel() == 0
     grads = qk_norm_backward(yq, yk, operands, rstd, RMS, (True,) * 4)
-    assert [t.shape for t in grads] == [t.shape for t in operands[:4]] and not any(t.any() for t in grads)
+    assert [t.shape for t in grads] == [t.shape for t in operands[:4]] and not any(
+        t.any() for t in grads
+    )

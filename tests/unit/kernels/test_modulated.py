@@ -1,4 +1,6 @@
-"""A norm with the scale and shift of an adaptive LayerNorm in one launch, compiled, against torch's operators."""
+"""A norm with the scale and shift of an adaptive LayerNorm in one launch, compiled,
+against torch's operators.
+"""
 
 import pytest
 import torch
@@ -12,12 +14,19 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPECS = {
     "LayerNorm": NormSpec(True, 1e-6, has_weight=False, functional=True),
-    "LayerNorm with weight and bias": NormSpec(True, 1e-6, has_bias=True, functional=True),
+    "LayerNorm with weight and bias": NormSpec(
+        True, 1e-6, has_bias=True, functional=True
+    ),
     "RMSNorm": NormSpec(False, 1e-6, rounding="before_weight"),
     "RMSNorm, one rounding": NormSpec(False, 1e-6),
 }
 # Of the scale and shift, beside x of (3, 5, size).
-SHAPES = {"one per sequence": (3, 1), "one per token": (3, 5), "one": (), "one, expanded": (1, 1)}
+SHAPES = {
+    "one per sequence": (3, 1),
+    "one per token": (3, 5),
+    "one": (),
+    "one, expanded": (1, 1),
+}
 
 
 def modulated_norm(*operands):
@@ -28,10 +37,20 @@ def modulated_norm(*operands):
 def operands(size, dtype, spec, shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x, scale, shift, dy = (
-        torch.randn(*lead, size, generator=generator).to(DEVICE, dtype) for lead in ((3, 5), shape, shape, (3, 5))
+        torch.randn(*lead, size, generator=generator).to(DEVICE, dtype)
+        for lead in ((3, 5), shape, shape, (3, 5))
     )
-    weight, bias = (1 + 0.3 * torch.randn(2, size, generator=generator)).to(DEVICE, dtype)
-    return x, weight if spec.has_weight else None, bias if spec.has_bias else None, 0.5 * scale, shift, dy
+    weight, bias = (1 + 0.3 * torch.randn(2, size, generator=generator)).to(
+        DEVICE, dtype
+    )
+    return (
+        x,
+        weight if spec.has_weight else None,
+        bias if spec.has_bias else None,
+        0.5 * scale,
+        shift,
+        dy,
+    )
 
 
 def eager(x, weight, bias, spec, scale, shift):
@@ -40,9 +59,15 @@ def eager(x, weight, bias, spec, scale, shift):
 
 
 def run(function, x, weight, bias, scale, shift, dy, spec):
-    leaves = [t if t is None else t.detach().requires_grad_() for t in (x, weight, bias, scale, shift)]
+    leaves = [
+        t if t is None else t.detach().requires_grad_()
+        for t in (x, weight, bias, scale, shift)
+    ]
     y = function(*leaves[:3], spec, *leaves[3:])
-    return [y.detach(), *torch.autograd.grad(y, [t for t in leaves if t is not None], dy)]
+    return [
+        y.detach(),
+        *torch.autograd.grad(y, [t for t in leaves if t is not None], dy),
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -62,7 +87,9 @@ def test_forward_and_backward(name, shape, dtype):
         assert_as_accurate(ours, theirs, right, f"output {at}", [theirs])
 
 
-@pytest.mark.parametrize("size", [64, 1152, 3072, 5120, pytest.param(8192, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "size", [64, 1152, 3072, 5120, pytest.param(8192, marks=pytest.mark.full)]
+)
 def test_the_widths_of_published_models(size):
     spec = SPECS["LayerNorm"]
     *tensors, _ = operands(size, torch.bfloat16, spec, (3, 1))
@@ -92,7 +119,9 @@ def test_a_factor_that_is_multiplied_as_it_is():
     with use_backend("triton"):
         got = run(in_one_launch, *tensors, dy, spec)
     expected = run(by_operators, *tensors, dy, spec)
-    exact = run(by_operators, *(t if t is None else t.double() for t in (*tensors, dy)), spec)
+    exact = run(
+        by_operators, *(t if t is None else t.double() for t in (*tensors, dy)), spec
+    )
     assert torch.equal(got[0], expected[0])
     for at, (ours, theirs, right) in enumerate(zip(got, expected, exact, strict=True)):
         assert_as_accurate(ours, theirs, right, f"output {at}", [theirs])
@@ -103,7 +132,10 @@ def test_scale_and_shift_that_are_parts_of_one_tensor():
     x, *_ = operands(96, torch.bfloat16, spec, (3, 1))
     scale, shift, _ = operands(288, torch.bfloat16, spec, (3, 1))[3].chunk(3, dim=-1)
     with use_backend("triton"), torch.no_grad():
-        assert torch.equal(modulated_norm(x, None, None, spec, scale, shift), eager(x, None, None, spec, scale, shift))
+        assert torch.equal(
+            modulated_norm(x, None, None, spec, scale, shift),
+            eager(x, None, None, spec, scale, shift),
+        )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +153,9 @@ def test_what_one_launch_does_not_compute_is_left_to_the_operators(scale, shift)
     x, *_ = operands(96, torch.float32, spec, ())
     with use_backend("triton"), torch.no_grad():
         found = modulated_norm(x, None, None, spec, scale.to(DEVICE), shift.to(DEVICE))
-    assert found is None or torch.allclose(found, eager(x, None, None, spec, scale, shift), atol=1e-5)
+    assert found is None or torch.allclose(
+        found, eager(x, None, None, spec, scale, shift), atol=1e-5
+    )
 
 
 def test_a_gradient_of_the_gradient():
@@ -129,7 +163,9 @@ def test_a_gradient_of_the_gradient():
     *tensors, dy = operands(96, torch.float32, spec, (3, 1))
 
     def penalty(function):
-        x, weight, bias, scale, shift = (t if t is None else t.clone().requires_grad_() for t in tensors)
+        x, weight, bias, scale, shift = (
+            t if t is None else t.clone().requires_grad_() for t in tensors
+        )
         y = function(x, weight, bias, spec, scale, shift)
         (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
         return torch.autograd.grad(dx.square().sum() + y.sum(), (x, scale, shift))
@@ -164,7 +200,15 @@ def test_a_sum_in_front(name, gate, shape, dtype):
     spec = SPECS[name]
     x, weight, bias, scale, shift, dy = operands(96, dtype, spec, shape)
     residual, _, _, factor, _, dh = operands(96, dtype, spec, shape, seed=1)
-    tensors = x, residual, factor if gate == "with a gate" else None, weight, bias, scale, shift
+    tensors = (
+        x,
+        residual,
+        factor if gate == "with a gate" else None,
+        weight,
+        bias,
+        scale,
+        shift,
+    )
     with use_backend("triton"), count_launches() as launches:
         got = run_gated(gated_in_one_launch, tensors, dh, dy, spec)
     assert launches["norm_forward"] == launches["norm_backward"] == 1
@@ -172,15 +216,25 @@ def test_a_sum_in_front(name, gate, shape, dtype):
     assert torch.equal(got[0], expected[0])
     if dtype != torch.float32:
         assert (got[1] != expected[1]).float().mean() <= 1e-3
-    exact = run_gated(gated, [t if t is None else t.double() for t in tensors], dh.double(), dy.double(), spec)
+    exact = run_gated(
+        gated,
+        [t if t is None else t.double() for t in tensors],
+        dh.double(),
+        dy.double(),
+        spec,
+    )
     for at, (ours, theirs, right) in enumerate(zip(got, expected, exact, strict=True)):
         assert_as_accurate(ours, theirs, right, f"output {at}", [theirs])
 
 
-@pytest.mark.parametrize("size", [64, 1152, 3072, 5120, pytest.param(8192, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "size", [64, 1152, 3072, 5120, pytest.param(8192, marks=pytest.mark.full)]
+)
 def test_a_sum_of_the_widths_of_published_models(size):
     spec = SPECS["LayerNorm"]
-    x, weight, bias, scale, shift, residual = operands(size, torch.bfloat16, spec, (3, 1))
+    x, weight, bias, scale, shift, residual = operands(
+        size, torch.bfloat16, spec, (3, 1)
+    )
     with use_backend("triton"), torch.no_grad():
         h, y = gated_in_one_launch(x, residual, shift, weight, bias, spec, scale, shift)
     expected = gated(x, residual, shift, weight, bias, spec, scale, shift)
@@ -188,16 +242,24 @@ def test_a_sum_of_the_widths_of_published_models(size):
     assert (y != expected[1]).float().mean() <= 1e-3
 
 
-@pytest.mark.parametrize("which", ["x in columns", "residual in columns", "another shape", "another dtype"])
+@pytest.mark.parametrize(
+    "which", ["x in columns", "residual in columns", "another shape", "another dtype"]
+)
 def test_sums_that_are_left_to_the_operators(which):
     spec = SPECS["LayerNorm"]
     x, _, _, scale, shift, residual = operands(96, torch.bfloat16, spec, (3, 1))
     if "columns" in which:
         turned = (x if which[0] == "x" else residual).mT.contiguous().mT
         x, residual = (turned, residual) if which[0] == "x" else (x, turned)
-    residual = {"another shape": residual[:, :1], "another dtype": residual.float()}.get(which, residual)
+    residual = {
+        "another shape": residual[:, :1],
+        "another dtype": residual.float(),
+    }.get(which, residual)
     with use_backend("triton"), torch.no_grad():
-        assert gated_in_one_launch(x, residual, shift, None, None, spec, scale, shift) is None
+        assert (
+            gated_in_one_launch(x, residual, shift, None, None, spec, scale, shift)
+            is None
+        )
 
 
 def test_a_gradient_of_the_gradient_of_a_gated_sum():
@@ -206,7 +268,9 @@ def test_a_gradient_of_the_gradient_of_a_gated_sum():
     residual, _, _, factor, _, dh = operands(96, torch.float32, spec, (3, 1), seed=1)
 
     def penalty(function):
-        leaves = [t.clone().requires_grad_() for t in (x, residual, factor, scale, shift)]
+        leaves = [
+            t.clone().requires_grad_() for t in (x, residual, factor, scale, shift)
+        ]
         made = function(*leaves[:3], None, None, spec, *leaves[3:])
         (dx,) = torch.autograd.grad(made, leaves[0], (dh, dy), create_graph=True)
         return torch.autograd.grad(dx.square().sum() + made[1].sum(), leaves)

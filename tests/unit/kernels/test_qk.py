@@ -1,6 +1,8 @@
-"""The fused q/k norm with its rotary embedding, against the attention layers of Hugging Face.
+"""The fused q/k norm with its rotary embedding, against the attention layers of Hugging
+Face.
 
-In half precision the results are bit-equal; in float32 the order of a sum shows, so the tolerance policy judges.
+In half precision the results are bit-equal; in float32 the order of a sum shows, so the
+tolerance policy judges.
 """
 
 import pytest
@@ -9,7 +11,9 @@ from heads import fused_qk_norm
 from tolerance import assert_as_accurate
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
-from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial_rotary
+from transformers.models.glm4_moe.modeling_glm4_moe import (
+    apply_rotary_pos_emb as partial_rotary,
+)
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
@@ -18,7 +22,8 @@ from hf_rmsnorm.ops import fused_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-EXACT = FP32 if DEVICE == "cpu" else BF16  # compiled, products of float32 that nothing rounds are fused into sums
+# compiled, products of float32 that nothing rounds are fused into sums
+EXACT = FP32 if DEVICE == "cpu" else BF16
 QWEN3 = NormSpec(False, 1e-6, rounding="before_weight")
 NORMS = {
     "qwen3": (Qwen3RMSNorm, QWEN3),
@@ -28,7 +33,9 @@ NORMS = {
 }
 SPECS = {
     **{name: spec for name, (_, spec) in NORMS.items()},
-    "rounded_offset": NormSpec(False, 1e-6, weight_offset=1.0, rounding="before_weight"),
+    "rounded_offset": NormSpec(
+        False, 1e-6, weight_offset=1.0, rounding="before_weight"
+    ),
 }
 
 
@@ -39,13 +46,21 @@ def random(*shape, dtype, seed, scale=1.7, shift=0.25):
 
 def projected(batch, heads, length, head_dim, dtype, seed):
     """As after `proj(x).view(batch, length, heads, head_dim).transpose(1, 2)`."""
-    return random(batch, length, heads * head_dim, dtype=dtype, seed=seed).unflatten(-1, (heads, -1)).transpose(1, 2)
+    return (
+        random(batch, length, heads * head_dim, dtype=dtype, seed=seed)
+        .unflatten(-1, (heads, -1))
+        .transpose(1, 2)
+    )
 
 
 def packed(batch, heads, length, head_dim, dtype, seed):
     """A slice of a packed qkv projection."""
     whole = random(batch, length, (heads + 3) * head_dim, dtype=dtype, seed=seed)
-    return whole[..., head_dim : (heads + 1) * head_dim].unflatten(-1, (heads, -1)).transpose(1, 2)
+    return (
+        whole[..., head_dim : (heads + 1) * head_dim]
+        .unflatten(-1, (heads, -1))
+        .transpose(1, 2)
+    )
 
 
 def gated(batch, heads, length, head_dim, dtype, seed):
@@ -60,7 +75,9 @@ def contiguous(batch, heads, length, head_dim, dtype, seed):
 
 def length_first(batch, heads, length, head_dim, dtype, seed):
     """As the backward of some attention kernels gives gradients."""
-    return random(length, batch, heads, head_dim, dtype=dtype, seed=seed).permute(1, 2, 0, 3)
+    return random(length, batch, heads, head_dim, dtype=dtype, seed=seed).permute(
+        1, 2, 0, 3
+    )
 
 
 def unaligned(batch, heads, length, head_dim, dtype, seed):
@@ -68,7 +85,9 @@ def unaligned(batch, heads, length, head_dim, dtype, seed):
 
 
 def expanded(batch, heads, length, head_dim, dtype, seed):
-    return random(batch, 1, length, head_dim, dtype=dtype, seed=seed).expand(batch, heads, length, head_dim)
+    return random(batch, 1, length, head_dim, dtype=dtype, seed=seed).expand(
+        batch, heads, length, head_dim
+    )
 
 
 def columns_apart(batch, heads, length, head_dim, dtype, seed):
@@ -79,8 +98,17 @@ LAYOUTS = [projected, packed, gated, contiguous, length_first, unaligned, expand
 
 
 def angles(batch, length, columns, dtype, seed=5, shared=True):
-    """cos and sin as a rotary embedding gives them; the two halves differ unless `shared`, which no formula forbids."""
-    freqs = random(batch, length, columns // 2 if shared else columns, dtype=FP32, seed=seed, scale=3.0)
+    """cos and sin as a rotary embedding gives them; the two halves differ unless
+    `shared`, which no formula forbids.
+    """
+    freqs = random(
+        batch,
+        length,
+        columns // 2 if shared else columns,
+        dtype=FP32,
+        seed=seed,
+        scale=3.0,
+    )
     emb = torch.cat((freqs, freqs), dim=-1) if shared else freqs
     return emb.cos().to(dtype), emb.sin().to(dtype)
 
@@ -88,7 +116,10 @@ def angles(batch, length, columns, dtype, seed=5, shared=True):
 def parameters(spec, head_dim, dtype):
     if not spec.has_weight:
         return [None, None]
-    return [random(head_dim, dtype=dtype, seed=s, scale=0.3, shift=1.0 - spec.weight_offset) for s in (2, 3)]
+    return [
+        random(head_dim, dtype=dtype, seed=s, scale=0.3, shift=1.0 - spec.weight_offset)
+        for s in (2, 3)
+    ]
 
 
 def doubled(*tensors):
@@ -139,7 +170,9 @@ def test_the_layers_of_hugging_face_on_other_dtypes(way, dtypes):
 
 
 def check_forward(name, way, of_rows, of_weights, of_tables):
-    """The reference is theirs bit for bit; the kernel adds in another order, which a rounding may show."""
+    """The reference is theirs bit for bit; the kernel adds in another order, which a
+    rounding may show.
+    """
     make, spec = NORMS[name]
     weights = parameters(spec, 64, of_weights)
     pair = [make(64).to(DEVICE, of_weights) for _ in range(2)]
@@ -152,7 +185,9 @@ def check_forward(name, way, of_rows, of_weights, of_tables):
         expected = ROTARY[way](pair[0](q), pair[1](k), *tables)
         with use_backend("reference"), count_launches() as launches:
             reference = fused_qk_norm(q, k, *weights, spec, *tables, way)
-            exact = fused_qk_norm(*doubled(q, k, *weights), spec, *doubled(*tables), way)
+            exact = fused_qk_norm(
+                *doubled(q, k, *weights), spec, *doubled(*tables), way
+            )
         assert not launches
         with use_backend("triton"), count_launches() as launches:
             fused = fused_qk_norm(q, k, *weights, spec, *tables, way)
@@ -174,19 +209,27 @@ def test_a_rotation_that_ends_in_a_concatenation_is_row_major():
     with torch.no_grad(), use_backend("triton"):
         usual = fused_qk_norm(q, k, *weights, QWEN3, *tables)
         joined = fused_qk_norm(q, k, *weights, QWEN3, *tables, "joined")
-    assert all(y.is_contiguous() for y in joined) and all(map(torch.equal, joined, usual))
+    assert all(y.is_contiguous() for y in joined) and all(
+        map(torch.equal, joined, usual)
+    )
 
 
 def shifted(x):
     """The same values and strides at an address that is no multiple of 16."""
-    apart = torch.empty(x.untyped_storage().nbytes() // x.element_size() + 1, dtype=x.dtype, device=x.device)
+    apart = torch.empty(
+        x.untyped_storage().nbytes() // x.element_size() + 1,
+        dtype=x.dtype,
+        device=x.device,
+    )
     return apart[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
 
 
 @pytest.mark.parametrize("k_layout", LAYOUTS[:4])
 @pytest.mark.parametrize("q_layout", LAYOUTS)
 @pytest.mark.parametrize("columns", [48, 16])
-def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(columns, q_layout, k_layout):
+def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(
+    columns, q_layout, k_layout
+):
     """Bit-equal to what contiguous tensors give, and as accurate as the norms alone.
 
     Of a pair that holds an unaligned tensor, both are read, and summed, as such.
@@ -201,7 +244,9 @@ def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(columns, 
     with torch.no_grad(), use_backend("triton"):
         got = fused_qk_norm(q, k, *weights, QWEN3, *tables)
         same = fused_qk_norm(*whole, *weights, QWEN3, *tables)
-        apart = [fused_norm(x, w, None, QWEN3) for x, w in zip((q, k), weights, strict=True)]
+        apart = [
+            fused_norm(x, w, None, QWEN3) for x, w in zip((q, k), weights, strict=True)
+        ]
         apart = rotary(*apart, *tables)
     with torch.no_grad(), use_backend("reference"):
         exact = fused_qk_norm(*doubled(q, k, *weights), QWEN3, *doubled(*tables))
@@ -215,14 +260,24 @@ def gradients(function, q, k, weights, dq, dk):
     """Outputs and gradients of everything that takes one; q and k keep their strides."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in (q, k, *weights)]
     outputs = function(*leaves)
-    pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, (dq, dk), strict=True) if d is not None]
+    pairs = [
+        (y, d.to(y.dtype))
+        for y, d in zip(outputs, (dq, dk), strict=True)
+        if d is not None
+    ]
     wanted = [t for t in leaves if t is not None]
-    grads = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True))
+    grads = iter(
+        torch.autograd.grad(
+            [y for y, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True
+        )
+    )
     return [None if t is None else next(grads) for t in leaves]
 
 
 def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
-    """Against float64 under the tolerance policy, with what plain torch errs as the measure."""
+    """Against float64 under the tolerance policy, with what plain torch errs as the
+    measure.
+    """
     before = [d if d is None else d.clone() for d in (dq, dk)]
 
     def fused(*leaves):
@@ -239,7 +294,9 @@ def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
         # Which order adds up best is luck: eager with the positions in other orders.
         orders = []
         for seed in range(4):
-            order = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            order = torch.randperm(
+                q.shape[2], generator=torch.Generator().manual_seed(seed)
+            ).to(DEVICE)
             moved = [t if t is None else t[:, :, order] for t in (q, k, dq, dk)]
             turned = [t[:, order] for t in tables]
 
@@ -248,8 +305,8 @@ def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
 
             orders.append(gradients(shuffled, *moved[:2], weights, *moved[2:]))
         exact = gradients(
-            lambda *leaves: fused_qk_norm(*leaves, spec, *doubled(*tables), way), *doubled(q, k), doubled(*weights),
-            *doubled(dq, dk),
+            lambda *leaves: fused_qk_norm(*leaves, spec, *doubled(*tables), way),
+            *doubled(q, k), doubled(*weights), *doubled(dq, dk),
         )  # fmt: skip
     for i, name in enumerate(("dq", "dk", "dq_weight", "dk_weight")):
         assert (got[i] is None) == (plain[i] is None), name
@@ -259,7 +316,13 @@ def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
     return got
 
 
-ROTATIONS = [("", 80, BF16), ("", 32, FP16), ("", 32, FP32), ("once", 80, BF16), ("once", 32, FP16)]
+ROTATIONS = [
+    ("", 80, BF16),
+    ("", 32, FP16),
+    ("", 32, FP32),
+    ("once", 80, BF16),
+    ("once", 32, FP16),
+]
 
 
 @pytest.mark.parametrize("way, columns, dtype", ROTATIONS)
@@ -287,7 +350,9 @@ def test_gradients_arrive_in_any_strides(layout):
     shape = (2, 4, 6, 48)
     q, k = projected(*shape, BF16, 0), contiguous(*shape, BF16, 1)
     dq, dk = layout(*shape, BF16, 7), columns_apart(*shape, BF16, 8)
-    got = check_backward(QWEN3, q, k, parameters(QWEN3, 48, BF16), dq, dk, angles(2, 6, 48, BF16))
+    got = check_backward(
+        QWEN3, q, k, parameters(QWEN3, 48, BF16), dq, dk, angles(2, 6, 48, BF16)
+    )
     assert [g.stride() for g in got[:2]] == [q.stride(), k.stride()]
 
 
@@ -295,18 +360,25 @@ def test_gradients_arrive_in_any_strides(layout):
 def test_every_head_dim(head_dim):
     weights = parameters(QWEN3, head_dim, BF16)
     q, k = projected(1, 3, 5, head_dim, BF16, 0), projected(1, 1, 5, head_dim, BF16, 1)
-    dq, dk = contiguous(1, 3, 5, head_dim, BF16, 7), contiguous(1, 1, 5, head_dim, BF16, 8)
+    dq, dk = (
+        contiguous(1, 3, 5, head_dim, BF16, 7),
+        contiguous(1, 1, 5, head_dim, BF16, 8),
+    )
     tables = angles(1, 5, head_dim, BF16)
     check_backward(QWEN3, q, k, weights, dq, dk, tables)
     with torch.no_grad(), use_backend("triton"):
         got = fused_qk_norm(q, k, *weights, QWEN3, *tables)
-        normed = [fused_norm(x, w, None, QWEN3) for x, w in zip((q, k), weights, strict=True)]
+        normed = [
+            fused_norm(x, w, None, QWEN3) for x, w in zip((q, k), weights, strict=True)
+        ]
     assert all(map(torch.equal, got, apply_rotary_pos_emb(*normed, *tables)))
 
 
 @pytest.mark.parametrize("way", ROTARY)
 def test_gradients_are_those_of_the_norm_kernels_bit_for_bit(way):
-    """The rotary embedding's gradient is rounded where eager rounds it, so that training does not drift from it."""
+    """The rotary embedding's gradient is rounded where eager rounds it, so that
+    training does not drift from it.
+    """
     weights = parameters(QWEN3, 64, BF16)
     q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
     dq, dk = contiguous(2, 4, 5, 64, BF16, 7), contiguous(2, 2, 5, 64, BF16, 8)
@@ -316,7 +388,10 @@ def test_gradients_are_those_of_the_norm_kernels_bit_for_bit(way):
         return fused_qk_norm(*leaves, QWEN3, *tables, way)
 
     def apart(q, k, q_weight, k_weight):
-        normed = fused_norm(q, q_weight, None, QWEN3), fused_norm(k, k_weight, None, QWEN3)
+        normed = (
+            fused_norm(q, q_weight, None, QWEN3),
+            fused_norm(k, k_weight, None, QWEN3),
+        )
         return ROTARY[way](*normed, *tables)
 
     with use_backend("triton"):
@@ -332,7 +407,9 @@ def test_one_of_two_gradients(missing):
     q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
     dq = None if missing == "q" else contiguous(2, 4, 5, 64, BF16, 7)
     dk = None if missing == "k" else contiguous(2, 2, 5, 64, BF16, 8)
-    got = check_backward(QWEN3, q, k, parameters(QWEN3, 64, BF16), dq, dk, angles(2, 5, 64, BF16))
+    got = check_backward(
+        QWEN3, q, k, parameters(QWEN3, 64, BF16), dq, dk, angles(2, 5, 64, BF16)
+    )
     assert [g is None for g in got] == 2 * [dq is None, dk is None]
 
 
@@ -341,9 +418,19 @@ def test_frozen_weights_and_inputs_take_no_gradient():
     weights, tables = parameters(QWEN3, 64, BF16), angles(2, 5, 64, BF16)
     dq, dk = torch.ones_like(q), torch.ones_like(k)
     with use_backend("triton"):
-        whole = gradients(lambda *leaves: fused_qk_norm(*leaves, QWEN3, *tables), q, k, weights, dq, dk)
+        whole = gradients(
+            lambda *leaves: fused_qk_norm(*leaves, QWEN3, *tables),
+            q,
+            k,
+            weights,
+            dq,
+            dk,
+        )
         for wanted in ([0], [1], [0, 1], [2], [3], [2, 3], [0, 3]):
-            leaves = [t.detach().requires_grad_(i in wanted) for i, t in enumerate((q, k, *weights))]
+            leaves = [
+                t.detach().requires_grad_(i in wanted)
+                for i, t in enumerate((q, k, *weights))
+            ]
             with count_launches() as launches:
                 outputs = fused_qk_norm(*leaves, QWEN3, *tables)
                 torch.autograd.backward(outputs, (dq, dk))
@@ -355,22 +442,35 @@ def test_frozen_weights_and_inputs_take_no_gradient():
 
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(rows):
-    q, k = projected(1, 4, rows, 64, BF16, seed=0), projected(1, 2, rows, 64, BF16, seed=1)
+    q, k = (
+        projected(1, 4, rows, 64, BF16, seed=0),
+        projected(1, 2, rows, 64, BF16, seed=1),
+    )
     weights, tables = parameters(QWEN3, 64, BF16), angles(1, rows, 64, BF16)
 
     def alone(q, weight):
         return fused_qk_norm(q, q.detach()[:, :0], weight, weight, QWEN3, *tables)
 
     with use_backend("triton"):
-        both = gradients(lambda *t: fused_qk_norm(*t, QWEN3, *tables), q, k, weights, q, k)
+        both = gradients(
+            lambda *t: fused_qk_norm(*t, QWEN3, *tables), q, k, weights, q, k
+        )
         with torch.no_grad():
             expected = fused_qk_norm(q, k, *weights, QWEN3, *tables)
         leaf, weight = q.detach().requires_grad_(), weights[0].detach().requires_grad_()
         with count_launches() as launches:
             y, none = alone(leaf, weight)
             y.backward(q)
-    assert launches == {"qk_norm_forward": 1, "qk_norm_backward": 1, "qk_reduce_partials": 1}
-    assert none.numel() == 0 and torch.equal(y, expected[0]) and y.stride() == expected[0].stride()
+    assert launches == {
+        "qk_norm_forward": 1,
+        "qk_norm_backward": 1,
+        "qk_reduce_partials": 1,
+    }
+    assert (
+        none.numel() == 0
+        and torch.equal(y, expected[0])
+        and y.stride() == expected[0].stride()
+    )
     assert torch.equal(leaf.grad, both[0])
     torch.testing.assert_close(weight.grad, both[2])  # whose rows other programs share
 
@@ -378,20 +478,38 @@ def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(rows):
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_no_rows(shape):
     batch, length = shape
-    q, k = torch.empty(batch, 4, length, 64, device=DEVICE), torch.empty(batch, 2, length, 64, device=DEVICE)
+    q, k = (
+        torch.empty(batch, 4, length, 64, device=DEVICE),
+        torch.empty(batch, 2, length, 64, device=DEVICE),
+    )
     weights = parameters(QWEN3, 64, FP32)
     with use_backend("triton"), count_launches() as launches:
         got = gradients(
-            lambda *leaves: fused_qk_norm(*leaves, QWEN3, *angles(1, length, 64, FP32)), q, k, weights, q, k
+            lambda *leaves: fused_qk_norm(*leaves, QWEN3, *angles(1, length, 64, FP32)),
+            q,
+            k,
+            weights,
+            q,
+            k,
         )
-    assert got[0].shape == q.shape and got[1].shape == k.shape and not got[2].any() and not got[3].any()
+    assert (
+        got[0].shape == q.shape
+        and got[1].shape == k.shape
+        and not got[2].any()
+        and not got[3].any()
+    )
     assert not launches
 
 
 def test_backward_keeps_no_copy():
-    """Views of what the projections gave, one float32 a row, and the rotary tables that are shared by all layers."""
+    """Views of what the projections gave, one float32 a row, and the rotary tables that
+    are shared by all layers.
+    """
     whole = random(2, 5, 9 * 64, dtype=BF16, seed=0).requires_grad_()
-    q, k = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in whole.split((4 * 64, 5 * 64), dim=-1))
+    q, k = (
+        part.unflatten(-1, (-1, 64)).transpose(1, 2)
+        for part in whole.split((4 * 64, 5 * 64), dim=-1)
+    )
     weights = [w.requires_grad_() for w in parameters(QWEN3, 64, BF16)]
     tables = angles(2, 5, 64, BF16)
     kept = {}
@@ -400,7 +518,10 @@ def test_backward_keeps_no_copy():
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    with use_backend("triton"), torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t):
+    with (
+        use_backend("triton"),
+        torch.autograd.graph.saved_tensors_hooks(remember, lambda t: t),
+    ):
         fused_qk_norm(q, k, *weights, QWEN3, *tables)
     for known in (whole, *weights, *tables):
         kept.pop(known.untyped_storage().data_ptr())

@@ -11,12 +11,16 @@ COLUMNS = 3
 
 @st.composite
 def views(draw):
-    """A view of numbers that are their own places in memory: with gaps, strides, dimensions in any order."""
+    """A view of numbers that are their own places in memory: with gaps, strides,
+    dimensions in any order.
+    """
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     order = draw(st.permutations(range(len(sizes))))
     gaps = [draw(st.integers(0, 2)) for _ in sizes]
     last_gap = draw(st.sampled_from([0, 0, 0, 2]))
-    whole = [size + gap for size, gap in zip(sizes, gaps, strict=True)] + [COLUMNS + last_gap]
+    whole = [size + gap for size, gap in zip(sizes, gaps, strict=True)] + [
+        COLUMNS + last_gap
+    ]
     numbers = torch.arange(torch.Size(whole).numel()).view(whole)
     view = numbers[tuple(slice(size) for size in sizes) + (slice(last_gap, None),)]
     if draw(st.booleans()):
@@ -31,12 +35,21 @@ def in_order(view, order):
 @given(views())
 def test_an_address_reaches_every_row_in_its_order(view):
     for order in (None, memory_order(view.shape, view.stride())):
-        address, rows = row_address(view.shape, view.stride(), order), in_order(view, order).reshape(-1, COLUMNS)
+        address, rows = (
+            row_address(view.shape, view.stride(), order),
+            in_order(view, order).reshape(-1, COLUMNS),
+        )
         if address is None:
-            assert view.stride(-1) != 1 or view.dim() > 3, "two dimensions of rows are always within reach"
+            assert view.stride(-1) != 1 or view.dim() > 3, (
+                "two dimensions of rows are always within reach"
+            )
             continue
         for r, row in enumerate(rows):
-            start = view.storage_offset() + r // address.length * address.outer + r % address.length * address.inner
+            start = (
+                view.storage_offset()
+                + r // address.length * address.outer
+                + r % address.length * address.inner
+            )
             assert row.tolist() == list(range(start, start + COLUMNS))
 
 
@@ -44,7 +57,10 @@ def test_an_address_reaches_every_row_in_its_order(view):
 def test_the_order_of_memory_is_from_the_slowest_dimension_to_the_fastest(view):
     order = memory_order(view.shape, view.stride())
     if view.stride(-1) == 1:
-        strides = [s for s, size in zip(in_order(view, order).stride(), view.shape, strict=True)][:-1]
+        strides = [
+            s
+            for s, size in zip(in_order(view, order).stride(), view.shape, strict=True)
+        ][:-1]
         sizes = in_order(view, order).shape[:-1]
         real = [s for s, size in zip(strides, sizes, strict=True) if size > 1]
         assert real == sorted(real, reverse=True)
@@ -55,7 +71,10 @@ def test_the_order_of_memory_is_from_the_slowest_dimension_to_the_fastest(view):
 @given(views())
 def test_flat_rows_are_those_of_a_contiguous_tensor(view):
     for order in (None, memory_order(view.shape, view.stride())):
-        assert flat_strides(view.shape, view.stride(), order) == in_order(view, order).is_contiguous()
+        assert (
+            flat_strides(view.shape, view.stride(), order)
+            == in_order(view, order).is_contiguous()
+        )
 
 
 def test_rows_that_need_no_copy():
@@ -63,15 +82,20 @@ def test_rows_that_need_no_copy():
     packed = torch.empty(2, 5, 3 * 64)[..., 64:128].unflatten(-1, (4, 16))
     for view, two_levels in (
         (batch_first, (80, 0, 16)),
-        (batch_first.transpose(1, 2), None),  # three strides: only in the order of memory
+        # three strides: only in the order of memory
+        (batch_first.transpose(1, 2), None),
         (packed, (4, 192, 16)),
         (torch.empty(16), (1, 0, 0)),
         (torch.empty(16)[:1], (1, 0, 0)),
         (torch.empty(4, 32)[:, ::2], None),
     ):
-        assert row_address(view.shape, view.stride(), None) == (two_levels and RowAddress(*two_levels))
+        assert row_address(view.shape, view.stride(), None) == (
+            two_levels and RowAddress(*two_levels)
+        )
     transposed = batch_first.transpose(1, 2)
     order = memory_order(transposed.shape, transposed.stride())
     assert order == (0, 2, 1)
-    assert row_address(transposed.shape, transposed.stride(), order) == RowAddress(80, 0, 16)
+    assert row_address(transposed.shape, transposed.stride(), order) == RowAddress(
+        80, 0, 16
+    )
     assert RowAddress.of(transposed, None) == RowAddress(80, 0, 16, copy=True)

@@ -1,4 +1,6 @@
-"""Every family of kernels computes a formula as the reference does, or refuses it, whatever field of it is set."""
+"""Every family of kernels computes a formula as the reference does, or refuses it,
+whatever field of it is set.
+"""
 
 import os
 import shutil
@@ -19,8 +21,13 @@ from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.ops.operators import spec_args, spec_from
 from hf_rmsnorm.reference import reference_backward, reference_norm, reference_qk_norm
 
-pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
-BASES = {"RMSNorm": NormSpec(False, 1e-2), "LayerNorm": NormSpec(True, 1e-2, has_bias=True)}
+pytestmark = pytest.mark.skipif(
+    device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1"
+)
+BASES = {
+    "RMSNorm": NormSpec(False, 1e-2),
+    "LayerNorm": NormSpec(True, 1e-2, has_bias=True),
+}
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,17 @@ class Doubled(NormSpec):
 
 
 def values_of(name):
-    """Other values than a field's default, by its type: a field that is added is set without a change here."""
+    """Other values than a field's default, by its type: a field that is added is set
+    without a change here.
+    """
     hint = get_type_hints(NormSpec)[name]
     kinds = get_args(hint) or (hint,)
-    words = [w for kind in kinds for w in (get_args(kind) or (kind,)) if isinstance(w, str)]
-    return words or ([True, False] if bool in kinds else [8] if int in kinds else [0.25, 1.0])
+    words = [
+        w for kind in kinds for w in (get_args(kind) or (kind,)) if isinstance(w, str)
+    ]
+    return words or (
+        [True, False] if bool in kinds else [8] if int in kinds else [0.25, 1.0]
+    )
 
 
 def formulas():
@@ -44,7 +57,10 @@ def formulas():
             for value in values_of(field.name):
                 if value != getattr(base, field.name):
                     try:
-                        yield f"{name} {field.name}={value}", replace(base, **{field.name: value})
+                        yield (
+                            f"{name} {field.name}={value}",
+                            replace(base, **{field.name: value}),
+                        )
                     except ValueError:
                         continue  # means nothing
     yield "LayerNorm", BASES["LayerNorm"]
@@ -59,7 +75,9 @@ def operands(spec, *shape):
     generator = torch.Generator().manual_seed(0)
     x, residual, dy, gate = (torch.randn(*shape, generator=generator) for _ in range(4))
     weight, bias = (torch.rand(shape[-1], generator=generator) + 0.5 for _ in range(2))
-    given = zip((weight, bias, gate), (spec.has_weight, spec.has_bias, spec.gate), strict=True)
+    given = zip(
+        (weight, bias, gate), (spec.has_weight, spec.has_bias, spec.gate), strict=True
+    )
     return x, residual, dy, *(t if there else None for t, there in given)
 
 
@@ -67,7 +85,9 @@ def assert_same(found, expected):
     for got, want in zip(found, expected, strict=True):
         assert (got is None) == (want is None)
         if got is not None:
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item()))
+            torch.testing.assert_close(
+                got, want, rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item())
+            )
 
 
 def run_norm(spec):
@@ -82,7 +102,9 @@ def run_norm(spec):
 def run_sum(spec):
     x, residual, _, weight, bias, gate = operands(spec, 2, 64)
     y, _, _, h = norm_forward(x, weight, bias, spec, False, gate, residual)
-    assert_same([h, y], [residual + x, reference_norm(residual + x, weight, bias, spec, gate)])
+    assert_same(
+        [h, y], [residual + x, reference_norm(residual + x, weight, bias, spec, gate)]
+    )
 
 
 def run_from_output(spec):
@@ -118,7 +140,9 @@ def test_a_launch_computes_the_formula_or_refuses_it(name, run):
     else:
         with pytest.raises(NotImplementedError, match="its formula has"):
             launched(spec)
-    assert name != "invented" or not any(spec.axes <= served for served in SERVES.values())
+    assert name != "invented" or not any(
+        spec.axes <= served for served in SERVES.values()
+    )
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -127,25 +151,45 @@ def test_what_no_kernel_computes_falls_back_to_the_reference(name):
     x, residual, dy, weight, bias, gate = operands(spec, 2, 64)
     served = resolve_backend(x, weight, bias, spec, gate) == "triton"
     if not served:
-        with use_backend("triton"), pytest.raises(RuntimeError, match="its formula has"):
+        with (
+            use_backend("triton"),
+            pytest.raises(RuntimeError, match="its formula has"),
+        ):
             fused_norm(x, weight, bias, spec, None, gate)
-    assert_same([fused_norm(x, weight, bias, spec, None, gate)], [reference_norm(x, weight, bias, spec, gate)])
+    assert_same(
+        [fused_norm(x, weight, bias, spec, None, gate)],
+        [reference_norm(x, weight, bias, spec, gate)],
+    )
     if gate is None:
         expected = residual + x, reference_norm(residual + x, weight, bias, spec)
         assert_same(fused_add_norm(x, residual, weight, bias, spec), expected)
         leaf = x.clone().requires_grad_()
-        y = fused_norm(leaf, weight, bias, spec, None, None, served and not input_needed(weight, bias, spec))
+        y = fused_norm(
+            leaf,
+            weight,
+            bias,
+            spec,
+            None,
+            None,
+            served and not input_needed(weight, bias, spec),
+        )
         expected = reference_norm(leaf, weight, bias, spec)
-        assert_same(torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, leaf, dy))
+        assert_same(
+            torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, leaf, dy)
+        )
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_operators_and_plans_tell_formulas_apart(name):
     spec = SPECS[name]
-    others = [other.but_eps for other in SPECS.values() if other.with_eps(spec.eps) != spec]
+    others = [
+        other.but_eps for other in SPECS.values() if other.with_eps(spec.eps) != spec
+    ]
     assert spec.but_eps not in others
     if spec.group_size is None and type(spec) is NormSpec:
-        weight, bias = (torch.ones(1) if has else None for has in (spec.has_weight, spec.has_bias))
+        weight, bias = (
+            torch.ones(1) if has else None for has in (spec.has_weight, spec.has_bias)
+        )
         assert spec_from(weight, bias, (*spec_args(spec), "last")) == (spec, "last")
     else:
         with pytest.raises(TypeError, match="do not take"):
@@ -180,15 +224,31 @@ fused_norm(x, weight.detach(), None, NormSpec(False, 1e-6), "triton")
 
 @pytest.mark.full
 def test_a_field_added_to_the_formula_and_the_reference_alone(tmp_path):
-    shutil.copytree(ROOT / "hf_rmsnorm", tmp_path / "hf_rmsnorm", ignore=shutil.ignore_patterns("demo", "__pycache__"))
+    shutil.copytree(
+        ROOT / "hf_rmsnorm",
+        tmp_path / "hf_rmsnorm",
+        ignore=shutil.ignore_patterns("demo", "__pycache__"),
+    )
     for file, before, after in (
-        ("formula.py", "    group_size: int | None = None\n", "    doubled: bool = False\n"),
-        ("reference.py", "        h = h + bias\n", "    h = 2 * h if spec.doubled else h\n"),
+        (
+            "formula.py",
+            "    group_size: int | None = None\n",
+            "    doubled: bool = False\n",
+        ),
+        (
+            "reference.py",
+            "        h = h + bias\n",
+            "    h = 2 * h if spec.doubled else h\n",
+        ),
     ):
         text = (tmp_path / "hf_rmsnorm" / file).read_text()
         assert text.count(before) == 1
-        (tmp_path / "hf_rmsnorm" / file).write_text(text.replace(before, before + after))
+        (tmp_path / "hf_rmsnorm" / file).write_text(
+            text.replace(before, before + after)
+        )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", INVENTED]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=tmp_path
+    )
     assert run.returncode == 0, run.stderr[-2000:]

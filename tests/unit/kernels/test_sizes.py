@@ -15,7 +15,21 @@ from hf_rmsnorm.kernels.sizes import (
 )
 from hf_rmsnorm.kernels.sizes import backward_config as config_of
 
-SIZES = (1, 7, 64, 128, 1000, 1024, 2048, 2049, 4096, 8192, 8193, 14336, MAX_HIDDEN_SIZE)
+SIZES = (
+    1,
+    7,
+    64,
+    128,
+    1000,
+    1024,
+    2048,
+    2049,
+    4096,
+    8192,
+    8193,
+    14336,
+    MAX_HIDDEN_SIZE,
+)
 LIMITS = (65_536, 101_376, 166_912, 232_448)  # gfx942, sm_86, sm_80, sm_90
 
 
@@ -24,38 +38,70 @@ def backward_config(*args, **options):
 
 
 def test_powers_of_two():
-    assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5, 1023, 1025)] == [1, 2, 4, 4, 8, 1024, 2048]
+    assert [next_power_of_2(n) for n in (1, 2, 3, 4, 5, 1023, 1025)] == [
+        1,
+        2,
+        4,
+        4,
+        8,
+        1024,
+        2048,
+    ]
 
 
 @pytest.mark.parametrize("hidden_size", SIZES)
 def test_a_tile_holds_the_row(hidden_size):
     config = forward_config(hidden_size)
     assert hidden_size <= config.block < 2 * hidden_size
-    assert config.rows * config.block == max(TILE_ELEMENTS, config.block), "short rows share a program"
+    assert config.rows * config.block == max(TILE_ELEMENTS, config.block), (
+        "short rows share a program"
+    )
     if config.block > 256:
         few = config.block > WARP_ELEMENTS and 8 * hidden_size <= 5 * config.block
-        assert config.num_warps * WARP_ELEMENTS * (1 + few) == max(WARP_ELEMENTS, config.block)
+        assert config.num_warps * WARP_ELEMENTS * (1 + few) == max(
+            WARP_ELEMENTS, config.block
+        )
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("hidden_size", SIZES)
 def test_the_backwards_buffers_fit_in_shared_memory(hidden_size, limit):
     """`tests/tools/test_aot.py` says the same of what was compiled."""
-    for centered, gated, added, biased, mixed in itertools.product((False, True), repeat=5):
+    for centered, gated, added, biased, mixed in itertools.product(
+        (False, True), repeat=5
+    ):
         for itemsize in (2, 4):
-            config = backward_config(hidden_size, centered, itemsize, limit, gated, added, biased, mixed=mixed)
+            config = backward_config(
+                hidden_size,
+                centered,
+                itemsize,
+                limit,
+                gated,
+                added,
+                biased,
+                mixed=mixed,
+            )
             assert config.block >= hidden_size
             assert 1 <= config.stages <= 3 and config.programs_per_sm >= 1
-            tile, reloaded = config.rows * config.block * itemsize, config.reload_weight * (2 * gated or mixed)
+            tile, reloaded = (
+                config.rows * config.block * itemsize,
+                config.reload_weight * (2 * gated or mixed),
+            )
             converted = tile // 2 if mixed and not config.reload_weight else 0
             operands = 2 + reloaded + gated + added + biased
-            assert (config.stages - 1) * operands * tile + converted * (config.stages > 1) <= limit
+            assert (config.stages - 1) * operands * tile + converted * (
+                config.stages > 1
+            ) <= limit
 
 
 def test_every_side_of_a_tile_is_a_power_of_two():
     configs = [f(n) for f in (forward_config, reduce_config) for n in SIZES]
     configs += [backward_config(n, False, 2, LIMITS[-1]) for n in SIZES]
-    for side in (side for config in configs for side in (config.block, config.rows, config.num_warps)):
+    for side in (
+        side
+        for config in configs
+        for side in (config.block, config.rows, config.num_warps)
+    ):
         assert side == next_power_of_2(side)
 
 
@@ -74,9 +120,12 @@ def test_forwards_have_few_warps_to_a_row(hidden_size, config):
 
 
 @pytest.mark.parametrize(
-    "hidden_size, block, rows", [(1, 16, 512), (2_048, 16, 512), (2_049, 32, 256), (8_192, 64, 128)]
+    "hidden_size, block, rows",
+    [(1, 16, 512), (2_048, 16, 512), (2_049, 32, 256), (8_192, 64, 128)],
 )
-def test_partial_rows_are_summed_by_about_as_many_programs_as_a_chip_has_multiprocessors(hidden_size, block, rows):
+def test_partial_rows_are_summed_by_about_as_many_programs_as_a_chip_has_multiprocessors(
+    hidden_size, block, rows
+):
     config = reduce_config(hidden_size)
     assert (config.block, config.rows, config.num_warps) == (block, rows, 8)
 
@@ -84,7 +133,8 @@ def test_partial_rows_are_summed_by_about_as_many_programs_as_a_chip_has_multipr
 @pytest.mark.parametrize(
     "hidden_size, gated, added, config",
     [
-        # columns, rows, warps, stages, whether the weight is read anew, programs on a multiprocessor
+        # columns, rows, warps, stages, whether the weight is read anew, programs on a
+        # multiprocessor
         (64, False, False, (64, 32, 4, 3, False, 6)),
         (64, True, False, (64, 32, 4, 3, False, 4)),
         (64, False, True, (64, 32, 4, 3, False, 4)),
@@ -116,16 +166,31 @@ def test_backwards_in_float32_on_sm_90(hidden_size, gated, added, config):
         (10_240, True, 16, 1), (12_289, False, 16, 1),
     ],
 )  # fmt: skip
-def test_what_lies_behind_a_row_of_two_bytes_an_element_is_not_computed(hidden_size, gaps, warps, programs):
+def test_what_lies_behind_a_row_of_two_bytes_an_element_is_not_computed(
+    hidden_size, gaps, warps, programs
+):
     found = backward_config(hidden_size, False, 2, LIMITS[-1])
-    assert (found.gaps > 0, found.num_warps, found.programs_per_sm) == (gaps, warps, programs)
+    assert (found.gaps > 0, found.num_warps, found.programs_per_sm) == (
+        gaps,
+        warps,
+        programs,
+    )
     assert not gaps or found.gaps == found.block // 4 * 3
     for other in ({"itemsize": 4}, {"gated": True}, {"from_output": True}):
-        wanted = {"hidden_size": hidden_size, "centered": False, "itemsize": 2, "shared_limit": LIMITS[-1]} | other
+        wanted = {
+            "hidden_size": hidden_size,
+            "centered": False,
+            "itemsize": 2,
+            "shared_limit": LIMITS[-1],
+        } | other
         assert not backward_config(**wanted).gaps
-    for added, least in ((False, 131_072), (True, 196_608)):  # for as many programs as there are then
+    for added, least in ((False, 131_072), (True, 196_608)):
+        # for as many programs as there are then
         assert not backward_config(hidden_size, False, 2, least - 1, added=added).gaps
-        assert backward_config(hidden_size, False, 2, least, added=added).gaps == found.gaps
+        assert (
+            backward_config(hidden_size, False, 2, least, added=added).gaps
+            == found.gaps
+        )
 
 
 @pytest.mark.parametrize(
@@ -135,9 +200,15 @@ def test_what_lies_behind_a_row_of_two_bytes_an_element_is_not_computed(hidden_s
         (2_561, 6, 4, 2), (3_073, 0, 8, 2), (5_120, 5, 4, 2), (5_121, 6, 8, 1), (6_145, 0, 16, 1),
     ],
 )  # fmt: skip
-def test_two_sums_of_a_row_take_fewer_warps_or_fewer_programs(hidden_size, eighths, warps, programs):
+def test_two_sums_of_a_row_take_fewer_warps_or_fewer_programs(
+    hidden_size, eighths, warps, programs
+):
     found = backward_config(hidden_size, True, 2, LIMITS[-1])
-    assert (found.gaps, found.num_warps, found.programs_per_sm) == (found.block // 8 * eighths, warps, programs)
+    assert (found.gaps, found.num_warps, found.programs_per_sm) == (
+        found.block // 8 * eighths,
+        warps,
+        programs,
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,7 +222,9 @@ def test_where_two_sums_of_a_row_take_a_launch_of_their_own(widest, how):
     sizes = {"itemsize": 2, "shared_limit": LIMITS[-1]} | how
     assert not backward_config(widest, True, **sizes).sums_apart
     assert backward_config(widest + 1, True, **sizes).sums_apart
-    assert not backward_config(widest + 1, False, **sizes).sums_apart, "an RMSNorm has one"
+    assert not backward_config(widest + 1, False, **sizes).sums_apart, (
+        "an RMSNorm has one"
+    )
 
 
 def test_a_buffer_that_just_fits_and_one_that_does_not():

@@ -1,4 +1,6 @@
-"""The norm of a residual sum before it is rounded: compiled kernels against the formula in plain torch."""
+"""The norm of a residual sum before it is rounded: compiled kernels against the formula
+in plain torch.
+"""
 
 import pytest
 import torch
@@ -20,21 +22,31 @@ SPECS = {
 
 def operands(size, dtype, spec):
     generator = torch.Generator().manual_seed(size)
-    left, right, dy = (torch.randn(64, size, generator=generator).to(DEVICE, dtype) for _ in range(3))
-    weight = (1 - spec.weight_offset + 0.3 * torch.randn(size, generator=generator)).to(DEVICE, dtype)
+    left, right, dy = (
+        torch.randn(64, size, generator=generator).to(DEVICE, dtype) for _ in range(3)
+    )
+    weight = (1 - spec.weight_offset + 0.3 * torch.randn(size, generator=generator)).to(
+        DEVICE, dtype
+    )
     return left, right, weight if spec.has_weight else None, dy
 
 
 def run(left, right, weight, dy, spec, backend):
     total = (left + right).requires_grad_()
-    leaves = [t for t in (total, weight if weight is None else weight.requires_grad_()) if t is not None]
+    leaves = [
+        t
+        for t in (total, weight if weight is None else weight.requires_grad_())
+        if t is not None
+    ]
     with use_backend(backend):
         y = norm_of_summands(total, left, right, weight, None, spec)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("size", [96, 1000, 4096, pytest.param(14_336, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "size", [96, 1000, 4096, pytest.param(14_336, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("name", SPECS)
 def test_forward_and_backward(name, size, dtype):
     spec = SPECS[name]
@@ -46,9 +58,13 @@ def test_forward_and_backward(name, size, dtype):
     assert (got[0] != expected[0]).float().mean() <= 1e-3
     rounded = run((left + right), torch.zeros_like(left), weight, dy, spec, "reference")
     assert (got[0] != rounded[0]).float().mean() > 0.05, "the sum was rounded first"
-    doubles = (t if t is None else t.detach().double() for t in (left, right, weight, dy))
+    doubles = (
+        t if t is None else t.detach().double() for t in (left, right, weight, dy)
+    )
     exact = run(*doubles, spec, "reference")
-    for name, ours, theirs, right_one in zip(("y", "dx", "dweight"), got, expected, exact, strict=False):
+    for name, ours, theirs, right_one in zip(
+        ("y", "dx", "dweight"), got, expected, exact, strict=False
+    ):
         assert_as_accurate(ours, theirs, right_one, name)
 
 
@@ -56,24 +72,33 @@ def test_rows_of_any_strides():
     spec = SPECS["vLLM"]
     left, right, weight, dy = operands(96, BF16, spec)
     apart = torch.empty(64, 200, dtype=BF16, device=DEVICE)[:, 3:99].copy_(right)
-    whole, strided = (run(left, each, weight, dy, spec, "triton") for each in (right, apart))
+    whole, strided = (
+        run(left, each, weight, dy, spec, "triton") for each in (right, apart)
+    )
     assert torch.equal(whole[0], strided[0]) and strided[0].stride() == (96, 1)
 
 
 def test_a_gradient_of_the_gradient():
-    """Of float16, against float64: the second derivative is there, at the sum that was not rounded."""
+    """Of float16, against float64: the second derivative is there, at the sum that was
+    not rounded.
+    """
     spec = SPECS["SGLang"]
     left, right, weight, dy = operands(96, FP16, spec)
 
     def penalty(function, *tensors):
         left, right, weight, dy = tensors
         total = (left + right).requires_grad_()
-        (dx,) = torch.autograd.grad(function(total, left, right, weight), total, dy, create_graph=True)
+        (dx,) = torch.autograd.grad(
+            function(total, left, right, weight), total, dy, create_graph=True
+        )
         return torch.autograd.grad(dx.float().square().sum(), total)[0]
 
     with use_backend("triton"):
-        got = penalty(lambda *t: norm_of_summands(*t, None, spec), left, right, weight, dy)
+        got = penalty(
+            lambda *t: norm_of_summands(*t, None, spec), left, right, weight, dy
+        )
     exact = penalty(
-        lambda t, a, b, w: reference_norm(t, w, None, spec), *(t.double() for t in (left, right, weight, dy))
+        lambda t, a, b, w: reference_norm(t, w, None, spec),
+        *(t.double() for t in (left, right, weight, dy)),
     )
     assert (got - exact).abs().max() <= 0.01 * exact.abs().max()

@@ -1,4 +1,6 @@
-"""Residual add + norm in one launch: bit for bit what the two do apart, and its gradients against float64."""
+"""Residual add + norm in one launch: bit for bit what the two do apart, and its
+gradients against float64.
+"""
 
 import itertools
 import weakref
@@ -17,10 +19,23 @@ from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.kernels.compiled import INTERPRETED
 from hf_rmsnorm.ops import fused_add_norm, fused_norm
 from hf_rmsnorm.reference import reference_norm
-from tests.unit.kernels.test_kernels import DTYPES, LAYOUTS, SPECS, packed, parameters, rows, transposed, unaligned
+from tests.unit.kernels.test_kernels import (
+    DTYPES,
+    LAYOUTS,
+    SPECS,
+    packed,
+    parameters,
+    rows,
+    transposed,
+    unaligned,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLAIN = [name for name, spec in SPECS.items() if spec.gate is None and spec.group_size is None]
+PLAIN = [
+    name
+    for name, spec in SPECS.items()
+    if spec.gate is None and spec.group_size is None
+]
 MODULES = {
     "llama": LlamaRMSNorm,
     "gemma": Gemma2RMSNorm,
@@ -41,13 +56,22 @@ def strides(t):
 
 def gradients(outputs, inputs, upstream):
     """Gradients of those outputs that have an upstream one."""
-    used = [(y, dy.to(y.dtype)) for y, dy in zip(outputs, upstream, strict=True) if dy is not None]
+    used = [
+        (y, dy.to(y.dtype))
+        for y, dy in zip(outputs, upstream, strict=True)
+        if dy is not None
+    ]
     return torch.autograd.grad([y for y, _ in used], inputs, [dy for _, dy in used])
 
 
 def check(spec, x, residual, weight, bias, dh, dy):
-    """Outputs bit for bit against the add and the unfused kernel; everything against float64."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in (x, residual, weight, bias)]
+    """Outputs bit for bit against the add and the unfused kernel; everything against
+    float64.
+    """
+    leaves = [
+        None if t is None else t.detach().requires_grad_()
+        for t in (x, residual, weight, bias)
+    ]
 
     def run(function, tensors, upstream=(dh, dy)):
         outputs = function(*tensors, spec)
@@ -55,29 +79,56 @@ def check(spec, x, residual, weight, bias, dh, dy):
         return [*(t.detach() for t in outputs), *gradients(outputs, inputs, upstream)]
 
     def run_shuffled(seed):
-        order = torch.randperm(x.shape[:-1].numel(), generator=torch.Generator().manual_seed(seed)).to(x.device)
-        new = [None if t is None else t.detach().flatten(0, -2)[order] for t in (x, residual, dh, dy)]
-        return run(eager, [*(t.requires_grad_() for t in new[:2]), *leaves[2:]], new[2:])
+        order = torch.randperm(
+            x.shape[:-1].numel(), generator=torch.Generator().manual_seed(seed)
+        ).to(x.device)
+        new = [
+            None if t is None else t.detach().flatten(0, -2)[order]
+            for t in (x, residual, dh, dy)
+        ]
+        return run(
+            eager, [*(t.requires_grad_() for t in new[:2]), *leaves[2:]], new[2:]
+        )
 
     before = [None if t is None else t.clone() for t in (dh, dy)]
     with use_backend("triton"):
         fused = run(fused_add_norm, leaves)
         apart = fused_norm(residual + x, weight, bias, spec)
     for t, copy in zip((dh, dy), before, strict=True):
-        assert t is None or torch.equal(t, copy), "the incoming gradient was overwritten"
+        assert t is None or torch.equal(t, copy), (
+            "the incoming gradient was overwritten"
+        )
     assert torch.equal(fused[0], residual + x)
-    # A GPU sums unaligned rows in other tiles, where the sum of them, a new tensor, would be aligned.
-    if INTERPRETED or x.shape[-1] % 8 or not any(t.data_ptr() % 16 for t in (x, residual)):
+    # A GPU sums unaligned rows in other tiles, where the sum of them, a new tensor,
+    # would be aligned.
+    if (
+        INTERPRETED
+        or x.shape[-1] % 8
+        or not any(t.data_ptr() % 16 for t in (x, residual))
+    ):
         assert torch.equal(fused[1], apart)
     expected = run(eager, leaves)
     assert [strides(t) for t in fused[:2]] == [strides(t) for t in expected[:2]]
-    exact = run(eager, [None if t is None else t.detach().double().requires_grad_() for t in leaves])
+    exact = run(
+        eager,
+        [None if t is None else t.detach().double().requires_grad_() for t in leaves],
+    )
     shuffled = [run_shuffled(seed) for seed in range(4)] if weight is not None else []
-    names = ["h", "y", "dx", "dresidual", *(n for n, t in (("dweight", weight), ("dbias", bias)) if t is not None)]
+    names = [
+        "h",
+        "y",
+        "dx",
+        "dresidual",
+        *(n for n, t in (("dweight", weight), ("dbias", bias)) if t is not None),
+    ]
     for i, name in enumerate(names):
         orders = [s[i] for s in shuffled] if name in ("dweight", "dbias") else []
         assert_as_accurate(fused[i], expected[i], exact[i], name, orders)
-    shared = (fused[2], fused[3].to(x.dtype)) if x.dtype != torch.float32 else (fused[2].to(residual.dtype), fused[3])
+    shared = (
+        (fused[2], fused[3].to(x.dtype))
+        if x.dtype != torch.float32
+        else (fused[2].to(residual.dtype), fused[3])
+    )
     assert torch.equal(*shared), "x and residual share one gradient"
 
 
@@ -116,7 +167,8 @@ def test_a_weight_of_another_dtype(name, weight_dtype):
 
 
 MIXED = [
-    (torch.bfloat16, torch.float32, torch.float32),  # autocast: a linear's output, the residual stream, the weight
+    # autocast: a linear's output, the residual stream, the weight
+    (torch.bfloat16, torch.float32, torch.float32),
     (torch.float16, torch.float32, torch.float32),
     (torch.float32, torch.bfloat16, torch.float32),
     (torch.bfloat16, torch.float32, torch.bfloat16),
@@ -126,9 +178,14 @@ MIXED = [
 
 def mixtures():
     for name, dtypes in itertools.product(PLAIN, MIXED):
-        if not SPECS[name].functional or dtypes[2] == torch.float32:  # torch's own norms take one dtype
+        if not SPECS[name].functional or dtypes[2] == torch.float32:
+            # torch's own norms take one dtype
             yield name, dtypes, 96
-    yield from (("llama", MIXED[0], 14336), ("llama", MIXED[1], 14336), ("layer_norm", MIXED[0], 14336))
+    yield from (
+        ("llama", MIXED[0], 14336),
+        ("llama", MIXED[1], 14336),
+        ("layer_norm", MIXED[0], 14336),
+    )
 
 
 @pytest.mark.parametrize(("name", "dtypes", "hidden_size"), mixtures(), ids=str)
@@ -159,7 +216,9 @@ def test_strided_operands(name, x_layout, residual_layout):
 
 @pytest.mark.parametrize("dh_layout", LAYOUTS)
 @pytest.mark.parametrize("dy_layout", [packed, transposed])
-@pytest.mark.parametrize("shape", [(2, 3, 4, 64), pytest.param((1, 2, 2, 16384), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4, 64), pytest.param((1, 2, 2, 16384), marks=pytest.mark.full)]
+)
 def test_strided_gradients(shape, dh_layout, dy_layout):
     weight, _ = parameters(SPECS["llama"], shape[-1], torch.bfloat16)
     x, residual, _, _ = operands(shape, torch.bfloat16)
@@ -172,7 +231,9 @@ def test_strided_gradients(shape, dh_layout, dy_layout):
 def test_the_modules_of_the_models_agree(name, dtype):
     module = MODULES[name](256, eps=SPECS[name].eps).to(DEVICE, dtype)
     weight, bias = parameters(SPECS[name], 256, dtype)
-    module.load_state_dict({"weight": weight.detach(), **({} if bias is None else {"bias": bias.detach()})})
+    module.load_state_dict(
+        {"weight": weight.detach(), **({} if bias is None else {"bias": bias.detach()})}
+    )
     x, residual, _, _ = operands((4, 16, 256), dtype)
     with torch.no_grad(), use_backend("triton"), count_launches() as launches:
         h, y = fused_add_norm(x, residual, weight, bias, SPECS[name])
@@ -180,17 +241,24 @@ def test_the_modules_of_the_models_agree(name, dtype):
     expected = module(residual + x)
     assert torch.equal(h, residual + x)
     assert y.dtype == expected.dtype
-    # A sum of squares added up in another order moves a result across a half-way point here and there.
+    # A sum of squares added up in another order moves a result across a half-way point
+    # here and there.
     assert (y != expected).sum() <= y.numel() // 2_000
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_out_of_range_and_half_way_round_as_the_addition_does(dtype):
     """Ties to even, overflow to infinity, NaN, signed zeros and subnormal sums."""
-    tiny, one, most = torch.finfo(dtype).tiny, 1 + torch.finfo(dtype).eps, torch.finfo(dtype).max
+    tiny, one, most = (
+        torch.finfo(dtype).tiny,
+        1 + torch.finfo(dtype).eps,
+        torch.finfo(dtype).max,
+    )
     values = torch.tensor([0.0, -0.0, tiny, tiny / 2, 1.0, one, -one, 2.0**-9, 2.0**-12, most, -most, torch.inf,
                            -torch.inf, torch.nan, 3.0, 257.0], dtype=torch.float64).to(DEVICE, dtype)  # fmt: skip
-    x, residual = (t.reshape(-1, 16) for t in torch.meshgrid(values, values, indexing="ij"))
+    x, residual = (
+        t.reshape(-1, 16) for t in torch.meshgrid(values, values, indexing="ij")
+    )
     with torch.no_grad(), use_backend("triton"):
         h, _ = fused_add_norm(x, residual.contiguous(), None, None, SPECS["no_weight"])
     torch.testing.assert_close(h, residual + x, rtol=0, atol=0, equal_nan=True)
@@ -206,7 +274,10 @@ def test_addressable_operands_are_read_in_place(layout):
             dispatched.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    x, residual = layout((2, 3, 4, 64), torch.bfloat16, 0), layout((2, 3, 4, 64), torch.bfloat16, 3)
+    x, residual = (
+        layout((2, 3, 4, 64), torch.bfloat16, 0),
+        layout((2, 3, 4, 64), torch.bfloat16, 3),
+    )
     weight, _ = parameters(SPECS["llama"], 64, torch.bfloat16)
     with torch.no_grad(), use_backend("triton"), Record(), count_launches() as launches:
         fused_add_norm(x, residual, weight, None, SPECS["llama"])
@@ -219,10 +290,14 @@ def test_addressable_operands_are_read_in_place(layout):
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_no_rows(name, shape):
     weight, bias = parameters(SPECS[name], shape[-1], torch.float32)
-    x, residual = (torch.empty(shape, device=DEVICE, requires_grad=True) for _ in range(2))
+    x, residual = (
+        torch.empty(shape, device=DEVICE, requires_grad=True) for _ in range(2)
+    )
     with use_backend("triton"), count_launches() as launches:
         h, y = fused_add_norm(x, residual, weight, bias, SPECS[name])
-        grads = torch.autograd.grad([h, y], [t for t in (x, residual, weight, bias) if t is not None], [h, y])
+        grads = torch.autograd.grad(
+            [h, y], [t for t in (x, residual, weight, bias) if t is not None], [h, y]
+        )
     assert h.shape == y.shape == grads[0].shape == grads[1].shape == shape
     assert all(not g.any() for g in grads[2:])
     assert not launches
@@ -233,10 +308,16 @@ def test_what_nobody_needs_is_not_computed():
     x, residual, dh, dy = operands((6, 64), torch.bfloat16)
     weight = parameters(SPECS["llama"], 64, torch.bfloat16)[0].detach()
     tensors = {"x": x, "residual": residual, "weight": weight}
-    only_rows, only_weight = {"norm_backward": 1}, {"reduce_partials": 1, "norm_backward": 1}
+    only_rows, only_weight = (
+        {"norm_backward": 1},
+        {"reduce_partials": 1, "norm_backward": 1},
+    )
 
     def run(needed, upstream):
-        leaves = {name: t.clone().requires_grad_(name in needed) for name, t in tensors.items()}
+        leaves = {
+            name: t.clone().requires_grad_(name in needed)
+            for name, t in tensors.items()
+        }
         with use_backend("triton"), count_launches() as launches:
             outputs = fused_add_norm(*leaves.values(), None, SPECS["llama"])
             launches.clear()
@@ -251,7 +332,8 @@ def test_what_nobody_needs_is_not_computed():
         (["residual"], [dresidual], only_rows),
         (["weight"], [dweight], only_weight),
     ):
-        got, launches = run(needed, (dh if needed != ["weight"] else None, dy))  # of which h asks for none then
+        # of which h asks for none then
+        got, launches = run(needed, (dh if needed != ["weight"] else None, dy))
         assert all(torch.equal(a, b) for a, b in zip(got, grads, strict=True)), needed
         assert launches == expected, needed
     (dx, dresidual), launches = run(["x", "residual"], (dh, None))
@@ -261,7 +343,9 @@ def test_what_nobody_needs_is_not_computed():
 
 
 def test_no_zeros_are_made_for_an_output_that_nobody_used():
-    """A graph whose h goes nowhere costs neither a tensor of zeros nor the addition of it."""
+    """A graph whose h goes nowhere costs neither a tensor of zeros nor the addition of
+    it.
+    """
     x, residual, _, dy = operands((4, 64), torch.bfloat16)
     dispatched = []
 
@@ -271,7 +355,9 @@ def test_no_zeros_are_made_for_an_output_that_nobody_used():
             return func(*args, **(kwargs or {}))
 
     with use_backend("triton"):
-        _, y = fused_add_norm(x.requires_grad_(), residual, None, None, SPECS["no_weight"])
+        _, y = fused_add_norm(
+            x.requires_grad_(), residual, None, None, SPECS["no_weight"]
+        )
         with Record():
             torch.autograd.grad(y, x, dy)
     assert [op for op in dispatched if "empty" not in op and "detach" not in op] == []
@@ -279,7 +365,9 @@ def test_no_zeros_are_made_for_an_output_that_nobody_used():
 
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_bytes_kept_for_the_backward(name):
-    """h, which the residual stream keeps anyway, parameters, 4 bytes a row and statistic; not x, not residual."""
+    """h, which the residual stream keeps anyway, parameters, 4 bytes a row and
+    statistic; not x, not residual.
+    """
     weight, bias = parameters(SPECS[name], 64, torch.bfloat16)
     x, residual, _, _ = operands((10, 64), torch.bfloat16)
     kept = []
@@ -288,12 +376,21 @@ def test_bytes_kept_for_the_backward(name):
         kept.append(t)
         return t
 
-    with use_backend("triton"), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        h, _ = fused_add_norm(x.requires_grad_(), residual.requires_grad_(), weight, bias, SPECS[name])
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    with (
+        use_backend("triton"),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+    ):
+        h, _ = fused_add_norm(
+            x.requires_grad_(), residual.requires_grad_(), weight, bias, SPECS[name]
+        )
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept
+    }
     known = {t.untyped_storage().data_ptr() for t in (x, residual)}
     assert h.untyped_storage().data_ptr() in storages and not known & set(storages)
-    own = sum(storages.values()) - sum(p.untyped_storage().nbytes() for p in (weight, bias) if p is not None)
+    own = sum(storages.values()) - sum(
+        p.untyped_storage().nbytes() for p in (weight, bias) if p is not None
+    )
     assert own == 10 * 64 * 2 + 10 * 4 * (2 if SPECS[name].centered else 1)
 
 
@@ -315,7 +412,9 @@ def test_one_tensor_may_be_both_operands():
     with use_backend("triton"):
         outputs = fused_add_norm(x, x, weight, None, SPECS["llama"])
         (dx,) = torch.autograd.grad(outputs, x, [dh, dy])
-    expected = torch.autograd.grad(eager(x, x, weight, None, SPECS["llama"]), x, [dh, dy])
+    expected = torch.autograd.grad(
+        eager(x, x, weight, None, SPECS["llama"]), x, [dh, dy]
+    )
     torch.testing.assert_close(dx, *expected)
 
 
@@ -330,7 +429,9 @@ def test_leaves_that_share_a_gradient_do_not_share_its_memory():
 
 
 def test_a_layer_as_models_write_it():
-    """Two norms on one stream: h goes on beside y, so that both gradients meet in the backward."""
+    """Two norms on one stream: h goes on beside y, so that both gradients meet in the
+    backward.
+    """
     x, residual, _, dy = operands((4, 64), torch.float32)
     weight, _ = parameters(SPECS["llama"], 64, torch.float32)
 
@@ -344,7 +445,9 @@ def test_a_layer_as_models_write_it():
         got = run(fused_add_norm, x, residual, weight)
     expected = run(eager, x, residual, weight)
     exact = run(eager, x.double(), residual.double(), weight.double())
-    for a, b, c, name in zip(got, expected, exact, ("dx", "dresidual", "dweight"), strict=True):
+    for a, b, c, name in zip(
+        got, expected, exact, ("dx", "dresidual", "dweight"), strict=True
+    ):
         assert_as_accurate(a, b, c, name)
 
 
@@ -363,11 +466,16 @@ def test_what_is_not_served_is_added_and_normalised_apart():
 def test_parameters_with_gaps_are_read_as_they_are(which):
     x, residual, _, _ = operands((3, 64), torch.float32)
     gaps = torch.rand(64, 2).to(DEVICE) + 0.5
-    weight, bias = (t if strided else t.contiguous() for t, strided in zip(gaps.unbind(1), which, strict=True))
+    weight, bias = (
+        t if strided else t.contiguous()
+        for t, strided in zip(gaps.unbind(1), which, strict=True)
+    )
     spec = NormSpec(True, 1e-5, has_bias=True)
     with use_backend("triton"):
         _, y = fused_add_norm(x, residual, weight, bias, spec)
-    torch.testing.assert_close(y, reference_norm(residual + x, weight, bias, spec), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        y, reference_norm(residual + x, weight, bias, spec), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_the_reference_is_eager():
@@ -376,7 +484,9 @@ def test_the_reference_is_eager():
         x, residual, _, _ = operands((3, 96), torch.bfloat16)
         with use_backend("reference"), count_launches() as launches:
             got = fused_add_norm(x, residual, weight, bias, SPECS[name])
-        for a, b in zip(got, eager(x, residual, weight, bias, SPECS[name]), strict=True):
+        for a, b in zip(
+            got, eager(x, residual, weight, bias, SPECS[name]), strict=True
+        ):
             assert torch.equal(a, b), name
         assert not launches
 
@@ -385,7 +495,10 @@ def test_the_reference_is_eager():
 def test_autocast_gives_what_the_addition_and_the_norm_give(name):
     x, residual, _, _ = operands((4, 64), torch.bfloat16)
     spec = SPECS[name]
-    arguments = (*parameters(spec, 64, torch.bfloat16 if spec.functional else torch.float32), spec)
+    arguments = (
+        *parameters(spec, 64, torch.bfloat16 if spec.functional else torch.float32),
+        spec,
+    )
     with torch.autocast(DEVICE, torch.bfloat16), use_backend("triton"), torch.no_grad():
         h, y = fused_add_norm(x, residual, *arguments)
         assert torch.equal(h, residual + x)
@@ -408,10 +521,15 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
     monkeypatch.setattr("hf_rmsnorm.ops.norm.autocasts_functional", lambda *of: True)
     spec = NormSpec(True, 1e-5, has_bias=True, functional=True)
     x, residual, _, _ = operands((3, 64), torch.float32)
-    half = torch.rand(64, device=DEVICE).bfloat16(), torch.rand(64, device=DEVICE).bfloat16()
+    half = (
+        torch.rand(64, device=DEVICE).bfloat16(),
+        torch.rand(64, device=DEVICE).bfloat16(),
+    )
     with use_backend("triton"), torch.no_grad():
         expected = fused_add_norm(x, residual, *(t.float() for t in half), spec)
-        for a, b in zip(fused_add_norm(x, residual, *half, spec), expected, strict=True):
+        for a, b in zip(
+            fused_add_norm(x, residual, *half, spec), expected, strict=True
+        ):
             assert torch.equal(a, b)
 
 
@@ -419,7 +537,12 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
 def test_the_operand_alone_that_asks_for_a_gradient(at):
     spec = NormSpec(True, 1e-5, has_bias=True)
     x, residual, dh, dy = operands((3, 64), torch.float32)
-    leaves = [x, residual, torch.rand(64, device=DEVICE) + 0.5, torch.rand(64, device=DEVICE)]
+    leaves = [
+        x,
+        residual,
+        torch.rand(64, device=DEVICE) + 0.5,
+        torch.rand(64, device=DEVICE),
+    ]
     leaves[at] = leaves[at].detach().requires_grad_()
 
     def gradient(h, y):
@@ -430,14 +553,18 @@ def test_the_operand_alone_that_asks_for_a_gradient(at):
         with torch.no_grad():
             assert not any(t.requires_grad for t in fused_add_norm(*leaves, spec))
     h = leaves[1] + leaves[0]
-    torch.testing.assert_close(found, gradient(h, reference_norm(h, *leaves[2:], spec)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found, gradient(h, reference_norm(h, *leaves[2:], spec)), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_sum_in_half_precision_is_not_a_functional_norms_under_autocast(monkeypatch):
     spec, weight = NormSpec(True, 1e-5, functional=True), torch.ones(64, device=DEVICE)
     monkeypatch.setattr("hf_rmsnorm.ops.norm._autocast_anywhere", lambda: True)
     for module in ("norm", "backend"):
-        monkeypatch.setattr(f"hf_rmsnorm.ops.{module}.autocasts_functional", lambda *of: True)
+        monkeypatch.setattr(
+            f"hf_rmsnorm.ops.{module}.autocasts_functional", lambda *of: True
+        )
     x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
     with use_backend("triton"), torch.no_grad():
         for left, dtype in ((x, torch.bfloat16), (x.float(), torch.float32)):

@@ -1,4 +1,6 @@
-"""Which parameters leave enough of the input in the output, at each bound, and what a zero among them does."""
+"""Which parameters leave enough of the input in the output, at each bound, and what a
+zero among them does.
+"""
 
 import pytest
 import torch
@@ -36,13 +38,23 @@ def filled(first, rest=1.0):
         (filled(0.0), None, SPEC, "a weight is below"),
         (filled(float("nan")), None, SPEC, "a weight is below"),
         (filled(SMALLEST_SCALE, SMALLEST_SCALE), None, SPEC, ""),
-        (filled(SMALLEST_SCALE * 0.99, SMALLEST_SCALE), None, SPEC, "a weight is below"),
+        (
+            filled(SMALLEST_SCALE * 0.99, SMALLEST_SCALE),
+            None,
+            SPEC,
+            "a weight is below",
+        ),
         (filled(0.0, 0.0), None, GEMMA, ""),
         (filled(-1.0, 0.0), None, GEMMA, "a weight is below"),
         (filled(1.0), filled(-MOST_BIAS), BIASED, ""),
         (filled(1.0), filled(MOST_BIAS * 1.01), BIASED, "a bias is above 4 times"),
         (filled(0.5), filled(3.9), BIASED, "a bias is above 4 times"),
-        (torch.ones(MOST_COLUMNS_WITH_BIAS + 1), torch.zeros(MOST_COLUMNS_WITH_BIAS + 1), BIASED, "8,192 columns"),
+        (
+            torch.ones(MOST_COLUMNS_WITH_BIAS + 1),
+            torch.zeros(MOST_COLUMNS_WITH_BIAS + 1),
+            BIASED,
+            "8,192 columns",
+        ),
         (torch.ones(D, device="meta"), None, SPEC, ""),  # nothing is there to be read
         (torch.ones(0), None, SPEC, ""),
     ],
@@ -64,7 +76,9 @@ def test_formulas_whose_input_follows_from_their_output(spec, refused):
 @pytest.mark.parametrize("spec", [SPEC, BIASED], ids=["without a bias", "with a bias"])
 def test_a_scale_that_became_zero_gives_no_nan(spec):
     weight, bias = filled(0.0), filled(0.5) if spec.has_bias else None
-    x = torch.randn(3, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(
+        3, D, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
     y = fused_norm(x, weight, bias, spec, "triton", keep_output=True)
     dx, dweight = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
     assert dx.isfinite().all() and dweight.isfinite().all()
@@ -85,7 +99,13 @@ STRIDED = torch.ones(3, 2, 32).transpose(0, 1)
         (STRIDED, STRIDED, None, SPEC, True),
         (X, STRIDED, None, FUNCTIONAL, True),
         (X[..., :31].contiguous(), X[..., :31].contiguous(), None, SPEC, False),
-        (X, X, torch.ones(32).as_subclass(type("Tagged", (torch.Tensor,), {})), SPEC, False),
+        (
+            X,
+            X,
+            torch.ones(32).as_subclass(type("Tagged", (torch.Tensor,), {})),
+            SPEC,
+            False,
+        ),
     ],
 )
 def test_outputs_that_stand_for_their_inputs(y, x, weight, spec, serves):

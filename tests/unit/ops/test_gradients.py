@@ -22,13 +22,22 @@ def rows(*shape, seed=0):
 
 
 def gradients(function, operands, asked, dys):
-    leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(operands, asked, strict=True)]
+    leaves = [
+        t.detach().requires_grad_(wanted)
+        for t, wanted in zip(operands, asked, strict=True)
+    ]
     outputs = function(*leaves)
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
     assert all(y.requires_grad == any(asked) for y in outputs)
-    given = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if y.requires_grad and dy is not None]
+    given = [
+        (y, dy)
+        for y, dy in zip(outputs, dys, strict=True)
+        if y.requires_grad and dy is not None
+    ]
     outputs, dys = zip(*given, strict=True)
-    return torch.autograd.grad(outputs, [t for t in leaves if t.requires_grad], dys, allow_unused=True)
+    return torch.autograd.grad(
+        outputs, [t for t in leaves if t.requires_grad], dys, allow_unused=True
+    )
 
 
 def compare(ours, theirs):
@@ -38,11 +47,18 @@ def compare(ours, theirs):
             torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("asked", [a for a in itertools.product((True, False), repeat=4) if any(a)])
+@pytest.mark.parametrize(
+    "asked", [a for a in itertools.product((True, False), repeat=4) if any(a)]
+)
 def test_operands_of_a_norm(asked):
-    operands, dy = (rows(2, 3, D), rows(D) + 2.0, rows(D, seed=1), rows(2, 3, D, seed=2)), rows(2, 3, D, seed=3)
+    operands, dy = (
+        (rows(2, 3, D), rows(D) + 2.0, rows(D, seed=1), rows(2, 3, D, seed=2)),
+        rows(2, 3, D, seed=3),
+    )
     ours, theirs = (
-        gradients(lambda x, w, b, g, of=of: of(x, w, b, GATED, gate=g), operands, asked, [dy])
+        gradients(
+            lambda x, w, b, g, of=of: of(x, w, b, GATED, gate=g), operands, asked, [dy]
+        )
         for of in (fused_norm, reference_norm)
     )
     compare(ours, theirs)
@@ -61,9 +77,17 @@ STRIDES = {
 @pytest.mark.parametrize("dq_strides", STRIDES)
 @pytest.mark.parametrize("turned", [4, 8])
 def test_gradients_of_queries_and_keys(dq_strides, dk_strides, turned):
-    operands = rows(2, 4, 3, D), rows(2, 2, 3, D, seed=1), rows(D) + 2.0, rows(D, seed=2) + 2.0
+    operands = (
+        rows(2, 4, 3, D),
+        rows(2, 2, 3, D, seed=1),
+        rows(D) + 2.0,
+        rows(D, seed=2) + 2.0,
+    )
     tables = rows(1, 3, turned, seed=3), rows(1, 3, turned, seed=4)
-    dys = STRIDES[dq_strides](rows(2, 4, 3, D, seed=5)), STRIDES[dk_strides](rows(2, 2, 3, D, seed=6))
+    dys = (
+        STRIDES[dq_strides](rows(2, 4, 3, D, seed=5)),
+        STRIDES[dk_strides](rows(2, 2, 3, D, seed=6)),
+    )
     if dys == (None, None):
         return
     ours, theirs = (
@@ -73,17 +97,32 @@ def test_gradients_of_queries_and_keys(dq_strides, dk_strides, turned):
     compare(ours, theirs)
 
 
-@pytest.mark.parametrize("asked", [a for a in itertools.product((True, False), repeat=4) if any(a)])
+@pytest.mark.parametrize(
+    "asked", [a for a in itertools.product((True, False), repeat=4) if any(a)]
+)
 def test_operands_of_queries_and_keys(asked):
-    operands = rows(2, 4, 3, D), rows(2, 2, 3, D, seed=1), rows(D) + 2.0, rows(D, seed=2) + 2.0
+    operands = (
+        rows(2, 4, 3, D),
+        rows(2, 2, 3, D, seed=1),
+        rows(D) + 2.0,
+        rows(D, seed=2) + 2.0,
+    )
     dys = rows(2, 4, 3, D, seed=5), rows(2, 2, 3, D, seed=6)
 
     def run(of):
-        leaves = [t.detach().requires_grad_(wanted) for t, wanted in zip(operands, asked, strict=True)]
+        leaves = [
+            t.detach().requires_grad_(wanted)
+            for t, wanted in zip(operands, asked, strict=True)
+        ]
         outputs = of(*leaves, PAIRED, rows(1, 3, D, seed=3), rows(1, 3, D, seed=4))
         given = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if y.requires_grad]
         outputs, of_outputs = zip(*given, strict=True)
-        return torch.autograd.grad(outputs, [t for t in leaves if t.requires_grad], of_outputs, allow_unused=True)
+        return torch.autograd.grad(
+            outputs,
+            [t for t in leaves if t.requires_grad],
+            of_outputs,
+            allow_unused=True,
+        )
 
     compare(run(fused_qk_norm), run(reference_qk_norm))
 
@@ -94,11 +133,20 @@ class Tagged(torch.Tensor):
 
 @pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("centered", [False, True])
-def test_backwards_that_are_compiled_or_given_another_class_go_by_the_operators(centered, compiling, monkeypatch):
+def test_backwards_that_are_compiled_or_given_another_class_go_by_the_operators(
+    centered, compiling, monkeypatch
+):
     spec = NormSpec(centered, 1e-3)
     operands, dy = (rows(2, 4, 3, D), rows(D) + 2.0), rows(2, 4, 3, D, seed=5)
     with monkeypatch.context() as patch:
         patch.setattr(gradients_of_norms, "_is_compiling", lambda: compiling)
         given = dy if compiling else dy.as_subclass(Tagged)
-        ours = gradients(lambda x, w: fused_norm(x, w, None, spec), operands, (True, True), [given])
-    compare(ours, gradients(lambda x, w: reference_norm(x, w, None, spec), operands, (True, True), [dy]))
+        ours = gradients(
+            lambda x, w: fused_norm(x, w, None, spec), operands, (True, True), [given]
+        )
+    compare(
+        ours,
+        gradients(
+            lambda x, w: reference_norm(x, w, None, spec), operands, (True, True), [dy]
+        ),
+    )

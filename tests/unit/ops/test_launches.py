@@ -1,4 +1,6 @@
-"""The second call on operands like those of a first finds its launch: what must be noticed all the same."""
+"""The second call on operands like those of a first finds its launch: what must be
+noticed all the same.
+"""
 
 import re
 
@@ -15,12 +17,16 @@ from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.ops import fused_add_norm
 from hf_rmsnorm.ops.backend import device_refusal
 
-pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1"
+)
 HIDDEN = 48
 
 
 def patched(norm):
-    """(a patched copy, the original) of a norm; calls of the copy on (2, 3, HIDDEN) rows have been planned."""
+    """(a patched copy, the original) of a norm; calls of the copy on (2, 3, HIDDEN)
+    rows have been planned.
+    """
     holder = nn.Sequential(norm)
     original = type(norm).forward
     with torch.no_grad():
@@ -51,7 +57,9 @@ def test_another_backend_is_honoured():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda norm: setattr(norm, "weight", nn.Parameter(torch.rand(HIDDEN).bfloat16())),
+        lambda norm: setattr(
+            norm, "weight", nn.Parameter(torch.rand(HIDDEN).bfloat16())
+        ),
         lambda norm: setattr(norm, "weight", nn.Parameter(torch.rand(HIDDEN, 2)[:, 0])),
         lambda norm: setattr(norm.weight, "data", torch.rand(HIDDEN).bfloat16()),
         lambda norm: setattr(norm.weight, "data", torch.rand(HIDDEN, 2)[:, 1]),
@@ -91,29 +99,45 @@ def gradients(compute, inputs, unpack):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
             outputs = compute(*inputs)
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        dys = [torch.arange(y.numel()).view_as(y).to(y.dtype) / y.numel() for y in outputs]
-        found = torch.autograd.grad(outputs, [t for t in inputs if t.requires_grad], dys)
+        dys = [
+            torch.arange(y.numel()).view_as(y).to(y.dtype) / y.numel() for y in outputs
+        ]
+        found = torch.autograd.grad(
+            outputs, [t for t in inputs if t.requires_grad], dys
+        )
     return found
 
 
 @pytest.mark.parametrize("case", ["norm", "sum", "queries and keys"])
 def test_saved_tensors_that_come_back_in_other_strides(case):
-    x, residual = (torch.randn(3, 2, HIDDEN).transpose(0, 1).requires_grad_() for _ in range(2))
+    x, residual = (
+        torch.randn(3, 2, HIDDEN).transpose(0, 1).requires_grad_() for _ in range(2)
+    )
     q, k = (torch.randn(2, 5, h, 16).transpose(1, 2).requires_grad_() for h in (4, 2))
     weight, short = (torch.rand(n).requires_grad_() for n in (HIDDEN, 16))
     tables = torch.randn(1, 5, 16), torch.randn(1, 5, 16)
     spec = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
     compute, inputs = {
         "norm": (rms_norm, (x, weight)),
-        "sum": (lambda x, r, w: fused_add_norm(x, r, w, None, spec), (x, residual, weight)),
-        "queries and keys": (lambda q, k, w: fused_qk_norm(q, k, w, w, spec, *tables), (q, k, short)),
+        "sum": (
+            lambda x, r, w: fused_add_norm(x, r, w, None, spec),
+            (x, residual, weight),
+        ),
+        "queries and keys": (
+            lambda q, k, w: fused_qk_norm(q, k, w, w, spec, *tables),
+            (q, k, short),
+        ),
     }[case]
     expected = gradients(compute, inputs, lambda t: t)
     with use_backend("reference"):
-        for ours, theirs in zip(expected, gradients(compute, inputs, lambda t: t), strict=True):
+        for ours, theirs in zip(
+            expected, gradients(compute, inputs, lambda t: t), strict=True
+        ):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for unpack in (in_rows, in_columns):
-        for ours, theirs in zip(gradients(compute, inputs, unpack), expected, strict=True):
+        for ours, theirs in zip(
+            gradients(compute, inputs, unpack), expected, strict=True
+        ):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -144,15 +168,23 @@ def test_what_functorch_leaves_behind_is_unwrapped():
     torch.testing.assert_close(norm(left[0]), original(left[0]), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", [LlamaRMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)], ids=["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize(
+    "norm", [LlamaRMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)], ids=["RMSNorm", "LayerNorm"]
+)
 def test_a_backward_of_another_gradient(norm):
     norm, original = patched(norm)
     x = rows().requires_grad_()
     dense = torch.randn(2, 3, HIDDEN)
-    for dy in (dense, dense.transpose(0, 1).contiguous().transpose(0, 1), torch.ones(()).expand(2, 3, HIDDEN)):
+    for dy in (
+        dense,
+        dense.transpose(0, 1).contiguous().transpose(0, 1),
+        torch.ones(()).expand(2, 3, HIDDEN),
+    ):
         wanted = [x, *norm.parameters()]
         for inputs in (wanted, [x], wanted[1:]):
-            found, expected = (torch.autograd.grad(f(x), inputs, dy) for f in (norm, original))
+            found, expected = (
+                torch.autograd.grad(f(x), inputs, dy) for f in (norm, original)
+            )
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     again = torch.autograd.grad(norm(x), x, dense, create_graph=True)[0]
@@ -170,13 +202,22 @@ def test_functions_check_each_new_kind_of_operand():
         with pytest.raises(ValueError, match="eps"):
             rms_norm(rows(), weight, float("nan"))
         for empty in (torch.tensor(1.0), torch.ones(2, 0)):
-            with pytest.raises(ValueError, match="the last dimension must hold at least one element"):
+            with pytest.raises(
+                ValueError, match="the last dimension must hold at least one element"
+            ):
                 rms_norm(empty)
         with pytest.raises(TypeError, match="x is list"):
             layer_norm([1.0], weight)
     x = rows()
-    torch.testing.assert_close(layer_norm(x, weight), F.layer_norm(x, (HIDDEN,), weight), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(rms_norm(x, weight, 0.5), F.rms_norm(x, (HIDDEN,), weight, 0.5), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        layer_norm(x, weight), F.layer_norm(x, (HIDDEN,), weight), rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(
+        rms_norm(x, weight, 0.5),
+        F.rms_norm(x, (HIDDEN,), weight, 0.5),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_a_forward_that_is_given_other_code_runs_it():
@@ -187,7 +228,9 @@ def test_a_forward_that_is_given_other_code_runs_it():
         def forward(self, x):
             dtype = x.dtype
             x = x.float()
-            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(dtype)
+            return self.weight * (
+                x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            ).to(dtype)
 
     norm, _ = patched(Reloaded(HIDDEN))
     Reloaded.forward.__code__ = forward.__code__

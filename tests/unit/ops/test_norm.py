@@ -1,4 +1,6 @@
-"""The norm as an operator: eager, groups, Inductor, the choice of backend, autocast and strides of its output."""
+"""The norm as an operator: eager, groups, Inductor, the choice of backend, autocast and
+strides of its output.
+"""
 
 import shutil
 
@@ -27,7 +29,10 @@ class Block(nn.Module):
         generator = torch.Generator().manual_seed(0)
         self.weight = nn.Parameter(torch.rand(hidden_size, generator=generator) + 0.5)
         self.bias = nn.Parameter(torch.randn(hidden_size, generator=generator))
-        self.mix = nn.Parameter(torch.randn(hidden_size, hidden_size, generator=generator) / hidden_size**0.5)
+        self.mix = nn.Parameter(
+            torch.randn(hidden_size, hidden_size, generator=generator)
+            / hidden_size**0.5
+        )
 
     def forward(self, x):
         return layer_norm(rms_norm(x, self.weight) @ self.mix, self.weight, self.bias)
@@ -67,7 +72,9 @@ def assert_policy(got, block, x):
     exact_block.load_state_dict({k: v.double() for k, v in block.state_dict().items()})
     with use_backend("reference"):
         exact = outcome(exact_block, exact_block, x.double())
-    for name, a, b, c in zip(("y", "dx", "dweight", "dbias", "dmix"), got, expected, exact, strict=True):
+    for name, a, b, c in zip(
+        ("y", "dx", "dweight", "dbias", "dmix"), got, expected, exact, strict=True
+    ):
         assert_as_accurate(a, b, c, name)
 
 
@@ -82,8 +89,14 @@ def test_eager(block, backend, shape):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compile_of_a_norm_in_groups(backend):
     torch._dynamo.reset()
-    spec, x, weight = NormSpec(False, 1e-6, group_size=16), some_input(4, 64), some_input(64)
-    compiled = torch.compile(lambda t: fused_norm(t, weight, None, spec), fullgraph=True, backend="aot_eager")
+    spec, x, weight = (
+        NormSpec(False, 1e-6, group_size=16),
+        some_input(4, 64),
+        some_input(64),
+    )
+    compiled = torch.compile(
+        lambda t: fused_norm(t, weight, None, spec), fullgraph=True, backend="aot_eager"
+    )
     with use_backend(backend):
         assert torch.equal(compiled(x), fused_norm(x, weight, None, spec))
 
@@ -91,14 +104,22 @@ def test_compile_of_a_norm_in_groups(backend):
 @pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_inductor(block, backend):
-    if DEVICE == "cpu" and shutil.which("g++") is None and shutil.which("clang++") is None:
+    if (
+        DEVICE == "cpu"
+        and shutil.which("g++") is None
+        and shutil.which("clang++") is None
+    ):
         pytest.skip("Inductor needs a C++ compiler for the CPU, and there is none")
     torch._dynamo.reset()
     compiled = torch.compile(block, fullgraph=True)
     x = some_input(2, 8, 64)
     with use_backend(backend):
-        for a, b in zip(outcome(compiled, block, x), outcome(block, block, x), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+        for a, b in zip(
+            outcome(compiled, block, x), outcome(block, block, x), strict=True
+        ):
+            torch.testing.assert_close(
+                a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item()
+            )
 
 
 def test_use_backend_leaves_nothing_behind():
@@ -148,8 +169,15 @@ def test_autocast_gives_the_dtypes_of_eager(block, dtype):
     eager.load_state_dict(block.state_dict())
     eager.to(DEVICE)
     with torch.autocast(DEVICE, dtype), use_backend("triton"):
-        assert rms_norm(x, block.weight).dtype == LlamaRMSNorm(64).to(DEVICE)(x).dtype == torch.float32
-        assert layer_norm(x, block.weight, block.bias).dtype == F.layer_norm(x, (64,), block.weight, block.bias).dtype
+        assert (
+            rms_norm(x, block.weight).dtype
+            == LlamaRMSNorm(64).to(DEVICE)(x).dtype
+            == torch.float32
+        )
+        assert (
+            layer_norm(x, block.weight, block.bias).dtype
+            == F.layer_norm(x, (64,), block.weight, block.bias).dtype
+        )
         ours, theirs = block(x), eager(x)
     assert ours.dtype == theirs.dtype
     torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.02, atol=0.02)
@@ -171,20 +199,34 @@ def test_the_reference_of_a_functional_norm_without_parameters():
         assert torch.equal(layer_norm(x), F.layer_norm(x, (8,)))
 
 
-def test_an_accelerators_autocast_computes_functional_norms_in_float32(autocast_of_cuda):
+def test_an_accelerators_autocast_computes_functional_norms_in_float32(
+    autocast_of_cuda,
+):
     """F.layer_norm is on autocast's float32 list there, the spelled-out norms not."""
     x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
     weight = torch.empty(8, device="cuda", dtype=torch.bfloat16)
-    assert layer_norm(x, weight).dtype == F.layer_norm(x, (8,), weight).dtype == torch.float32
+    assert (
+        layer_norm(x, weight).dtype
+        == F.layer_norm(x, (8,), weight).dtype
+        == torch.float32
+    )
     assert rms_norm(x, weight).dtype == torch.bfloat16
     functional = NormSpec(False, 1e-6, functional=True)
-    assert fused_norm(x, weight, None, functional).dtype == F.rms_norm(x, (8,), weight).dtype  # by torch's version
+    # by torch's version
+    assert (
+        fused_norm(x, weight, None, functional).dtype
+        == F.rms_norm(x, (8,), weight).dtype
+    )
 
 
-def test_an_accelerators_autocast_takes_a_sum_and_a_functional_norm_apart(autocast_of_cuda):
+def test_an_accelerators_autocast_takes_a_sum_and_a_functional_norm_apart(
+    autocast_of_cuda,
+):
     """F.layer_norm returns float32 there, while the stream stays as it is."""
     layer = NormSpec(True, 1e-5, has_bias=True, functional=True)
-    x, weight = (torch.empty(*s, 8, dtype=torch.bfloat16, device="cuda") for s in ((2,), ()))
+    x, weight = (
+        torch.empty(*s, 8, dtype=torch.bfloat16, device="cuda") for s in ((2,), ())
+    )
     for operand in (x, x.float()):
         h, y = fused_add_norm(operand, operand, weight, weight, layer)
         assert (h.dtype, y.dtype) == (operand.dtype, torch.float32)
@@ -209,15 +251,23 @@ def test_gradients_accumulate_and_are_never_overwritten():
 def test_strides_of_the_output_are_those_of_the_module(make):
     module = make(8).to(DEVICE)
     functional = make is not LlamaRMSNorm
-    spec = NormSpec(make is nn.LayerNorm, 1e-6, has_bias=make is nn.LayerNorm, functional=functional)
-    for x in (some_input(2, 3, 8).transpose(0, 1), some_input(2, 3, 4, 8)[:, 1:], some_input(1, 3, 8).expand(2, 3, 8)):
+    spec = NormSpec(
+        make is nn.LayerNorm, 1e-6, has_bias=make is nn.LayerNorm, functional=functional
+    )
+    for x in (
+        some_input(2, 3, 8).transpose(0, 1),
+        some_input(2, 3, 4, 8)[:, 1:],
+        some_input(1, 3, 8).expand(2, 3, 8),
+    ):
         with use_backend("triton"):
             y = fused_norm(x, module.weight, getattr(module, "bias", None), spec)
         assert y.stride() == module(x).stride()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_other_backends_between_a_checkpoint_and_its_backward_do_not_matter(block, reentrant):
+def test_other_backends_between_a_checkpoint_and_its_backward_do_not_matter(
+    block, reentrant
+):
     x = some_input(4, 64)
 
     def evaluate(backend):
@@ -256,7 +306,11 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided):
+        if func._overloadpacket in (
+            torch.ops.aten.empty,
+            torch.ops.aten.empty_like,
+            torch.ops.aten.empty_strided,
+        ):
             self.found.append((tuple(made.shape), made.dtype))
         return made
 
@@ -280,13 +334,21 @@ def test_statistics_are_made_for_a_backward_alone(which):
 def test_parameters_with_gaps(strided, has_weight):
     x, weight, bias = some_input(3, 64), some_input(64), some_input(64, seed=4)
     gaps = torch.stack([weight, bias], 1)
-    given = (gaps[:, 0] if strided != "bias" else weight, gaps[:, 1] if strided != "weight" else bias)
-    given, plain = (given, (weight, bias)) if has_weight else ((None, given[1]), (None, bias))
+    given = (
+        gaps[:, 0] if strided != "bias" else weight,
+        gaps[:, 1] if strided != "weight" else bias,
+    )
+    given, plain = (
+        (given, (weight, bias)) if has_weight else ((None, given[1]), (None, bias))
+    )
     spec = NormSpec(False, 1e-6, has_weight=has_weight, has_bias=True)
     with use_backend("triton"):
         assert torch.equal(fused_norm(x, *given, spec), fused_norm(x, *plain, spec))
         residual = some_input(3, 64, seed=5)
-        for a, b in zip(*(fused_add_norm(x, residual, *each, spec) for each in (given, plain)), strict=True):
+        for a, b in zip(
+            *(fused_add_norm(x, residual, *each, spec) for each in (given, plain)),
+            strict=True,
+        ):
             assert torch.equal(a, b)
 
 
@@ -299,8 +361,13 @@ def test_a_column_more_or_less_is_no_matter_of_rows(function):
 
 
 def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
-    """On accelerators these compute in float32: here autocast of an accelerator is what the CPU says it is."""
-    half = [t.bfloat16() for t in (some_input(3, 64), some_input(64), some_input(64, seed=4))]
+    """On accelerators these compute in float32: here autocast of an accelerator is what
+    the CPU says it is.
+    """
+    half = [
+        t.bfloat16()
+        for t in (some_input(3, 64), some_input(64), some_input(64, seed=4))
+    ]
     spec = NormSpec(True, 1e-6, has_bias=True, functional=True)
     assert backend.autocast_to_float32(spec, *half) == tuple(half)
     monkeypatch.setattr(backend, "autocasts_functional", lambda *of: True)
@@ -308,15 +375,27 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
     assert [t if t is None else t.dtype for t in cast] == [torch.float32] * 2 + [None]
     with use_backend("triton"):
         y = fused_norm(*half, spec)
-        assert torch.equal(y, fused_norm(*(t.float() for t in half), spec)) and y.dtype == torch.float32
+        assert (
+            torch.equal(y, fused_norm(*(t.float() for t in half), spec))
+            and y.dtype == torch.float32
+        )
 
 
 @pytest.mark.parametrize(
-    "device_type, enabled, casts", [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)]
+    "device_type, enabled, casts",
+    [("cpu", True, False), ("cuda", True, True), ("cuda", False, False)],
 )
-def test_which_autocast_computes_functional_norms_in_float32(device_type, enabled, casts, monkeypatch):
+def test_which_autocast_computes_functional_norms_in_float32(
+    device_type, enabled, casts, monkeypatch
+):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda of: enabled)
-    assert backend.autocasts_functional(NormSpec(True, 1e-6, functional=True), device_type) == casts
-    for listed in (True, False):  # torch 2.12 put F.rms_norm on the list, where F.layer_norm was
+    assert (
+        backend.autocasts_functional(NormSpec(True, 1e-6, functional=True), device_type)
+        == casts
+    )
+    for listed in (True, False):
+        # torch 2.12 put F.rms_norm on the list, where F.layer_norm was
         monkeypatch.setattr(backend, "_lists_rms_norm", listed)
-        assert backend.autocasts_functional(NormSpec(False, 1e-6, functional=True), device_type) == (casts and listed)
+        assert backend.autocasts_functional(
+            NormSpec(False, 1e-6, functional=True), device_type
+        ) == (casts and listed)

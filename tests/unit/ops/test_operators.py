@@ -1,4 +1,6 @@
-"""The registered operators: what torch itself checks of them, and that they serve what the kernels do not."""
+"""The registered operators: what torch itself checks of them, and that they serve what
+the kernels do not.
+"""
 
 from itertools import permutations
 
@@ -20,9 +22,17 @@ def random(*shape, seed=3):
 
 
 def calls_of_norms():
-    x, weight, bias, gate, heads = random(2, 5, 64), random(64), random(64), random(2, 5, 64), random(5, 64)
+    x, weight, bias, gate, heads = (
+        random(2, 5, 64),
+        random(64),
+        random(64),
+        random(2, 5, 64),
+        random(5, 64),
+    )
     layer, llama = spec_args(LAYER_NORM), spec_args(LLAMA)
-    gated = spec_args(NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before"))
+    gated = spec_args(
+        NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before")
+    )
     gemma = spec_args(NormSpec(False, 1e-6, weight_offset=1.0))
     plain = spec_args(NormSpec(False, 1e-6, has_weight=False))
     yield norm_forward_op, (x, weight, bias, None, *layer, True)
@@ -37,11 +47,66 @@ def calls_of_norms():
     for args in (
         (x, x, weight, bias, None, None, rstd, mean, *layer, [True, True, True, False]),
         (x, x, weight, bias, None, gate, rstd, mean, *layer, [True, True, True, False]),
-        (x, x, weight, None, None, None, rstd, empty, *llama, [True, False, False, False]),
-        (x, x, weight, None, None, other, rstd, empty, *llama, [True, False, False, False]),
-        (x, other, weight, None, None, None, rstd, empty, *llama, [False, True, False, False]),
-        (x, x, weight, None, gate.bfloat16(), None, rstd, empty, *gated, [True, True, False, True]),
-        (x, x, heads, None, None, None, rstd, empty, *llama, [True, True, False, False]),
+        (
+            x,
+            x,
+            weight,
+            None,
+            None,
+            None,
+            rstd,
+            empty,
+            *llama,
+            [True, False, False, False],
+        ),
+        (
+            x,
+            x,
+            weight,
+            None,
+            None,
+            other,
+            rstd,
+            empty,
+            *llama,
+            [True, False, False, False],
+        ),
+        (
+            x,
+            other,
+            weight,
+            None,
+            None,
+            None,
+            rstd,
+            empty,
+            *llama,
+            [False, True, False, False],
+        ),
+        (
+            x,
+            x,
+            weight,
+            None,
+            gate.bfloat16(),
+            None,
+            rstd,
+            empty,
+            *gated,
+            [True, True, False, True],
+        ),
+        (
+            x,
+            x,
+            heads,
+            None,
+            None,
+            None,
+            rstd,
+            empty,
+            *llama,
+            [True, True, False, False],
+        ),
     ):
         yield norm_backward_op, args
 
@@ -49,7 +114,9 @@ def calls_of_norms():
 @pytest.mark.full
 def test_opcheck():
     for operator, args in calls_of_norms():
-        torch.library.opcheck(operator, tuple(a.to(DEVICE) if torch.is_tensor(a) else a for a in args))
+        torch.library.opcheck(
+            operator, tuple(a.to(DEVICE) if torch.is_tensor(a) else a for a in args)
+        )
 
 
 def test_operators_of_a_graph_serve_what_the_kernels_do_not():
@@ -59,8 +126,18 @@ def test_operators_of_a_graph_serve_what_the_kernels_do_not():
     y, rstd, mean = norm_forward_op(x, weight, None, None, *spec_args(LLAMA), True)
     expected = reference_norm(x, weight, None, LLAMA)
     torch.testing.assert_close(y, expected)
-    saved = (x.detach(), weight.detach(), None, None, dh.detach(), rstd.detach(), mean.detach())
-    dx, dweight, *_ = norm_backward_op(dy.detach(), *saved, *spec_args(LLAMA), [True, True, False, False])
+    saved = (
+        x.detach(),
+        weight.detach(),
+        None,
+        None,
+        dh.detach(),
+        rstd.detach(),
+        mean.detach(),
+    )
+    dx, dweight, *_ = norm_backward_op(
+        dy.detach(), *saved, *spec_args(LLAMA), [True, True, False, False]
+    )
     right = torch.autograd.grad(expected, (x, weight), dy)
     torch.testing.assert_close((dx, dweight), (right[0] + dh, right[1]))
 
@@ -68,43 +145,70 @@ def test_operators_of_a_graph_serve_what_the_kernels_do_not():
 def orders(t):
     """t in strides by which the kernels number its rows in other orders."""
     for order in permutations(range(t.dim() - 1)):
-        yield t.permute(*order, -1).contiguous().permute(*(order.index(d) for d in range(t.dim() - 1)), -1)
+        yield (
+            t.permute(*order, -1)
+            .contiguous()
+            .permute(*(order.index(d) for d in range(t.dim() - 1)), -1)
+        )
 
 
 FORMULAS = {
     "llama": (LLAMA, False), "layer norm": (NormSpec(True, 1e-5, has_bias=True), False),
-    "functional": (LAYER_NORM, False), "gate": (NormSpec(False, 1e-6, gate="silu_after"), False),
-    "heads": (LLAMA, True),
+    "functional": (LAYER_NORM, False),
+    "gate": (NormSpec(False, 1e-6, gate="silu_after"), False), "heads": (LLAMA, True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["served", "not served"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["served", "not served"]
+)
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("shape", [(6, 4, 16), (2, 3, 4, 16)])
-def test_statistics_are_those_of_each_row_whatever_the_order_of_rows(name, shape, dtype):
-    """Whoever splits x, and whoever takes the backward by itself, finds the row's statistics at the row's place."""
+def test_statistics_are_those_of_each_row_whatever_the_order_of_rows(
+    name, shape, dtype
+):
+    """Whoever splits x, and whoever takes the backward by itself, finds the row's
+    statistics at the row's place.
+    """
     spec, of_heads = FORMULAS[name]
     x, dy = random(*shape).to(dtype), random(*shape, seed=4).to(dtype)
     weight = (random(4, 16, seed=5) if of_heads else random(16, seed=5)).to(dtype)
     bias = random(16, seed=6).to(dtype) if spec.has_bias else None
     gate = random(*shape, seed=7).to(dtype) if spec.gate else None
-    need, dh = [True, True, bias is not None, gate is not None], None if spec.gate else dy
+    need, dh = (
+        [True, True, bias is not None, gate is not None],
+        None if spec.gate else dy,
+    )
     found = []
     for each in orders(x):
-        y, rstd, mean = norm_forward_op(each, weight, bias, gate, *spec_args(spec), True)
-        assert rstd.shape == shape[:-1] and mean.shape == (shape[:-1] if spec.centered else (0,))
+        y, rstd, mean = norm_forward_op(
+            each, weight, bias, gate, *spec_args(spec), True
+        )
+        assert rstd.shape == shape[:-1] and mean.shape == (
+            shape[:-1] if spec.centered else (0,)
+        )
         assert y.stride() == (x if spec.functional else each).stride()
-        grads = norm_backward_op(dy, each, weight, bias, gate, dh, rstd, mean, *spec_args(spec), need)
-        assert [g.numel() > 0 for g in grads] == need and grads[0].stride() == y.stride()
+        grads = norm_backward_op(
+            dy, each, weight, bias, gate, dh, rstd, mean, *spec_args(spec), need
+        )
+        assert [g.numel() > 0 for g in grads] == need and grads[
+            0
+        ].stride() == y.stride()
         found.append([t.flatten() for t in (y, rstd, mean, *grads)])
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    leaves = [t if t is None else t.clone().requires_grad_() for t in (x, weight, bias, gate)]
+    leaves = [
+        t if t is None else t.clone().requires_grad_() for t in (x, weight, bias, gate)
+    ]
     y = reference_norm(*leaves[:3], spec, leaves[3])
     expected = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
     expected = (expected[0] + dy if gate is None else expected[0], *expected[1:])
-    for a, b in zip([y, *expected], [found[0][0], *(g for g in found[0][3:] if g.numel())], strict=True):
+    for a, b in zip(
+        [y, *expected],
+        [found[0][0], *(g for g in found[0][3:] if g.numel())],
+        strict=True,
+    ):
         torch.testing.assert_close(a.flatten(), b, rtol=1e-4, atol=1e-5)
 
 
@@ -115,7 +219,10 @@ def test_what_the_reference_serves_has_the_dtype_of_eager(rounding, weight_dtype
                     rounding="once" if weight_dtype is None else rounding)  # fmt: skip
     x = random(3, 2 * 16_400).bfloat16()  # too wide for the kernels
     weight = None if weight_dtype is None else random(2 * 16_400).to(weight_dtype)
-    for each, w in ((x[:, :64].double(), None if weight is None else weight[:64]), (x, weight)):
+    for each, w in (
+        (x[:, :64].double(), None if weight is None else weight[:64]),
+        (x, weight),
+    ):
         y, *_ = norm_forward_op(each, w, None, None, *spec_args(spec), False)
         expected = reference_norm(each, w, None, spec)
         assert y.dtype == expected.dtype
@@ -135,4 +242,6 @@ def test_saved_tensors_are_laid_out_as_they_were(at):
     strides, place = x.stride(), (0, 1, 4)[at]
     saved[place] = saved[place].t().contiguous().t()
     laid_out = as_saved(strides, *saved)
-    assert torch.equal(laid_out[place], saved[place]) and laid_out[place].is_contiguous()
+    assert (
+        torch.equal(laid_out[place], saved[place]) and laid_out[place].is_contiguous()
+    )

@@ -1,4 +1,6 @@
-"""The fused q/k norm: its reference's gradients to the second order, and which calls it serves."""
+"""The fused q/k norm: its reference's gradients to the second order, and which calls it
+serves.
+"""
 
 import pytest
 import torch
@@ -22,24 +24,39 @@ from tests.unit.kernels.test_qk import (
 @pytest.mark.parametrize("way", ["", "once"])
 @pytest.mark.parametrize("columns", [6, 4])
 def test_gradients_and_their_gradients_in_float64(columns, way):
-    q, k = projected(2, 2, 3, 6, FP32, 0).double(), contiguous(2, 1, 3, 6, FP32, 1).double()
-    leaves = [t.requires_grad_() for t in (q, k, *(w.double() for w in parameters(QWEN3, 6, FP32)))]
+    q, k = (
+        projected(2, 2, 3, 6, FP32, 0).double(),
+        contiguous(2, 1, 3, 6, FP32, 1).double(),
+    )
+    leaves = [
+        t.requires_grad_()
+        for t in (q, k, *(w.double() for w in parameters(QWEN3, 6, FP32)))
+    ]
     tables = [t.double() for t in angles(2, 3, columns, FP32, shared=False)]
     with use_backend("reference"):
-        assert torch.autograd.gradcheck(lambda *t: fused_qk_norm(*t, QWEN3, *tables, way), leaves)
-        assert torch.autograd.gradgradcheck(lambda *t: fused_qk_norm(*t, QWEN3, *tables, way), leaves)
+        assert torch.autograd.gradcheck(
+            lambda *t: fused_qk_norm(*t, QWEN3, *tables, way), leaves
+        )
+        assert torch.autograd.gradgradcheck(
+            lambda *t: fused_qk_norm(*t, QWEN3, *tables, way), leaves
+        )
 
 
 @pytest.mark.parametrize("way", ["", "once"])
 def test_gradients_of_gradients(way):
     """`create_graph` differentiates the formula, rotation and all."""
     q, k = projected(1, 2, 3, 8, FP32, 0), projected(1, 1, 3, 8, FP32, 1)
-    operands, tables = (q, k, *parameters(QWEN3, 8, FP32)), angles(1, 3, 8, FP32, shared=False)
+    operands, tables = (
+        (q, k, *parameters(QWEN3, 8, FP32)),
+        angles(1, 3, 8, FP32, shared=False),
+    )
 
     def twice():
         leaves = [t.detach().requires_grad_() for t in operands]
         made = fused_qk_norm(*leaves, QWEN3, *tables, way)
-        first = torch.autograd.grad(sum(y.pow(3).sum() for y in made), leaves, create_graph=True)
+        first = torch.autograd.grad(
+            sum(y.pow(3).sum() for y in made), leaves, create_graph=True
+        )
         return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
 
     with use_backend("triton"):
@@ -63,7 +80,9 @@ def test_what_is_not_provably_the_same_is_left_to_the_model():
     q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
     w, cos, sin = parameters(QWEN3, 64, BF16)[0], *angles(2, 5, 64, BF16)
     none = NormSpec(False, 1e-6, has_weight=False)
-    assert served(q, k, w, w, cos, sin) and served(q, k, None, None, cos, sin, spec=none)
+    assert served(q, k, w, w, cos, sin) and served(
+        q, k, None, None, cos, sin, spec=none
+    )
     refused = [
         (q, k.float(), w, w, cos, sin),
         (q, k, w, w, cos.float(), sin),
@@ -87,9 +106,15 @@ def test_the_operand_alone_that_asks_for_a_gradient(at):
     with use_backend("triton"):
         outputs = fused_qk_norm(q, k, *weights, QWEN3, cos, sin)
         with torch.no_grad():
-            assert not any(y.requires_grad for y in fused_qk_norm(q, k, *weights, QWEN3, cos, sin))
-    (found,) = torch.autograd.grad(sum(y.square().sum() for y in outputs if y.requires_grad), operands[at])
+            assert not any(
+                y.requires_grad for y in fused_qk_norm(q, k, *weights, QWEN3, cos, sin)
+            )
+    (found,) = torch.autograd.grad(
+        sum(y.square().sum() for y in outputs if y.requires_grad), operands[at]
+    )
     with use_backend("reference"):
         again = fused_qk_norm(q, k, *weights, QWEN3, cos, sin)
-    (expected,) = torch.autograd.grad(sum(y.square().sum() for y in again if y.requires_grad), operands[at])
+    (expected,) = torch.autograd.grad(
+        sum(y.square().sum() for y in again if y.requires_grad), operands[at]
+    )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

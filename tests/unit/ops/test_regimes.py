@@ -1,7 +1,9 @@
-"""Norms, alone, behind a sum and of queries and keys, wherever torch needs operators that it can see, and in autograd.
+"""Norms, alone, behind a sum and of queries and keys, wherever torch needs operators
+that it can see, and in autograd.
 
-Compilers, export, tracing, double backward, checkpoints, functorch, autocast, subclasses. Each is called by a small
-module that also says, in `eager`, what plain torch computes in its place.
+Compilers, export, tracing, double backward, checkpoints, functorch, autocast,
+subclasses. Each is called by a small module that also says, in `eager`, what plain
+torch computes in its place.
 """
 
 from functools import partial
@@ -13,7 +15,12 @@ from heads import fused_qk_norm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
 from hf_rmsnorm.ops import fused_add_norm
@@ -45,7 +52,9 @@ class Norms(nn.Module):
         return (random(batch, length, self.size),)
 
     def forward(self, x):
-        return (layer_norm(rms_norm(x, self.weight) @ self.mix, self.weight, self.bias),)
+        return (
+            layer_norm(rms_norm(x, self.weight) @ self.mix, self.weight, self.bias),
+        )
 
     def eager(self, x):
         y = reference_norm(x, self.weight, None, NormSpec(False, 1e-6))
@@ -71,14 +80,18 @@ class Sums(Norms):
 
 
 class Heads(nn.Module):
-    """What an attention layer does before its attention: four heads of q, two of k, and a rotary embedding."""
+    """What an attention layer does before its attention: four heads of q, two of k, and
+    a rotary embedding.
+    """
 
     calls, operands = 2, 1
 
     def __init__(self, size=16):
         super().__init__()
         self.size = size
-        self.q_weight, self.k_weight = (nn.Parameter(0.5 + random(size, seed=seed).sigmoid()) for seed in (0, 1))
+        self.q_weight, self.k_weight = (
+            nn.Parameter(0.5 + random(size, seed=seed).sigmoid()) for seed in (0, 1)
+        )
 
     def inputs(self, batch=2, length=8):
         angles = random(batch, length, self.size // 2, seed=5).repeat(1, 1, 2)
@@ -89,7 +102,9 @@ class Heads(nn.Module):
         return (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
 
     def forward(self, x, cos, sin):
-        return fused_qk_norm(*self.split(x), self.q_weight, self.k_weight, LLAMA, cos, sin)
+        return fused_qk_norm(
+            *self.split(x), self.q_weight, self.k_weight, LLAMA, cos, sin
+        )
 
     def eager(self, x, cos, sin):
         def turned(t, weight):
@@ -109,7 +124,10 @@ def module(request):
 
 
 def loss(outputs):
-    return sum(y.float().sin().sum() if i else y.float().square().sum() for i, y in enumerate(outputs))
+    return sum(
+        y.float().sin().sum() if i else y.float().square().sum()
+        for i, y in enumerate(outputs)
+    )
 
 
 def leaves_of(module, inputs):
@@ -122,12 +140,18 @@ def outcome(function, module, inputs):
     module.zero_grad()
     outputs = function(*leaves, *inputs[module.operands :])
     loss(outputs).backward()
-    return [*(y.detach() for y in outputs), *(t.grad for t in leaves), *(p.grad.clone() for p in module.parameters())]
+    return [
+        *(y.detach() for y in outputs),
+        *(t.grad for t in leaves),
+        *(p.grad.clone() for p in module.parameters()),
+    ]
 
 
 def assert_near(got, expected, tolerance=2e-6):
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
+        torch.testing.assert_close(
+            a, b, rtol=tolerance, atol=tolerance * b.abs().max().item()
+        )
 
 
 def assert_equal(got, expected):
@@ -146,11 +170,16 @@ COMPILED = [static_kernels, *(pytest.param(*case, marks=pytest.mark.full) for ca
 @pytest.mark.parametrize("backend, dynamic", COMPILED)
 def test_compile_without_graph_breaks(module, backend, dynamic):
     torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(
+        module, fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
     with use_backend(backend), count_launches() as launches:
         for batch, length in ((2, 5), (3, 7)):
             inputs = module.inputs(batch, length)
-            got, expected = outcome(compiled, module, inputs), outcome(module, module, inputs)
+            got, expected = (
+                outcome(compiled, module, inputs),
+                outcome(module, module, inputs),
+            )
             assert_near(got, expected)
             assert [t.stride() for t in got] == [t.stride() for t in expected]
         with torch.no_grad():
@@ -158,11 +187,21 @@ def test_compile_without_graph_breaks(module, backend, dynamic):
     assert bool(launches) == (backend == "triton")
 
 
-@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_dynamic_compile_does_not_recompile_for_new_batches_and_lengths(module, training):
+@pytest.mark.parametrize(
+    "training", [False, pytest.param(True, marks=pytest.mark.full)]
+)
+def test_dynamic_compile_does_not_recompile_for_new_batches_and_lengths(
+    module, training
+):
     torch._dynamo.reset()
-    with use_backend("triton"), torch.set_grad_enabled(training), torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
+    with (
+        use_backend("triton"),
+        torch.set_grad_enabled(training),
+        torch._dynamo.config.patch(error_on_recompile=True),
+    ):
+        compiled = torch.compile(
+            module, fullgraph=True, dynamic=True, backend="aot_eager"
+        )
         for batch, length in ((2, 5), (3, 7), (5, 2)):
             inputs = module.inputs(batch, length)
             outputs = compiled(*(leaves_of(module, inputs) if training else inputs[: module.operands]),
@@ -171,7 +210,9 @@ def test_dynamic_compile_does_not_recompile_for_new_batches_and_lengths(module, 
                 loss(outputs).backward()
 
 
-@pytest.mark.parametrize("name, used", [("add_norm", 0), ("add_norm", 1), ("qk_norm", 0), ("qk_norm", 1)])
+@pytest.mark.parametrize(
+    "name, used", [("add_norm", 0), ("add_norm", 1), ("qk_norm", 0), ("qk_norm", 1)]
+)
 def test_a_compiled_loss_of_one_output(name, used):
     """Dynamo hands the backward zeros for the output that nobody used."""
     torch._dynamo.reset()
@@ -183,7 +224,9 @@ def test_a_compiled_loss_of_one_output(name, used):
         return function(*leaves, *inputs[module.operands :])[used].square().sum()
 
     with use_backend("triton"):
-        compiled = torch.compile(partial(one, module), fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(
+            partial(one, module), fullgraph=True, backend="aot_eager"
+        )
         got = torch.autograd.grad(compiled(*leaves), leaves)
     assert_near(got, torch.autograd.grad(one(module.eager, *leaves), leaves), 1e-5)
 
@@ -192,10 +235,19 @@ def test_a_compiled_loss_of_one_output(name, used):
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(module, backend, strict):
     inputs = module.inputs()
-    sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("length", min=2, max=64)}
+    sizes = {
+        0: torch.export.Dim("batch", min=2, max=64),
+        1: torch.export.Dim("length", min=2, max=64),
+    }
     with use_backend(backend), torch.no_grad():
-        program = torch.export.export(module, inputs, strict=strict, dynamic_shapes=(sizes,) * len(inputs))
-        names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+        program = torch.export.export(
+            module, inputs, strict=strict, dynamic_shapes=(sizes,) * len(inputs)
+        )
+        names = [
+            str(node.target)
+            for node in program.graph.nodes
+            if node.op == "call_function"
+        ]
         fused = names.count("hf_rmsnorm.norm_forward.default")
         assert fused == (module.calls if backend == "triton" else 0)
         for given in (inputs, module.inputs(5, 3)):
@@ -206,7 +258,9 @@ def test_export(module, backend, strict):
 def test_make_fx_records_the_operator_and_not_the_allocation(module, tracing_mode):
     inputs = module.inputs(1, 4)
     with use_backend("triton"), torch.no_grad():
-        graph = make_fx(module, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(*inputs)
+        graph = make_fx(module, tracing_mode=tracing_mode, _allow_non_fake_inputs=True)(
+            *inputs
+        )
         for given in (inputs, (2 * inputs[0], *inputs[1:])):
             assert_equal(graph(*given), module(*given))
     assert "hf_rmsnorm.norm_forward" in str(graph.code)
@@ -231,16 +285,31 @@ def test_gradients_of_the_reference_to_the_second_order(module):
     names, values = zip(*module.named_parameters(), strict=True)
 
     def function(*leaves):
-        operands, parameters = leaves[: module.operands], dict(zip(names, leaves[module.operands :], strict=True))
-        return torch.func.functional_call(module, parameters, (*operands, *inputs[module.operands :]))
+        operands, parameters = (
+            leaves[: module.operands],
+            dict(zip(names, leaves[module.operands :], strict=True)),
+        )
+        return torch.func.functional_call(
+            module, parameters, (*operands, *inputs[module.operands :])
+        )
 
-    leaves = [*leaves_of(module, inputs), *(p.detach().requires_grad_() for p in values)]
+    leaves = [
+        *leaves_of(module, inputs),
+        *(p.detach().requires_grad_() for p in values),
+    ]
     with use_backend("reference"):
         assert torch.autograd.gradcheck(function, leaves)
         assert torch.autograd.gradgradcheck(function, leaves)
 
 
-USED = [("norm", (0,)), *((name, used) for name in ("add_norm", "qk_norm") for used in ((0, 1), (0,), (1,)))]
+USED = [
+    ("norm", (0,)),
+    *(
+        (name, used)
+        for name in ("add_norm", "qk_norm")
+        for used in ((0, 1), (0,), (1,))
+    ),
+]
 
 
 @pytest.mark.parametrize("name, used", USED)
@@ -253,8 +322,12 @@ def test_double_backward_of_the_kernels(name, used):
         outputs = function(*leaves, *inputs[module.operands :])
         weights = [*leaves, *module.parameters()]
         lost = loss([outputs[i] for i in used])
-        first = torch.autograd.grad(lost, weights, create_graph=True, materialize_grads=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), weights, materialize_grads=True)
+        first = torch.autograd.grad(
+            lost, weights, create_graph=True, materialize_grads=True
+        )
+        return torch.autograd.grad(
+            sum(g.square().sum() for g in first), weights, materialize_grads=True
+        )
 
     with use_backend("triton"):
         got = second(module)
@@ -267,12 +340,21 @@ def test_activation_checkpointing(module, backend, reentrant):
     inputs = module.inputs(1, 4)
     with use_backend(backend):
         plain = outcome(module, module, inputs)
-        assert_equal(outcome(partial(checkpoint, module, use_reentrant=reentrant), module, inputs), plain)
+        assert_equal(
+            outcome(
+                partial(checkpoint, module, use_reentrant=reentrant), module, inputs
+            ),
+            plain,
+        )
 
 
 def test_selective_checkpointing(module):
     def keep_matmuls(ctx, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if op is torch.ops.aten.mm.default
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     inputs = module.inputs(1, 4)
     context = partial(create_selective_checkpoint_contexts, keep_matmuls)
@@ -282,9 +364,13 @@ def test_selective_checkpointing(module):
         assert_equal(outcome(again, module, inputs), plain)
 
 
-@pytest.mark.parametrize(("forward", "backward"), [("triton", "reference"), ("reference", "auto")])
+@pytest.mark.parametrize(
+    ("forward", "backward"), [("triton", "reference"), ("reference", "auto")]
+)
 def test_torch_notices_a_recompute_under_another_backend(module, forward, backward):
-    """As `use_backend` says; where torch does not look (reentrant), the gradients are those of the recompute."""
+    """As `use_backend` says; where torch does not look (reentrant), the gradients are
+    those of the recompute.
+    """
     inputs = module.inputs(1, 4)
     expected = outcome(module, module, inputs)
 
@@ -292,18 +378,29 @@ def test_torch_notices_a_recompute_under_another_backend(module, forward, backwa
         leaves = leaves_of(module, inputs)
         module.zero_grad()
         with use_backend(forward):
-            outputs = checkpoint(module, *leaves, *inputs[module.operands :], use_reentrant=reentrant)
+            outputs = checkpoint(
+                module, *leaves, *inputs[module.operands :], use_reentrant=reentrant
+            )
         with use_backend(backward):
             loss(outputs).backward()
         return [*(t.grad for t in leaves), *(p.grad for p in module.parameters())]
 
     with pytest.raises(CheckpointError):
         recomputed(reentrant=False)
-    assert_near(recomputed(reentrant=True), expected[2 - (type(module) is Norms) :], 1e-4)
-    assert_equal(outcome(module, module, inputs), expected)  # nothing of it is left behind
+    assert_near(
+        recomputed(reentrant=True), expected[2 - (type(module) is Norms) :], 1e-4
+    )
+    # nothing of it is left behind
+    assert_equal(outcome(module, module, inputs), expected)
 
 
-CHANGED = [("norm", "weight"), ("add_norm", "weight"), ("add_norm", "sum"), ("qk_norm", "weight"), ("qk_norm", "cos")]
+CHANGED = [
+    ("norm", "weight"),
+    ("add_norm", "weight"),
+    ("add_norm", "sum"),
+    ("qk_norm", "weight"),
+    ("qk_norm", "cos"),
+]
 
 
 @pytest.mark.parametrize("name, which", CHANGED)
@@ -312,7 +409,11 @@ def test_what_was_changed_before_the_backward_is_an_error(name, which):
     inputs = module.inputs(1, 4)
     with use_backend("triton"):
         outputs = module(*leaves_of(module, inputs), *inputs[module.operands :])
-    changed = {"weight": next(module.parameters()), "sum": outputs[0], "cos": inputs[1 % len(inputs)]}
+    changed = {
+        "weight": next(module.parameters()),
+        "sum": outputs[0],
+        "cos": inputs[1 % len(inputs)],
+    }
     with torch.no_grad():
         changed[which].mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -327,15 +428,21 @@ def test_batched_gradients(module):
 
     def product(*operands):
         """Of both outputs where there are two, so that the gradient of each matters."""
-        outputs = [y.flatten()[:16] for y in module(*operands, *inputs[module.operands :])]
+        outputs = [
+            y.flatten()[:16] for y in module(*operands, *inputs[module.operands :])
+        ]
         return outputs[0] * outputs[-1]
 
     with use_backend("triton"):
         y = product(*leaves[: module.operands])
         basis = torch.eye(y.numel(), device=DEVICE)
-        batched = torch.autograd.grad(y, leaves, basis, is_grads_batched=True, retain_graph=True)
+        batched = torch.autograd.grad(
+            y, leaves, basis, is_grads_batched=True, retain_graph=True
+        )
         single = [torch.autograd.grad(y, leaves, v, retain_graph=True) for v in basis]
-        jacobian = torch.autograd.functional.jacobian(product, tuple(leaves[: module.operands]), vectorize=True)
+        jacobian = torch.autograd.functional.jacobian(
+            product, tuple(leaves[: module.operands]), vectorize=True
+        )
     for got, want in zip(batched, zip(*single, strict=True), strict=True):
         torch.testing.assert_close(got, torch.stack(want))
     assert_near(jacobian, batched[: module.operands])
@@ -350,11 +457,17 @@ def test_functorch_transforms(module, backend):
         if not rest:  # a rotary embedding has no batch to map over
             assert_near(torch.vmap(module)(*inputs), expected, 1e-5)
         which = tuple(range(module.operands))
-        got = torch.func.grad(lambda *t: loss(module(*t, *rest)), argnums=which)(*operands)
+        got = torch.func.grad(lambda *t: loss(module(*t, *rest)), argnums=which)(
+            *operands
+        )
         leaves = leaves_of(module, inputs)
-        assert_near(got, torch.autograd.grad(loss(module(*leaves, *rest)), leaves), 1e-4)
+        assert_near(
+            got, torch.autograd.grad(loss(module(*leaves, *rest)), leaves), 1e-4
+        )
         values, tangents = torch.func.jvp(
-            lambda *t: module(*t, *rest), operands, tuple(torch.ones_like(t) for t in operands)
+            lambda *t: module(*t, *rest),
+            operands,
+            tuple(torch.ones_like(t) for t in operands),
         )
     assert_near(values, expected, 1e-5)
     assert [t.shape for t in tangents] == [t.shape for t in values]
@@ -380,7 +493,9 @@ class Logged(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -388,7 +503,9 @@ class Logged(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         cls.seen.append(str(func))
-        args = torch.utils._pytree.tree_map(lambda a: a.inner if isinstance(a, Logged) else a, args)
+        args = torch.utils._pytree.tree_map(
+            lambda a: a.inner if isinstance(a, Logged) else a, args
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -406,7 +523,12 @@ def test_fake_tensors_have_the_shapes_dtypes_and_strides_of_real_ones(module):
     inputs = module.inputs()
     with use_backend("triton"):
         real = outcome(module, module, inputs)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, count_launches() as launches:
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            count_launches() as launches,
+        ):
             fake = outcome(module, module, list(map(mode.from_tensor, inputs)))
     assert not launches
-    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [(t.shape, t.dtype, t.stride()) for t in real]
+    assert [(t.shape, t.dtype, t.stride()) for t in fake] == [
+        (t.shape, t.dtype, t.stride()) for t in real
+    ]

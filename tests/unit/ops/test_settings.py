@@ -22,15 +22,21 @@ def test_a_setting_is_one_of_its_choices(restored):
     for choice in ("operator", "original"):
         settings.while_compiling = choice
         assert settings.while_compiling == choice
-    with pytest.raises(ValueError, match="while_compiling = 'kernel': choose one of original, operator"):
+    with pytest.raises(
+        ValueError, match="while_compiling = 'kernel': choose one of original, operator"
+    ):
         settings.while_compiling = "kernel"
-    with pytest.raises(ValueError, match="settings.eager: no such setting, there are while_compiling"):
+    with pytest.raises(
+        ValueError, match="settings.eager: no such setting, there are while_compiling"
+    ):
         settings.eager = "original"
     assert settings.while_compiling == "original"
 
 
 @pytest.mark.parametrize("compiling", [False, True])
-def test_compiled_code_holds_the_modules_own_arithmetic(compiling, restored, monkeypatch):
+def test_compiled_code_holds_the_modules_own_arithmetic(
+    compiling, restored, monkeypatch
+):
     monkeypatch.setattr(backend, "_is_compiling", lambda: compiling)
     served = "triton" if backend.device_refusal("cpu") is None else "original"
     assert resolve_backend(X, W, None, SPEC) == ("original" if compiling else served)

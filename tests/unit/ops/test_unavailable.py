@@ -1,4 +1,6 @@
-"""A kernel that cannot be compiled or loaded: one warning with the cause and the cure, and then plain torch."""
+"""A kernel that cannot be compiled or loaded: one warning with the cause and the cure,
+and then plain torch.
+"""
 
 import errno
 import subprocess
@@ -17,7 +19,9 @@ from hf_rmsnorm.ops import backend, runs_on
 from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.ops.launches import forget_launches
 
-pytestmark = pytest.mark.skipif(device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1")
+pytestmark = pytest.mark.skipif(
+    device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1"
+)
 if device_refusal("cpu") is None:
     from triton.runtime.errors import InterpreterError, OutOfResources, PTXASError
 
@@ -26,13 +30,21 @@ else:
     InterpreterError = OutOfResources = PTXASError = lambda *_: None
 
 NO_COMPILER = "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
 IDS = torch.tensor([[1, 2, 3]])
 
 
 @pytest.fixture
 def fail(monkeypatch):
-    """``fail(error, word)``: from now on each kernel whose name holds the word raises; the names of those that did."""
+    """``fail(error, word)``: from now on each kernel whose name holds the word raises;
+    the names of those that did.
+    """
     real = Kernel.load
 
     def start(error, word=""):
@@ -78,18 +90,62 @@ def alike(made, wanted):
     "error, cause, cure",
     [
         (RuntimeError(NO_COMPILER), "Failed to find C compiler", "CC="),
-        (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), "/usr/bin/gcc ended with exit code 1", "CC="),
-        (RuntimeError("main.c:2: fatal error: Python.h: No such file"), "Python.h", "python3-dev"),
-        (FileNotFoundError(errno.ENOENT, "No such file", "/c/norm.cubin"), "/c/norm.cubin", "TRITON_CACHE_DIR="),
-        (FileNotFoundError(errno.ENOENT, "No such file", "/opt/gcc"), "/opt/gcc", "CC="),
-        (PermissionError(errno.EACCES, "Permission denied", "/root/.triton"), "/root/.triton", "TRITON_CACHE_DIR="),
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left", "TRITON_CACHE_DIR="),
-        (PermissionError(errno.EACCES, "Permission denied", "/home/cc/.triton"), "/home/cc", "TRITON_CACHE_DIR="),
+        (
+            subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]),
+            "/usr/bin/gcc ended with exit code 1",
+            "CC=",
+        ),
+        (
+            RuntimeError("main.c:2: fatal error: Python.h: No such file"),
+            "Python.h",
+            "python3-dev",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "/c/norm.cubin"),
+            "/c/norm.cubin",
+            "TRITON_CACHE_DIR=",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "/opt/gcc"),
+            "/opt/gcc",
+            "CC=",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/root/.triton"),
+            "/root/.triton",
+            "TRITON_CACHE_DIR=",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "No space left",
+            "TRITON_CACHE_DIR=",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/home/cc/.triton"),
+            "/home/cc",
+            "TRITON_CACHE_DIR=",
+        ),
         (RuntimeError("Cannot find ptxas"), "ptxas", "TRITON_PTXAS_PATH="),
-        (PTXASError("Internal Triton PTX codegen error"), "PTXASError", "TRITON_PTXAS_PATH="),
-        (OutOfResources(300_000, 200_000, "shared memory"), "shared memory", "hf-rmsnorm env"),
-        (OSError("could not get source code"), "could not get source code", "with its .py files"),
-        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "kernel image", "hf-rmsnorm env"),
+        (
+            PTXASError("Internal Triton PTX codegen error"),
+            "PTXASError",
+            "TRITON_PTXAS_PATH=",
+        ),
+        (
+            OutOfResources(300_000, 200_000, "shared memory"),
+            "shared memory",
+            "hf-rmsnorm env",
+        ),
+        (
+            OSError("could not get source code"),
+            "could not get source code",
+            "with its .py files",
+        ),
+        (
+            RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+            "kernel image",
+            "hf-rmsnorm env",
+        ),
     ],
 )
 def test_one_warning_has_the_cause_and_the_cure(error, cause, cure, fail):
@@ -99,17 +155,29 @@ def test_one_warning_has_the_cause_and_the_cure(error, cause, cure, fail):
     with pytest.warns(UserWarning) as seen:
         made = [rms_norm(x, weight) for _ in range(2)]
     first, *rest = str(seen[0].message).splitlines()
-    assert len(seen) == 1 and first.startswith("hf_rmsnorm: ") and cause in first and cure in " ".join(rest)
+    assert (
+        len(seen) == 1
+        and first.startswith("hf_rmsnorm: ")
+        and cause in first
+        and cure in " ".join(rest)
+    )
     assert all(torch.allclose(y, wanted) for y in made) and len(tried) == 1
     where = runs_on("cpu")
-    assert where["backend"] == "original" and cause in where["reason"] and cure in where["reason"]
+    assert (
+        where["backend"] == "original"
+        and cause in where["reason"]
+        and cure in where["reason"]
+    )
 
 
 @pytest.mark.parametrize(
     "error, word",
     [
         (RuntimeError(NO_COMPILER), ""),
-        (PermissionError(errno.EACCES, "Permission denied", "/root/.triton"), "backward"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/root/.triton"),
+            "backward",
+        ),
         (OSError(errno.ENOSPC, "No space left on device"), "reduce"),
     ],
 )
@@ -123,9 +191,13 @@ def test_a_model_trains_as_if_it_were_not_patched(make, error, word, fail):
         first = step(model)
     assert len(seen) == 1 and tried and len(tried) == len(set(tried))  # each once
     times = len(tried)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(first[1], wanted[1], strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(first[1], wanted[1], strict=True)
+    )
     assert word or alike(first, wanted)
-    assert alike(step(model), wanted)  # its own forward, from the end of that backward on
+    # its own forward, from the end of that backward on
+    assert alike(step(model), wanted)
     assert len(tried) == times
 
 
@@ -154,7 +226,11 @@ class Gated(nn.Module):
     [
         (Adaptive, 3, {}),
         (Gated, 2, {}),
-        (lambda: nn.Sequential(nn.RMSNorm(64, eps=1e-6)), 1, {"memory_efficient": True}),
+        (
+            lambda: nn.Sequential(nn.RMSNorm(64, eps=1e-6)),
+            1,
+            {"memory_efficient": True},
+        ),
     ],
     ids=["modulated", "gated", "from the output"],
 )
@@ -171,7 +247,10 @@ def test_other_families_have_the_right_gradients(module, operands, options, word
         gradients = torch.autograd.grad(made, asked, dy)
     assert len(seen) == 1 and len(tried) == 1
     assert torch.allclose(made, y, atol=1e-6)
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(gradients, wanted, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+        for a, b in zip(gradients, wanted, strict=True)
+    )
     assert torch.equal(model(*inputs), y)
 
 
@@ -185,7 +264,10 @@ def test_a_server_s_order_of_rounding_stays(word, fail):
     with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
         made = step(model)
     assert len(seen) == 1 and torch.equal(made[0], wanted[0])
-    assert all(torch.allclose(a, b, rtol=0.05, atol=1e-2) for a, b in zip(made[1], wanted[1], strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=0.05, atol=1e-2)
+        for a, b in zip(made[1], wanted[1], strict=True)
+    )
 
 
 def test_a_checkpoint_runs_its_forward_again_as_it_was(fail):
@@ -218,7 +300,9 @@ def test_the_triton_backend_raises_the_same_words(fail):
     [
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
-        RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
+        RuntimeError(
+            "Triton Error [CUDA]: operation not permitted when stream is capturing"
+        ),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         InterpreterError("IndexError()"),
@@ -229,7 +313,9 @@ def test_another_error_is_raised_as_it_is(error, fail, recwarn):
     fail(error)
     with pytest.raises(type(error)) as raised:
         rms_norm(torch.randn(2, 8), torch.ones(8))
-    assert raised.value is error and not recwarn and runs_on("cpu")["backend"] == "triton"
+    assert (
+        raised.value is error and not recwarn and runs_on("cpu")["backend"] == "triton"
+    )
 
 
 def test_the_error_of_a_hook_is_raised_as_it_is(fail, recwarn):
@@ -259,7 +345,9 @@ def test_two_threads_are_warned_once(fail):
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(made) == 2 and len([w for w in seen if "hf_rmsnorm" in str(w.message)]) == 1
+    assert (
+        len(made) == 2 and len([w for w in seen if "hf_rmsnorm" in str(w.message)]) == 1
+    )
 
 
 def test_only_the_device_that_fails_is_left(fail, monkeypatch):
@@ -267,7 +355,10 @@ def test_only_the_device_that_fails_is_left(fail, monkeypatch):
     fail(RuntimeError(NO_COMPILER))
     with pytest.warns(UserWarning, match="On cpu"):
         rms_norm(torch.ones(2, 8), torch.ones(8))
-    assert runs_on("cpu")["backend"] == "original" and runs_on("cuda:1")["backend"] == "triton"
+    assert (
+        runs_on("cpu")["backend"] == "original"
+        and runs_on("cuda:1")["backend"] == "triton"
+    )
 
 
 @pytest.mark.parametrize("word", ["", "backward"])
@@ -285,4 +376,7 @@ def test_a_compiled_graph_of_operators_goes_on_in_plain_torch(word, fail, monkey
             model.zero_grad()
             compiled(x).square().sum().backward()
     assert len([w for w in seen if "hf_rmsnorm" in str(w.message)]) == 1
-    assert all(torch.allclose(p.grad, w, atol=1e-5) for p, w in zip(model.parameters(), wanted, strict=True))
+    assert all(
+        torch.allclose(p.grad, w, atol=1e-5)
+        for p, w in zip(model.parameters(), wanted, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""patch_model, unpatch_model and patched: every norm of real models swapped, everything else about them untouched."""
+"""patch_model, unpatch_model and patched: every norm of real models swapped, everything
+else about them untouched.
+"""
 
 import threading
 
@@ -8,7 +10,14 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_rmsnorm import NormSpec, is_patched, patch_model, patched, unpatch_model, use_backend
+from hf_rmsnorm import (
+    NormSpec,
+    is_patched,
+    patch_model,
+    patched,
+    unpatch_model,
+    use_backend,
+)
 
 LLAMA = {"rounding": "before_weight"}
 GEMMA = {"weight_offset": 1.0}
@@ -36,7 +45,9 @@ def norm_eps(module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_every_norm_is_swapped_with_its_formula_and_computes_the_same(family, dtype, fused_calls):
+def test_every_norm_is_swapped_with_its_formula_and_computes_the_same(
+    family, dtype, fused_calls
+):
     model = tiny_models.build(family, dtype)
     ids = tiny_models.token_ids()
     norms = tiny_models.norms(model)
@@ -46,7 +57,9 @@ def test_every_norm_is_swapped_with_its_formula_and_computes_the_same(family, dt
     assert [record.path for record in report.swapped] == [path for path, _ in norms]
     assert len(norms) == 2 * PER_LAYER.get(family, 2) + 1
     for record, (_, module) in zip(report.swapped, norms, strict=True):
-        expected = NormSpec(**{"centered": False, "eps": norm_eps(module), **EXPECTED[family]})
+        expected = NormSpec(
+            **{"centered": False, "eps": norm_eps(module), **EXPECTED[family]}
+        )
         assert record.formula == expected
         assert record.class_name == type(module).__name__
     with use_backend("reference"):
@@ -70,11 +83,17 @@ def test_patch_and_unpatch_keep_everything_but_the_class(family, tmp_path):
     model.save_pretrained(tmp_path / "before")
 
     patch_model(model)
-    assert all(repr(norm).endswith(") [hf_rmsnorm]") for _, norm in tiny_models.norms(model))
+    assert all(
+        repr(norm).endswith(") [hf_rmsnorm]") for _, norm in tiny_models.norms(model)
+    )
     assert repr(model).replace(" [hf_rmsnorm]", "") == text
-    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert all(
+        parameter is parameters[name] for name, parameter in model.named_parameters()
+    )
     assert list(model.state_dict()) == list(state)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, state[name]) for name, value in model.state_dict().items()
+    )
     for path, module in model.named_modules():
         assert isinstance(module, types[path])
         for word in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -82,7 +101,9 @@ def test_patch_and_unpatch_keep_everything_but_the_class(family, tmp_path):
         assert vars(module) == attributes[path]
     model.save_pretrained(tmp_path / "patched")
     for file in (tmp_path / "before").iterdir():
-        assert (tmp_path / "patched" / file.name).read_bytes() == file.read_bytes(), file.name
+        assert (tmp_path / "patched" / file.name).read_bytes() == file.read_bytes(), (
+            file.name
+        )
 
     assert unpatch_model(model) == len(tiny_models.norms(model))
     assert {path: type(module) for path, module in model.named_modules()} == types
@@ -96,9 +117,14 @@ def test_a_patched_norm_says_so():
     norm = model.model.norm
     assert not is_patched(model) and not is_patched(norm)
     patch_model(model, include="model.layers.0.*")
-    assert is_patched(model) and is_patched(model.model.layers[0]) and not is_patched(norm)
+    assert (
+        is_patched(model) and is_patched(model.model.layers[0]) and not is_patched(norm)
+    )
     patch_model(model)
-    assert is_patched(norm) and repr(norm) == f"LlamaRMSNorm({norm.extra_repr()}) [hf_rmsnorm]"
+    assert (
+        is_patched(norm)
+        and repr(norm) == f"LlamaRMSNorm({norm.extra_repr()}) [hf_rmsnorm]"
+    )
     unpatch_model(model)
     assert not is_patched(model)
     with pytest.raises(TypeError, match="is_patched needs a torch.nn.Module, got str"):
@@ -150,7 +176,9 @@ def test_patched_undoes_itself_on_exceptions_and_keeps_earlier_patches():
 
 def test_include_and_exclude():
     model = tiny_models.build("qwen3")
-    report = patch_model(model, include=["*_norm", "model.norm"], exclude="model.layers.1.*")
+    report = patch_model(
+        model, include=["*_norm", "model.norm"], exclude="model.layers.1.*"
+    )
     assert [r.path for r in report.swapped] == [
         "model.layers.0.self_attn.q_norm",
         "model.layers.0.self_attn.k_norm",
@@ -188,7 +216,9 @@ def test_the_forward_keeps_its_call_convention(fused_calls):
                 norm(*args, **kwargs)
 
 
-@pytest.mark.parametrize("how", ["integers", "missing", "none", "empty", "meta", "float"])
+@pytest.mark.parametrize(
+    "how", ["integers", "missing", "none", "empty", "meta", "float"]
+)
 def test_calls_the_formula_does_not_cover_go_to_the_original(how, fused_calls):
     norm = LlamaRMSNorm(8)
     patch_model(norm)
@@ -215,7 +245,11 @@ def test_calls_the_formula_does_not_cover_go_to_the_original(how, fused_calls):
     with use_backend("auto"):
         ours = outcome(norm)
     theirs = outcome(lambda x: LlamaRMSNorm.forward(norm, x))
-    assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours is theirs
+    assert (
+        torch.equal(ours, theirs)
+        if isinstance(theirs, torch.Tensor)
+        else ours is theirs
+    )
     assert not fused_calls
 
 
@@ -230,7 +264,9 @@ def test_eps_changed_after_the_patch_counts(fused_calls):
     assert len(fused_calls) == 4
     norm.variance_epsilon = -1.0
     with use_backend("reference"):
-        assert torch.equal(norm(0.1 * x).isnan(), LlamaRMSNorm.forward(norm, 0.1 * x).isnan())
+        assert torch.equal(
+            norm(0.1 * x).isnan(), LlamaRMSNorm.forward(norm, 0.1 * x).isnan()
+        )
     assert len(fused_calls) == 4
 
 
@@ -244,7 +280,9 @@ def test_one_model_patched_and_unpatched_by_several_threads():
             pass
 
     def work(number):
-        change = (patch_model, unpatch_model, lambda _: use_patched(), patch_model)[number]
+        change = (patch_model, unpatch_model, lambda _: use_patched(), patch_model)[
+            number
+        ]
         start.wait()
         try:
             for _ in range(10):
@@ -282,7 +320,9 @@ def test_strict_accepts_a_model_all_of_whose_norms_are_swapped_or_excluded():
 
 
 def kept_output(report):
-    return {record.path for record in report.swapped if "keeps its output" in record.notes}
+    return {
+        record.path for record in report.swapped if "keeps its output" in record.notes
+    }
 
 
 def numerics(report):
@@ -291,30 +331,52 @@ def numerics(report):
 
 def test_a_second_call_keeps_the_options_that_it_does_not_name():
     model = tiny_models.build("llama")
-    alone = patch_model(model, memory_efficient=True, numerics="torch", fuse_residual=False)
-    assert kept_output(alone) and not alone.layers and set(numerics(alone).values()) == {"torch"}
+    alone = patch_model(
+        model, memory_efficient=True, numerics="torch", fuse_residual=False
+    )
+    assert (
+        kept_output(alone)
+        and not alone.layers
+        and set(numerics(alone).values()) == {"torch"}
+    )
     assert patch_model(model) == alone
     fused = patch_model(model, fuse_residual=True)
     assert fused.layers and fused.swapped == alone.swapped
     with patched(model, numerics="model") as report:
-        assert kept_output(report) == kept_output(alone) and set(numerics(report).values()) == {"model"}
+        assert kept_output(report) == kept_output(alone) and set(
+            numerics(report).values()
+        ) == {"model"}
     assert patch_model(model) == fused
     plain = patch_model(model, memory_efficient=False)
-    assert not kept_output(plain) and numerics(plain) == numerics(alone) and plain.layers == fused.layers
+    assert (
+        not kept_output(plain)
+        and numerics(plain) == numerics(alone)
+        and plain.layers == fused.layers
+    )
 
 
 def test_a_second_call_changes_only_the_norms_that_it_names():
     model = tiny_models.build("qwen3")
-    heads = {path for path, _ in tiny_models.norms(model) if path.endswith(("q_norm", "k_norm"))}
-    assert {record.path for record in patch_model(model, include="*.[qk]_norm").swapped} == heads
+    heads = {
+        path
+        for path, _ in tiny_models.norms(model)
+        if path.endswith(("q_norm", "k_norm"))
+    }
+    assert {
+        record.path for record in patch_model(model, include="*.[qk]_norm").swapped
+    } == heads
     report = patch_model(model, include="model.norm", memory_efficient=True)
     assert {record.path for record in report.swapped} == heads | {"model.norm"}
     assert kept_output(report) == {"model.norm"}
     report = patch_model(model, include="*.input_layernorm", fuse_residual=False)
     assert not any(layer.fused.startswith("+") for layer in report.layers)
     report = patch_model(model, include="*.post_attention_layernorm")
-    assert {layer.fused for layer in report.layers if layer.fused.startswith("+")} == {"+ post_attention_layernorm"}
-    assert kept_output(patch_model(model)) == {"model.norm"}, "norms that are new begin with the defaults"
+    assert {layer.fused for layer in report.layers if layer.fused.startswith("+")} == {
+        "+ post_attention_layernorm"
+    }
+    assert kept_output(patch_model(model)) == {"model.norm"}, (
+        "norms that are new begin with the defaults"
+    )
 
 
 def test_a_second_call_returns_what_it_excludes_to_the_original():
@@ -326,14 +388,21 @@ def test_a_second_call_returns_what_it_excludes_to_the_original():
         assert not nothing.swapped and nothing.skipped[0].reason == "excluded by '*'"
     assert patch_model(model) == everything
     report = patch_model(model, include="model.norm", exclude="*.q_norm")
-    assert len(report.swapped) == 7 and not any(record.path.endswith("q_norm") for record in report.swapped)
+    assert len(report.swapped) == 7 and not any(
+        record.path.endswith("q_norm") for record in report.swapped
+    )
     assert not is_patched(model.model.layers[0].self_attn.q_norm)
-    assert type(model.model.layers[0].self_attn) in types, "its q and k are not fused any longer"
+    assert type(model.model.layers[0].self_attn) in types, (
+        "its q and k are not fused any longer"
+    )
     unpatch_model(model)
     assert [type(module) for module in model.modules()] == types
 
 
-@pytest.mark.parametrize(("flag", "value"), [("strict", None), ("fuse_residual", "False"), ("memory_efficient", 3)])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("strict", None), ("fuse_residual", "False"), ("memory_efficient", 3)],
+)
 def test_a_flag_that_is_no_bool_is_refused(flag, value):
     model = nn.Sequential(nn.LayerNorm(8))
     with pytest.raises(TypeError, match=f"{flag} is {value!r}: pass True or False"):

@@ -1,4 +1,6 @@
-"""A converted checkpoint, patched: its LayerNorms run the RMSNorm it records, everywhere, while that is the same."""
+"""A converted checkpoint, patched: its LayerNorms run the RMSNorm it records,
+everywhere, while that is the same.
+"""
 
 import copy
 import json
@@ -10,7 +12,14 @@ from accelerate import disk_offload
 from conversion_models import carry_out
 from transformers import AutoModelForCausalLM, GPT2ForSequenceClassification, GPT2Model
 
-from hf_rmsnorm import is_patched, patch_model, patched, unpatch_model, use_backend, verify_equivalence
+from hf_rmsnorm import (
+    is_patched,
+    patch_model,
+    patched,
+    unpatch_model,
+    use_backend,
+    verify_equivalence,
+)
 from hf_rmsnorm.conversion.proxy.discover import discover
 
 IDS = torch.arange(3, 35).view(2, 16)
@@ -18,8 +27,12 @@ IDS = torch.arange(3, 35).view(2, 16)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(source, converted) checkpoints of a small GPT-2 whose weights have means everywhere."""
-    source, converted = (tmp_path_factory.mktemp(name) for name in ("source", "converted"))
+    """(source, converted) checkpoints of a small GPT-2 whose weights have means
+    everywhere.
+    """
+    source, converted = (
+        tmp_path_factory.mktemp(name) for name in ("source", "converted")
+    )
     torch.manual_seed(0)
     model = tiny_models.build("gpt2").eval()
     with torch.no_grad():
@@ -27,7 +40,9 @@ def folders(tmp_path_factory):
             parameter.add_(0.1 + 0.1 * torch.randn(parameter.shape))
     model.save_pretrained(source)
     plan = discover(source)
-    tensors = carry_out(plan, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"})
+    tensors = carry_out(
+        plan, {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    )
     config = copy.deepcopy(model.config)
     for key, value in plan.config.items():
         setattr(config, key, value)
@@ -49,7 +64,10 @@ def logits(model):
 def test_recorded_norms_become_rms_norms(folders):
     model = load(folders[1])
     report = patch_model(model)
-    assert report.swapped and all(not r.formula.centered and r.formula.has_bias and r.converted for r in report.swapped)
+    assert report.swapped and all(
+        not r.formula.centered and r.formula.has_bias and r.converted
+        for r in report.swapped
+    )
     assert "as the converted checkpoint says" in str(report)
     assert all(record["converted"] for record in report.to_dict()["swapped"])
 
@@ -65,15 +83,24 @@ def test_the_logits_are_those_of_the_source(folders, backend):
 
 
 def test_the_recorded_formula_runs_on_every_backend(folders):
-    """On an input with a mean, where LayerNorm and RMSNorm differ, nothing computes the LayerNorm."""
+    """On an input with a mean, where LayerNorm and RMSNorm differ, nothing computes the
+    LayerNorm.
+    """
     model = load(folders[1])
     norm = model.transformer.h[0].ln_1
     x = torch.randn(4, norm.weight.numel()) + 3.0
     layer_norm = norm(x)
     patch_model(model)
-    rms = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight + norm.bias
+    rms = (
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight
+        + norm.bias
+    )
     for dtype in (torch.float32, torch.float64):  # no kernel serves the second
-        for backend in ("auto", "triton", "reference") if dtype == torch.float32 else ("auto", "reference"):
+        for backend in (
+            ("auto", "triton", "reference")
+            if dtype == torch.float32
+            else ("auto", "reference")
+        ):
             with use_backend(backend):
                 y = model.to(dtype).transformer.h[0].ln_1(x.to(dtype))
             torch.testing.assert_close(y, rms.to(dtype), rtol=1e-5, atol=1e-5)
@@ -100,15 +127,24 @@ def test_a_writer_that_has_moved_keeps_layer_norm(folders):
     expected = logits(model)
     report = patch_model(model)
     assert all(r.formula.centered and not r.converted for r in report.swapped)
-    assert "transformer.h.1.mlp.c_proj.weight no longer has zero mean" in report.swapped[0].notes
+    assert (
+        "transformer.h.1.mlp.c_proj.weight no longer has zero mean"
+        in report.swapped[0].notes
+    )
     with use_backend("reference"):
         assert torch.equal(logits(model), expected)
 
 
-@pytest.mark.parametrize("writers", [{"residual_weights": {}}, {"residual_weights": None}, {}])
+@pytest.mark.parametrize(
+    "writers", [{"residual_weights": {}}, {"residual_weights": None}, {}]
+)
 def test_a_record_without_writers_keeps_layer_norm(folders, writers):
     model = load(folders[1])
-    record = {key: value for key, value in model.config.hf_rmsnorm.items() if key != "residual_weights"}
+    record = {
+        key: value
+        for key, value in model.config.hf_rmsnorm.items()
+        if key != "residual_weights"
+    }
     model.config.hf_rmsnorm = record | writers
     report = patch_model(model)
     assert "names nothing that writes to the residual stream" in str(report)
@@ -128,28 +164,46 @@ class Clamped(torch.nn.LayerNorm):
         return super().forward(x).clamp(-1e9, 1e9)
 
 
-def test_a_model_trained_as_rms_norm_with_a_norm_that_is_not_recognised_is_refused(folders):
+def test_a_model_trained_as_rms_norm_with_a_norm_that_is_not_recognised_is_refused(
+    folders,
+):
     model = load(folders[1])
     model.config.hf_rmsnorm["computes"] = "rms_norm"
     model.transformer.ln_f.__class__ = Clamped
-    with pytest.raises(ValueError, match=r"transformer.ln_f \(Clamped\) cannot run so: its forward calls"):
+    with pytest.raises(
+        ValueError,
+        match=r"transformer.ln_f \(Clamped\) cannot run so: its forward calls",
+    ):
         patch_model(model)
     assert not is_patched(model)
 
 
 def test_without_weights_it_is_said_to_be_recorded(folders):
-    for model in (load(folders[1]).to("meta"), torch.nn.Sequential(load(folders[1]).to("meta"))):
+    for model in (
+        load(folders[1]).to("meta"),
+        torch.nn.Sequential(load(folders[1]).to("meta")),
+    ):
         report = patch_model(model)
         assert not any(r.converted for r in report.swapped)
-        assert "recorded as an RMSNorm, which it becomes when patched with its weights" in report.swapped[0].notes
+        assert (
+            "recorded as an RMSNorm, which it becomes when patched with its weights"
+            in report.swapped[0].notes
+        )
 
 
-def test_the_rounding_of_a_narrower_dtype_keeps_layer_norm_and_is_named(folders, tmp_path):
+def test_the_rounding_of_a_narrower_dtype_keeps_layer_norm_and_is_named(
+    folders, tmp_path
+):
     load(folders[1]).bfloat16().save_pretrained(tmp_path)
     for dtype, converted in (("auto", True), (torch.float32, False)):
-        report = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
+        report = patch_model(
+            AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        )
         assert {r.converted for r in report.swapped} == {converted}
-    assert "has bfloat16 values, whose rounding leaves more of a mean" in report.swapped[0].notes
+    assert (
+        "has bfloat16 values, whose rounding leaves more of a mean"
+        in report.swapped[0].notes
+    )
     assert 'dtype="auto"' in report.swapped[0].notes
 
 
@@ -158,7 +212,10 @@ class Around(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.language_model, self.projector = model, torch.nn.Linear(3, model.config.n_embd)
+        self.language_model, self.projector = (
+            model,
+            torch.nn.Linear(3, model.config.n_embd),
+        )
 
 
 def test_parameters_outside_of_the_converted_model_keep_layer_norm(folders):
@@ -166,7 +223,10 @@ def test_parameters_outside_of_the_converted_model_keep_layer_norm(folders):
     model = Around(load(folders[1]))
     report = patch_model(model)
     assert not any(r.converted for r in report.swapped)
-    assert "projector.weight is outside of the GPT2LMHeadModel that was converted" in report.swapped[0].notes
+    assert (
+        "projector.weight is outside of the GPT2LMHeadModel that was converted"
+        in report.swapped[0].notes
+    )
     unpatch_model(model)
     assert all(r.converted for r in patch_model(model.language_model).swapped)
     trained = Around(load(folders[1]))
@@ -178,7 +238,9 @@ def test_a_head_that_is_loaded_with_a_base_model_is_not_outside(folders, tmp_pat
     record = load(folders[1]).transformer
     names = record.config.hf_rmsnorm
     for part in ("residual_weights", "rms_norms"):
-        names[part] = {name.removeprefix("transformer."): how for name, how in names[part].items()}
+        names[part] = {
+            name.removeprefix("transformer."): how for name, how in names[part].items()
+        }
     record.save_pretrained(tmp_path)
     for cls in (GPT2Model, GPT2ForSequenceClassification):
         model = cls.from_pretrained(tmp_path, pad_token_id=0)
@@ -188,15 +250,21 @@ def test_a_head_that_is_loaded_with_a_base_model_is_not_outside(folders, tmp_pat
 
 
 def test_a_soft_prompt_keeps_layer_norm(folders):
-    peft = pytest.importorskip("peft", reason="adapters come with peft, of scripts/requirements")
+    peft = pytest.importorskip(
+        "peft", reason="adapters come with peft, of scripts/requirements"
+    )
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     report = patch_model(peft.get_peft_model(load(folders[1]), config))
     assert not any(r.converted for r in report.swapped)
-    assert "prompt_encoder.default.embedding.weight is outside" in report.swapped[0].notes
+    assert (
+        "prompt_encoder.default.embedding.weight is outside" in report.swapped[0].notes
+    )
 
 
 def test_weights_on_the_disk_are_looked_at(folders, tmp_path):
-    """What accelerate reads when a module runs, it reads for the check too, and takes away again."""
+    """What accelerate reads when a module runs, it reads for the check too, and takes
+    away again.
+    """
     for change, converted in ((0.0, True), (1e-2, False)):
         model = load(folders[1])
         with torch.no_grad():
@@ -211,7 +279,9 @@ def test_weights_on_the_disk_are_looked_at(folders, tmp_path):
 
 def test_a_hook_on_what_writes_to_the_stream_keeps_layer_norm(folders):
     model = load(folders[1])
-    model.transformer.h[0].attn.c_proj.register_forward_hook(lambda module, args, output: output + 1)
+    model.transformer.h[0].attn.c_proj.register_forward_hook(
+        lambda module, args, output: output + 1
+    )
     expected = logits(model)
     report = patch_model(model)
     assert not any(record.converted for record in report.swapped)
@@ -233,7 +303,11 @@ def test_an_eps_changed_after_the_patch_is_obeyed(folders):
     norm.eps = 0.5
     with use_backend("reference"):
         y = norm(x)
-    torch.testing.assert_close(y, x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5) * norm.weight + norm.bias)
+    torch.testing.assert_close(
+        y,
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.5) * norm.weight
+        + norm.bias,
+    )
 
 
 def test_a_call_that_the_record_does_not_speak_of_is_refused(folders):
@@ -247,7 +321,9 @@ def test_a_call_that_the_record_does_not_speak_of_is_refused(folders):
 def test_verify_judges_a_converted_model_by_its_logits(folders, dtype):
     model = load(folders[1]).to(dtype)
     for again in (False, True):
-        report = verify_equivalence(model, inputs=IDS, max_new_tokens=4, backend="triton")
+        report = verify_equivalence(
+            model, inputs=IDS, max_new_tokens=4, backend="triton"
+        )
         assert report.passed, str(report)
         assert not report.norms
         if not again:
@@ -258,7 +334,10 @@ def test_the_record_survives_saving_and_a_wrapper(folders, tmp_path):
     model = load(folders[1])
     patch_model(model)
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["hf_rmsnorm"] == model.config.hf_rmsnorm
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["hf_rmsnorm"]
+        == model.config.hf_rmsnorm
+    )
     wrapped = torch.nn.Sequential(load(tmp_path))
     assert all(r.converted for r in patch_model(wrapped).swapped)
 

@@ -1,4 +1,6 @@
-"""count_launches of a model: each fused piece that ran in a kernel, and each that did not with the reason."""
+"""count_launches of a model: each fused piece that ran in a kernel, and each that did
+not with the reason.
+"""
 
 import pytest
 import tiny_models
@@ -25,7 +27,11 @@ def by_piece(launches):
     found = {}
     for piece in launches.pieces:
         launched, missed, reasons = found.get(piece.what, (0, 0, set()))
-        found[piece.what] = launched + piece.launched, missed + piece.missed, reasons | {piece.reason} - {""}
+        found[piece.what] = (
+            launched + piece.launched,
+            missed + piece.missed,
+            reasons | {piece.reason} - {""},
+        )
     return found
 
 
@@ -40,7 +46,10 @@ def test_each_piece_that_ran_in_a_kernel_is_named_and_counted(model):
     assert launches == {"norm_forward": 2 * layers + 1, "qk_norm_forward": layers}
     text = str(launches)
     assert text.startswith(f"all {3 * layers + 1} pieces ran as fused kernels\n")
-    assert f"{layers} x residual add + norm: {layers} launches" in text and "layers.[0-1].self_attn\n" in text
+    assert (
+        f"{layers} x residual add + norm: {layers} launches" in text
+        and "layers.[0-1].self_attn\n" in text
+    )
 
 
 def test_a_piece_that_is_not_fused_is_named_with_the_reason(model):
@@ -55,7 +64,9 @@ def test_a_piece_that_is_not_fused_is_named_with_the_reason(model):
 
 def test_the_reason_is_a_dtype(model):
     _, missed, reasons = by_piece(counted(model.double()))["norm"]
-    assert missed == 9 and reasons == {"x is torch.float64; the kernels serve float32, float16 and bfloat16"}
+    assert missed == 9 and reasons == {
+        "x is torch.float64; the kernels serve float32, float16 and bfloat16"
+    }
 
 
 def test_the_reason_is_a_hook(model):
@@ -63,7 +74,10 @@ def test_the_reason_is_a_hook(model):
     layer.post_attention_layernorm.register_forward_hook(lambda *_: None)
     pieces = [piece for piece in counted(model, "triton").pieces if piece.missed]
     (piece,) = pieces
-    assert piece.path == "model.layers.0.post_attention_layernorm" and "has a hook" in piece.reason
+    assert (
+        piece.path == "model.layers.0.post_attention_layernorm"
+        and "has a hook" in piece.reason
+    )
 
 
 def test_what_is_not_called_is_listed(model):
@@ -80,7 +94,12 @@ def test_a_model_that_is_compiled_is_said_to_be(model):
 
 
 def test_bad_models_are_refused_in_one_line():
-    with pytest.raises(ValueError, match="no norm of this LlamaForCausalLM is patched: call patch_model"):
+    with pytest.raises(
+        ValueError,
+        match="no norm of this LlamaForCausalLM is patched: call patch_model",
+    ):
         counted(tiny_models.build("llama"))
-    with pytest.raises(TypeError, match="count_launches needs a torch.nn.Module, got str"):
+    with pytest.raises(
+        TypeError, match="count_launches needs a torch.nn.Module, got str"
+    ):
         counted("llama")

@@ -1,6 +1,8 @@
-"""`patch_model(numerics=...)`: norms, and the sums in front of them, bit for bit as a server's own code computes them.
+"""`patch_model(numerics=...)`: norms, and the sums in front of them, bit for bit as a
+server's own code computes them.
 
-Bits are those of one order of summation, which is torch's. What the kernels make of it is compared by itself.
+Bits are those of one order of summation, which is torch's. What the kernels make of it
+is compared by itself.
 """
 
 import copy
@@ -14,7 +16,13 @@ import transformers.models as hf
 from server_norms import RMS, vllm_gated_after, vllm_gated_before
 from torch import nn
 
-from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend, verify_equivalence
+from hf_rmsnorm import (
+    patch_model,
+    patched,
+    unpatch_model,
+    use_backend,
+    verify_equivalence,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +52,17 @@ def module(cls, dtype, size=96):
 
 
 def eps_of(norm):
-    return next(getattr(norm, name) for name in ("variance_epsilon", "eps", "norm_eps") if hasattr(norm, name))
+    return next(
+        getattr(norm, name)
+        for name in ("variance_epsilon", "eps", "norm_eps")
+        if hasattr(norm, name)
+    )
 
 
 def rows(*shape, dtype, seed=0):
-    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1.7).to(dtype)
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1.7).to(
+        dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,11 +72,16 @@ def test_a_norm_by_itself(name, numerics, dtype):
     norm, x = module(MODULES[name], dtype), rows(4, 7, 96, dtype=dtype)
     state, weight = RMS[numerics][name == "Gemma"], getattr(norm, "weight", None)
     if state is None:
-        with pytest.raises(ValueError, match=r"numerics='torch': torch.nn.functional has no RMSNorm\(.*weight \+ 1"):
+        with pytest.raises(
+            ValueError,
+            match=r"numerics='torch': torch.nn.functional has no RMSNorm\(.*weight \+ 1",
+        ):
             patch_model(norm, numerics=numerics)
         return
     report = patch_model(norm, numerics=numerics)
-    assert {"vllm": "as vLLM 0.33.0", "sglang": "as SGLang", "torch": "as torch"}[numerics] in str(report)
+    assert {"vllm": "as vLLM 0.33.0", "sglang": "as SGLang", "torch": "as torch"}[
+        numerics
+    ] in str(report)
     with use_backend("reference"):
         assert torch.equal(norm(x), state(x, weight, eps_of(norm))[0])
 
@@ -81,37 +100,66 @@ def test_gated_norms_of_vllm(dtype):
     x, gate = rows(3, 5, 96, dtype=dtype), rows(3, 5, 96, dtype=dtype, seed=1)
     norm = module(hf.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated, dtype)
     patch_model(norm, numerics="vllm")
-    assert torch.equal(norm(x, gate), vllm_gated_after(x, gate, norm.weight, eps_of(norm), sigmoid=False))
+    assert torch.equal(
+        norm(x, gate),
+        vllm_gated_after(x, gate, norm.weight, eps_of(norm), sigmoid=False),
+    )
     norm = hf.zamba2.modeling_zamba2.Zamba2RMSNormGated(96, 32).to(dtype)
     patch_model(norm, numerics="vllm")
-    assert torch.equal(norm(x, gate), vllm_gated_before(x, gate, norm.weight, eps_of(norm), 32))
+    assert torch.equal(
+        norm(x, gate), vllm_gated_before(x, gate, norm.weight, eps_of(norm), 32)
+    )
     with pytest.raises(ValueError, match="SGLang 0.5.23 has no RMSNorm"):
         patch_model(norm, numerics="sglang")
 
 
 def served(model, ids, numerics, rms=None):
-    """The last hidden states of a decoder as a server runs it: each norm is given what was added, and the residual."""
+    """The last hidden states of a decoder as a server runs it: each norm is given what
+    was added, and the residual.
+    """
     family = model.config.model_type
     rms = rms or RMS[numerics][family in ZERO_CENTRED]
-    body, sandwich = model.model, hasattr(model.model.layers[0], "pre_feedforward_layernorm")
+    body, sandwich = (
+        model.model,
+        hasattr(model.model.layers[0], "pre_feedforward_layernorm"),
+    )
 
     def norm(module, x, residual=None):
         return rms(x, module.weight, eps_of(module), residual)
 
     hidden = body.embed_tokens(ids)
     positions = torch.arange(ids.shape[1])[None]
-    mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), torch.finfo(hidden.dtype).min, dtype=hidden.dtype).triu(1)
+    mask = torch.full(
+        (1, 1, ids.shape[1], ids.shape[1]),
+        torch.finfo(hidden.dtype).min,
+        dtype=hidden.dtype,
+    ).triu(1)
     if family in ZERO_CENTRED:
-        hidden = hidden * (1.0 if hasattr(body.embed_tokens, "embed_scale") else body.config.hidden_size**0.5)
+        hidden = hidden * (
+            1.0
+            if hasattr(body.embed_tokens, "embed_scale")
+            else body.config.hidden_size**0.5
+        )
     residual = None
     for layer in body.layers:
-        hidden, residual = norm(layer.input_layernorm, hidden, residual)[0], norm_sum(hidden, residual)
+        hidden, residual = (
+            norm(layer.input_layernorm, hidden, residual)[0],
+            norm_sum(hidden, residual),
+        )
         kind = getattr(layer.self_attn, "layer_type", None)
         angles = (
-            body.rotary_emb(hidden, positions, kind) if family == "gemma3_text" else body.rotary_emb(hidden, positions)
+            body.rotary_emb(hidden, positions, kind)
+            if family == "gemma3_text"
+            else body.rotary_emb(hidden, positions)
         )
-        with patched(layer.self_attn, numerics=numerics) if hasattr(layer.self_attn, "q_norm") else use_backend("auto"):
-            hidden = layer.self_attn(hidden, position_embeddings=angles, attention_mask=mask)[0]
+        with (
+            patched(layer.self_attn, numerics=numerics)
+            if hasattr(layer.self_attn, "q_norm")
+            else use_backend("auto")
+        ):
+            hidden = layer.self_attn(
+                hidden, position_embeddings=angles, attention_mask=mask
+            )[0]
         if sandwich:
             hidden = norm(layer.post_attention_layernorm, hidden)[0]
             hidden, residual = (
@@ -119,7 +167,10 @@ def served(model, ids, numerics, rms=None):
                 norm_sum(hidden, residual),
             )
         else:
-            hidden, residual = norm(layer.post_attention_layernorm, hidden, residual)[0], norm_sum(hidden, residual)
+            hidden, residual = (
+                norm(layer.post_attention_layernorm, hidden, residual)[0],
+                norm_sum(hidden, residual),
+            )
         hidden = layer.mlp(hidden)
         if sandwich:
             hidden = norm(layer.post_feedforward_layernorm, hidden)[0]
@@ -146,10 +197,16 @@ def test_a_model_computes_what_its_server_does(family, numerics, dtype):
         expected, own = served(model, ids, numerics), model.model(ids).last_hidden_state
         patch_model(model, strict=True, numerics=numerics)
         assert torch.equal(model.model(ids).last_hidden_state, expected)
-        is_own = dtype == torch.float32 or (family in ZERO_CENTRED and numerics == "sglang")
-        assert torch.equal(own, expected) == is_own, "this input does not tell the orders apart"
+        is_own = dtype == torch.float32 or (
+            family in ZERO_CENTRED and numerics == "sglang"
+        )
+        assert torch.equal(own, expected) == is_own, (
+            "this input does not tell the orders apart"
+        )
         patch_model(model, numerics="model")
-        assert torch.equal(model.model(ids).last_hidden_state, own), "the value given last holds"
+        assert torch.equal(model.model(ids).last_hidden_state, own), (
+            "the value given last holds"
+        )
         with patched(model, numerics=numerics):
             assert torch.equal(model.model(ids).last_hidden_state, expected)
         assert torch.equal(model.model(ids).last_hidden_state, own)
@@ -159,7 +216,9 @@ def test_a_model_computes_what_its_server_does(family, numerics, dtype):
 
 @pytest.mark.parametrize("numerics", ["vllm", "sglang"])
 def test_the_kernels_read_the_unrounded_sum_too(numerics):
-    """In Triton's interpreter, whose sums are in another order than torch's: nearly all elements are the same."""
+    """In Triton's interpreter, whose sums are in another order than torch's: nearly all
+    elements are the same.
+    """
     model, ids = build("llama", torch.bfloat16), tiny_models.token_ids(2, 9)
     with torch.no_grad():
         expected = served(model, ids, numerics)
@@ -188,7 +247,10 @@ def test_gradients_are_those_of_that_function(numerics, backend):
     patch_model(model, numerics=numerics)
     with use_backend(backend):
         got = gradients(model, lambda: model.model(ids).last_hidden_state)
-    flat = [torch.cat([g.flatten().double() for g in each]) for each in (got, expected, exact)]
+    flat = [
+        torch.cat([g.flatten().double() for g in each])
+        for each in (got, expected, exact)
+    ]
     error, eager = ((each - flat[2]).square().mean().sqrt() for each in flat[:2])
     assert len(got) == len(expected) == len(exact)
     assert error <= 1.5 * eager
@@ -215,7 +277,9 @@ def test_sums_are_rounded_first_without_fusion():
         last = model.model(ids, output_hidden_states=True)
         model.model.norm, norm = nn.Identity(), model.model.norm
         total = model.model(ids).last_hidden_state
-        assert torch.equal(last.last_hidden_state, RMS["vllm"][0](total, norm.weight, eps_of(norm))[0])
+        assert torch.equal(
+            last.last_hidden_state, RMS["vllm"][0](total, norm.weight, eps_of(norm))[0]
+        )
 
 
 class Decoder(nn.Module):
@@ -240,9 +304,13 @@ def test_a_sum_that_is_lost_is_rounded_first_with_one_warning():
     with torch.no_grad():
         decoder(ids)
         decoder.between = lambda x: (kept.append(x), x.clone())[1]
-        with pytest.warns(UserWarning, match="this LlamaRMSNorm reads residual sums unrounded") as warned:
+        with pytest.warns(
+            UserWarning, match="this LlamaRMSNorm reads residual sums unrounded"
+        ) as warned:
             got = decoder(ids)
-        assert len(warned) == len(decoder.model.layers), "one for each norm that a layer's sum does not reach"
+        assert len(warned) == len(decoder.model.layers), (
+            "one for each norm that a layer's sum does not reach"
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert torch.equal(decoder(ids), got)
@@ -254,13 +322,17 @@ def test_what_cannot_be_followed_raises():
     with pytest.raises(Exception, match="read residual sums before they are rounded"):
         torch.compile(model, backend="eager", fullgraph=True)(ids)
     with pytest.raises(Exception, match="read residual sums before they are rounded"):
-        torch.func.vmap(lambda t: model(inputs_embeds=t).logits)(rows(1, 2, 5, 64, dtype=torch.bfloat16))
+        torch.func.vmap(lambda t: model(inputs_embeds=t).logits)(
+            rows(1, 2, 5, 64, dtype=torch.bfloat16)
+        )
 
 
 def test_an_unknown_word():
     model = build("llama", torch.bfloat16)
     types = [type(m) for m in model.modules()]
-    with pytest.raises(ValueError, match="numerics is 'trt': choose one of model, vllm, sglang, torch"):
+    with pytest.raises(
+        ValueError, match="numerics is 'trt': choose one of model, vllm, sglang, torch"
+    ):
         patch_model(model, numerics="trt")
     assert types == [type(m) for m in model.modules()]
 
@@ -279,8 +351,13 @@ def test_a_formula_that_the_server_lacks_changes_nothing():
 def test_a_weight_of_another_dtype(numerics):
     norm, x = module(MODULES["LLaMA"], torch.float32), rows(4, 96, dtype=torch.bfloat16)
     patch_model(norm, numerics=numerics)
-    for dtype, weight_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
-        expected = RMS[numerics][0](x.to(dtype), norm.to(weight_dtype).weight, eps_of(norm))[0]
+    for dtype, weight_dtype in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ):
+        expected = RMS[numerics][0](
+            x.to(dtype), norm.to(weight_dtype).weight, eps_of(norm)
+        )[0]
         assert norm(x.to(dtype)).dtype == dtype
         assert torch.equal(norm(x.to(dtype)), expected)
 
@@ -334,7 +411,12 @@ class Stack(nn.Module):
 
 
 def test_sums_that_are_not_found_are_warned_of():
-    with pytest.warns(UserWarning, match="numerics='vllm' reads sums unrounded; rounded first are those of layers"):
+    with pytest.warns(
+        UserWarning,
+        match="numerics='vllm' reads sums unrounded; rounded first are those of layers",
+    ):
         patch_model(Stack(InPlace), numerics="vllm")
-    with pytest.raises(ValueError, match="strict: the sums of 3 layers are rounded first"):
+    with pytest.raises(
+        ValueError, match="strict: the sums of 3 layers are rounded first"
+    ):
         patch_model(Stack(InPlace), numerics="vllm", strict=True)

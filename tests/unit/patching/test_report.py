@@ -21,7 +21,10 @@ def report():
 
 def test_records(report):
     first = report.swapped[0]
-    assert (first.path, first.class_name) == ("model.layers.0.self_attn.q_norm", "Qwen3RMSNorm")
+    assert (first.path, first.class_name) == (
+        "model.layers.0.self_attn.q_norm",
+        "Qwen3RMSNorm",
+    )
     assert first.formula == NormSpec(False, 1e-6, rounding="before_weight")
     assert str(first.formula).startswith("RMSNorm(")
     assert {record.path.split(".")[2] for record in report.skipped} == {"3"}
@@ -52,9 +55,13 @@ def test_print_is_compact(report):
 
 
 def test_a_long_list_of_paths_is_cut_unless_verbose():
-    report = patch_model(nn.ModuleDict({f"norm_{letter}": LlamaRMSNorm(8) for letter in "abcdefghijkl"}))
+    report = patch_model(
+        nn.ModuleDict({f"norm_{letter}": LlamaRMSNorm(8) for letter in "abcdefghijkl"})
+    )
     assert "      and 4 more" in str(report) and "norm_l" not in str(report)
-    assert "norm_l" in report.to_text(verbose=True) and "more" not in report.to_text(verbose=True)
+    assert "norm_l" in report.to_text(verbose=True) and "more" not in report.to_text(
+        verbose=True
+    )
 
 
 def test_what_was_skipped_says_what_to_do():

@@ -1,4 +1,6 @@
-"""`verify_equivalence`: what it must let pass, what it must catch, and that it leaves the models alone."""
+"""`verify_equivalence`: what it must let pass, what it must catch, and that it leaves
+the models alone.
+"""
 
 import contextlib
 import copy
@@ -32,16 +34,22 @@ class OffsetNorm(LlamaRMSNorm):
 
 
 class OneRoundingNorm(LlamaRMSNorm):
-    """The weight multiplied in float32 and one rounding, where Llama rounds before the weight."""
+    """The weight multiplied in float32 and one rounding, where Llama rounds before the
+    weight.
+    """
 
     def forward(self, hidden_states):
         hidden = hidden_states.float()
-        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        hidden = hidden * torch.rsqrt(
+            hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon
+        )
         return (self.weight.float() * hidden).to(hidden_states.dtype)
 
 
 def trained_llama(dtype):
-    return AutoModelForCausalLM.from_pretrained(demo_path("llama"), dtype=dtype, local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(
+        demo_path("llama"), dtype=dtype, local_files_only=True
+    )
 
 
 def text_ids():
@@ -54,20 +62,28 @@ def types_of(model):
 
 @pytest.mark.parametrize("length", [8, 31, 40])
 def test_longrope_models_pass_within_across_and_beyond_their_first_context(length):
-    model, ids = tiny_models.build("phi3", **tiny_models.LONGROPE), tiny_models.token_ids(1, length)
-    report = verify_equivalence(model, inputs=ids, max_new_tokens=3, backward=True, backend="reference")
+    model, ids = (
+        tiny_models.build("phi3", **tiny_models.LONGROPE),
+        tiny_models.token_ids(1, length),
+    )
+    report = verify_equivalence(
+        model, inputs=ids, max_new_tokens=3, backward=True, backend="reference"
+    )
     assert report.passed and report.gradients and report.greedy.new_tokens == 3
 
 
 def test_no_more_is_generated_than_the_model_has_positions():
     model = tiny_models.build("gpt2", n_positions=16)
     for prompt, new in ((12, 4), (16, 0)):
-        report = verify_equivalence(model, inputs=torch.arange(3, 3 + prompt), backend="reference")
+        report = verify_equivalence(
+            model, inputs=torch.arange(3, 3 + prompt), backend="reference"
+        )
         assert report.passed and report.greedy.new_tokens == new
     assert "fills the 16 positions" in report.greedy.reason
 
 
-# --- what passes --------------------------------------------------------------------------------------------------
+# --- what passes
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,13 +92,20 @@ def test_identical_models_pass_with_zero_differences(dtype):
     report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=4)
     assert report.passed and report.greedy.equal and report.norms == ()
     logits, floor = report.logits, report.noise_floor
-    assert (logits.max_abs, logits.mean_abs, logits.kl_max, logits.top1_agreement) == (0, 0, 0, 1)
+    assert (logits.max_abs, logits.mean_abs, logits.kl_max, logits.top1_agreement) == (
+        0,
+        0,
+        0,
+        1,
+    )
     assert 0 < floor.reference_max == floor.candidate_max
     assert logits.tokens == IDS.numel() and logits.vocabulary == 128
 
 
 def test_an_unknown_backend_is_refused_before_anything_runs():
-    with pytest.raises(ValueError, match="no such backend, choose one of auto, triton, reference"):
+    with pytest.raises(
+        ValueError, match="no such backend, choose one of auto, triton, reference"
+    ):
         verify_equivalence(torch.nn.Linear(2, 2), inputs=None, backend="cuda")
 
 
@@ -92,10 +115,14 @@ def test_an_unknown_backend_is_refused_before_anything_runs():
 def test_patched_models_pass(family, backend, dtype):
     model = tiny_models.build(family, dtype).to(DEVICE)
     before = types_of(model)
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=4, backend=backend, rows_per_norm=16)
+    report = verify_equivalence(
+        model, inputs=IDS, max_new_tokens=4, backend=backend, rows_per_norm=16
+    )
     assert report.passed, f"\n{report}"
     assert report.greedy.sequences == 2 and report.greedy.new_tokens == 4
-    assert len(report.norms) == len(tiny_models.norms(model)) and all(norm.elements for norm in report.norms)
+    assert len(report.norms) == len(tiny_models.norms(model)) and all(
+        norm.elements for norm in report.norms
+    )
     assert bool(report.launches) == (backend == "triton")
     assert types_of(model) == before
 
@@ -104,8 +131,14 @@ def test_patched_candidate_beside_an_unpatched_reference():
     reference = tiny_models.build("qwen3", torch.bfloat16).to(DEVICE)
     candidate = copy.deepcopy(reference)
     patch_model(candidate)
-    report = verify_equivalence(reference, candidate, IDS, max_new_tokens=2, rows_per_norm=16)
-    assert report.passed and len(report.norms) == len(tiny_models.norms(reference)) and report.launches
+    report = verify_equivalence(
+        reference, candidate, IDS, max_new_tokens=2, rows_per_norm=16
+    )
+    assert (
+        report.passed
+        and len(report.norms) == len(tiny_models.norms(reference))
+        and report.launches
+    )
 
 
 def test_inputs_may_be_ids_a_mapping_or_a_list():
@@ -119,13 +152,16 @@ def test_inputs_may_be_ids_a_mapping_or_a_list():
 
 
 def test_offloaded_model():
-    model = accelerate.cpu_offload(tiny_models.build("llama"), execution_device=torch.device("cpu"))
+    model = accelerate.cpu_offload(
+        tiny_models.build("llama"), execution_device=torch.device("cpu")
+    )
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, rows_per_norm=8)
     assert report.passed, f"\n{report}"
     assert all(p.is_meta for p in model.parameters())
 
 
-# --- what fails ---------------------------------------------------------------------------------------------------
+# --- what fails
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -135,10 +171,16 @@ def test_wrong_weight_offset_fails_the_noise_floor(dtype):
     candidate.model.layers[2].post_attention_layernorm.__class__ = OffsetNorm
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=16)
     assert not report.noise_floor.max_passed and not report.noise_floor.rms_passed
-    assert [norm.path for norm in report.norms if not norm.passed] == ["model.layers.2.post_attention_layernorm"]
+    assert [norm.path for norm in report.norms if not norm.passed] == [
+        "model.layers.2.post_attention_layernorm"
+    ]
     assert not report.passed
     first = report.greedy.first_difference
-    assert first is not None and not first.is_tie and first.reference_token != first.candidate_token
+    assert (
+        first is not None
+        and not first.is_tie
+        and first.reference_token != first.candidate_token
+    )
 
 
 def test_wrong_eps_fails_the_noise_floor_in_float32():
@@ -148,7 +190,8 @@ def test_wrong_eps_fails_the_noise_floor_in_float32():
     norm.variance_epsilon = {1e-6: 1e-5, 1e-5: 1e-6}[norm.variance_epsilon]
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
     assert not report.noise_floor.max_passed and not report.noise_floor.rms_passed
-    assert report.logits.max_abs < 0.1 and report.greedy.equal  # too little for anything but float64 to tell
+    # too little for anything but float64 to tell
+    assert report.logits.max_abs < 0.1 and report.greedy.equal
     assert [norm.passed for norm in report.norms] == [False]
 
 
@@ -159,7 +202,10 @@ def test_wrong_rounding_order_fails_norm_by_norm_where_logits_cannot_see_it():
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
     assert report.noise_floor.passed and report.greedy.passed
     (norm,) = report.norms
-    assert norm.path == "model.layers.1.input_layernorm" and norm.class_name == "LlamaRMSNorm"
+    assert (
+        norm.path == "model.layers.1.input_layernorm"
+        and norm.class_name == "LlamaRMSNorm"
+    )
     assert not norm.passed and norm.off > 100 * norm.allowed and "differ" in norm.reason
     assert not report.passed
 
@@ -172,11 +218,17 @@ def test_wrong_output_dtype_fails_norm_by_norm():
     model = tiny_models.build("llama", torch.bfloat16)
     candidate = copy.deepcopy(model)
     candidate.model.norm.__class__ = Wide
-    candidate.lm_head.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    candidate.lm_head.register_forward_pre_hook(
+        lambda module, args: (args[0].bfloat16(),)
+    )
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     norm, head = report.norms
     assert head.path == "lm_head" and head.reached and "not compared" in head.reason
-    assert not norm.passed and "returns torch.float32" in norm.reason and report.noise_floor.passed
+    assert (
+        not norm.passed
+        and "returns torch.float32" in norm.reason
+        and report.noise_floor.passed
+    )
 
 
 def one_rounding(norm, hidden_states):
@@ -189,7 +241,9 @@ def test_forwards_set_on_the_instances_are_compared():
     for _, module in tiny_models.norms(candidate):
         module.forward = types.MethodType(one_rounding, module)
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
-    assert len(report.norms) == len(tiny_models.norms(model)) and not any(norm.passed for norm in report.norms)
+    assert len(report.norms) == len(tiny_models.norms(model)) and not any(
+        norm.passed for norm in report.norms
+    )
     assert not report.passed
 
 
@@ -212,7 +266,11 @@ def pre_hook(norm):
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
-@pytest.mark.parametrize("change", [exchange, scale_an_element, hook, pre_hook], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [exchange, scale_an_element, hook, pre_hook],
+    ids=lambda change: change.__name__,
+)
 def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
     model = tiny_models.build("llama", torch.bfloat16)
     with torch.no_grad():
@@ -224,7 +282,11 @@ def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
             accelerate.cpu_offload(each, execution_device=torch.device("cpu"))
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     (norm,) = report.norms
-    assert norm.path == "model.layers.1.input_layernorm" and not norm.passed and not report.passed
+    assert (
+        norm.path == "model.layers.1.input_layernorm"
+        and not norm.passed
+        and not report.passed
+    )
 
 
 def test_the_same_hooks_and_forwards_in_both_are_no_difference():
@@ -245,13 +307,19 @@ def test_other_modules_that_differ_are_named_and_left_to_the_logits():
         candidate.model.embed_tokens.weight[int(IDS.max()) + 1 :] += 1
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     paths = {norm.path: norm for norm in report.norms}
-    assert paths["model.embed_tokens"].reached and not paths["model.embed_tokens"].elements
+    assert (
+        paths["model.embed_tokens"].reached and not paths["model.embed_tokens"].elements
+    )
 
 
 def test_weights_of_another_dtype_fail_norm_by_norm():
     model = tiny_models.build("llama", torch.bfloat16)
-    report = verify_equivalence(model, copy.deepcopy(model).float(), IDS, max_new_tokens=0)
-    assert not report.passed and any("raises RuntimeError" in norm.reason for norm in report.norms)
+    report = verify_equivalence(
+        model, copy.deepcopy(model).float(), IDS, max_new_tokens=0
+    )
+    assert not report.passed and any(
+        "raises RuntimeError" in norm.reason for norm in report.norms
+    )
 
 
 def test_tie_between_words_is_not_a_failure():
@@ -265,18 +333,36 @@ def test_tie_between_words_is_not_a_failure():
         candidate.lm_head.weight[min(top, other)] *= 1 - 2**-23
     report = verify_equivalence(model, candidate, IDS[:1], max_new_tokens=1)
     first = report.greedy.first_difference
-    assert first is not None and {first.reference_token, first.candidate_token} == {top, other}
-    assert first.is_tie and not report.greedy.equal and report.greedy.passed and report.passed
+    assert first is not None and {first.reference_token, first.candidate_token} == {
+        top,
+        other,
+    }
+    assert (
+        first.is_tie
+        and not report.greedy.equal
+        and report.greedy.passed
+        and report.passed
+    )
     assert "a tie, as rounding explains that" in str(report)
 
 
 def test_a_norm_the_inputs_do_not_reach_is_named():
     model = tiny_models.build("llama")
     model.spare = LlamaRMSNorm(64)
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
+    report = verify_equivalence(
+        model, inputs=IDS, max_new_tokens=0, backend="reference"
+    )
     spare = next(norm for norm in report.norms if norm.path == "spare")
-    assert spare.elements == 0 and spare.reason == "not reached by these inputs" and not spare.reached
-    assert report.passed and report.unreached == ("spare",) and report.to_dict()["unreached"] == ["spare"]
+    assert (
+        spare.elements == 0
+        and spare.reason == "not reached by these inputs"
+        and not spare.reached
+    )
+    assert (
+        report.passed
+        and report.unreached == ("spare",)
+        and report.to_dict()["unreached"] == ["spare"]
+    )
     lines = report.to_text(verbose=True).splitlines()
     (line,) = [line for line in lines if line.strip().startswith("spare")]
     assert "not reached" in line and "PASS" not in line
@@ -286,11 +372,14 @@ def test_a_norm_the_inputs_do_not_reach_is_named():
 def test_nothing_is_proven_where_no_norm_is_reached():
     model = tiny_models.build("llama")
     model.spare = LlamaRMSNorm(64)
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference", norms=["spare"])
+    report = verify_equivalence(
+        model, inputs=IDS, max_new_tokens=0, backend="reference", norms=["spare"]
+    )
     assert not report.norms_passed and not report.passed
 
 
-# --- the report ---------------------------------------------------------------------------------------------------
+# --- the report
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_report_prints_a_verdict_per_line_and_gives_plain_json():
@@ -302,12 +391,27 @@ def test_report_prints_a_verdict_per_line_and_gives_plain_json():
     lines = str(report).splitlines()
     assert any(line.split()[:2] == ["PASS", "error"] for line in lines)
     assert any(line.split()[:2] == ["FAIL", "norms"] for line in lines)
-    (at,) = (i for i, line in enumerate(lines) if line.split()[:2] == ["FAIL", "model.layers.1.input_layernorm:"])
-    assert "differ" in " ".join(lines[at : at + 2]) and all(len(line) <= 100 for line in lines)
-    assert lines[0] == "FAIL: norms" and len(lines) < len(report.to_text(verbose=True).splitlines())
+    (at,) = (
+        i
+        for i, line in enumerate(lines)
+        if line.split()[:2] == ["FAIL", "model.layers.1.input_layernorm:"]
+    )
+    assert "differ" in " ".join(lines[at : at + 2]) and all(
+        len(line) <= 100 for line in lines
+    )
+    assert lines[0] == "FAIL: norms" and len(lines) < len(
+        report.to_text(verbose=True).splitlines()
+    )
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert data["passed"] is False and data["noise_floor"]["passed"] is True and data["norms_passed"] is False
-    assert data["greedy"]["equal"] is True and data["norms"][0]["path"] == "model.layers.1.input_layernorm"
+    assert (
+        data["passed"] is False
+        and data["noise_floor"]["passed"] is True
+        and data["norms_passed"] is False
+    )
+    assert (
+        data["greedy"]["equal"] is True
+        and data["norms"][0]["path"] == "model.layers.1.input_layernorm"
+    )
 
 
 def test_report_of_infinite_numbers_is_plain_json():
@@ -317,25 +421,37 @@ def test_report_of_infinite_numbers_is_plain_json():
         candidate.model.norm.weight[0] = math.nan
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     assert not report.passed
-    assert str(report).startswith("FAIL: the changed model gives NaN or infinity where the original does not")
+    assert str(report).startswith(
+        "FAIL: the changed model gives NaN or infinity where the original does not"
+    )
     assert "PASS" not in str(report)
     (line,) = (line for line in str(report).splitlines() if "model.norm" in line)
     assert line.split()[0] == "FAIL"
-    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["noise_floor"]["candidate_max"] == "inf"
+    assert (
+        json.loads(json.dumps(report.to_dict(), allow_nan=False))["noise_floor"][
+            "candidate_max"
+        ]
+        == "inf"
+    )
 
 
 def test_nothing_passes_where_both_give_nan():
     model = tiny_models.build("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3] = math.nan
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, backend="reference")
+    report = verify_equivalence(
+        model, inputs=IDS, max_new_tokens=2, backend="reference"
+    )
     lines = str(report).splitlines()
-    assert lines[0].startswith("FAIL: the original gives NaN or infinity in float64 too")
+    assert lines[0].startswith(
+        "FAIL: the original gives NaN or infinity in float64 too"
+    )
     assert not report.passed and "PASS" not in str(report)
     assert [line.split()[0] for line in lines if "to float64" in line] == ["FAIL"]
 
 
-# --- the models are left alone ------------------------------------------------------------------------------------
+# --- the models are left alone
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("include", [None, "*.0.*", "*"])
@@ -355,7 +471,9 @@ def llama_in_a_dict():
     """A model with a path that is a glob, and one that this glob matches."""
     model = tiny_models.build("llama")
     first, second = model.model.layers
-    model.extra = torch.nn.ModuleDict({"x[1]": first.input_layernorm, "x1": LlamaRMSNorm(64)})
+    model.extra = torch.nn.ModuleDict(
+        {"x[1]": first.input_layernorm, "x1": LlamaRMSNorm(64)}
+    )
     first.input_layernorm = torch.nn.Sequential(model.extra["x[1]"])
     return model
 
@@ -366,10 +484,21 @@ def test_patch_of_paths_that_look_like_globs_is_restored(fails):
     fused = len(patch_model(model, exclude="extra.x1").swapped)
     before = types_of(model)
     if fails:
-        model.lm_head.register_forward_pre_hook(mock.Mock(side_effect=RuntimeError("broken on purpose")))
-    with pytest.raises(RuntimeError, match="on purpose") if fails else contextlib.nullcontext():
-        report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
-        assert report.passed and len(report.norms) == len({norm.path for norm in report.norms}) <= fused
+        model.lm_head.register_forward_pre_hook(
+            mock.Mock(side_effect=RuntimeError("broken on purpose"))
+        )
+    with (
+        pytest.raises(RuntimeError, match="on purpose")
+        if fails
+        else contextlib.nullcontext()
+    ):
+        report = verify_equivalence(
+            model, inputs=IDS, max_new_tokens=0, backend="reference"
+        )
+        assert (
+            report.passed
+            and len(report.norms) == len({norm.path for norm in report.norms}) <= fused
+        )
     assert types_of(model) == before and type(model.extra["x1"]) is LlamaRMSNorm
 
 
@@ -379,8 +508,13 @@ def test_a_path_with_glob_characters_is_verified(named):
     model.extra = torch.nn.ModuleDict({name: LlamaRMSNorm(64) for name in named})
     patch_model(model)
     before = types_of(model)
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
-    assert report.unreached == tuple(f"extra.{name}" for name in named) and types_of(model) == before
+    report = verify_equivalence(
+        model, inputs=IDS, max_new_tokens=0, backend="reference"
+    )
+    assert (
+        report.unreached == tuple(f"extra.{name}" for name in named)
+        and types_of(model) == before
+    )
 
 
 def test_patch_is_restored_exactly_under_hooks_and_after_a_change_of_eps():
@@ -388,10 +522,14 @@ def test_patch_is_restored_exactly_under_hooks_and_after_a_change_of_eps():
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     patch_model(model)
     model.model.norm.variance_epsilon = "none that could be recognised"
-    before = [(type(module), vars(module).get("_old_forward")) for module in model.modules()]
+    before = [
+        (type(module), vars(module).get("_old_forward")) for module in model.modules()
+    ]
     with pytest.raises(TypeError):
         verify_equivalence(model, inputs=IDS, max_new_tokens=0)
-    after = [(type(module), vars(module).get("_old_forward")) for module in model.modules()]
+    after = [
+        (type(module), vars(module).get("_old_forward")) for module in model.modules()
+    ]
     assert after == before
 
 
@@ -407,10 +545,14 @@ def test_fused_modules_never_run_as_the_reference():
 
 
 def test_training_flags_and_hooks_are_restored_and_dropout_is_off():
-    model = tiny_models.build("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    model = tiny_models.build(
+        "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
+    ).train()
     model.transformer.h[0].eval()
     before = [module.training for module in model.modules()]
-    report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=2, norms=["transformer.ln_f"])
+    report = verify_equivalence(
+        model, copy.deepcopy(model), IDS, max_new_tokens=2, norms=["transformer.ln_f"]
+    )
     assert report.passed and report.logits.max_abs == 0
     assert [module.training for module in model.modules()] == before
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -420,7 +562,8 @@ def test_training_flags_and_hooks_are_restored_and_dropout_is_off():
 def test_an_error_in_the_middle_changes_nothing(patch_first):
     class Broken(LlamaRMSNorm):
         def forward(self, hidden_states):
-            if torch.is_grad_enabled() or hidden_states.dtype == torch.float64:  # not in the plain reference run
+            if torch.is_grad_enabled() or hidden_states.dtype == torch.float64:
+                # not in the plain reference run
                 raise RuntimeError("broken on purpose")
             return super().forward(hidden_states)
 
@@ -430,20 +573,51 @@ def test_an_error_in_the_middle_changes_nothing(patch_first):
     model.model.norm.__class__ = Broken
     before, training = types_of(model), [module.training for module in model.modules()]
     with pytest.raises(RuntimeError, match="broken on purpose"):
-        verify_equivalence(model, copy.deepcopy(model), IDS, norms=["model.layers.0.input_layernorm"])
+        verify_equivalence(
+            model, copy.deepcopy(model), IDS, norms=["model.layers.0.input_layernorm"]
+        )
     assert types_of(model) == before
     assert [module.training for module in model.modules()] == training
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-IMAGE, WORDS = {**TOWER, "image_size": 16, "patch_size": 8}, {**TOWER, "vocab_size": 64, "max_position_embeddings": 16}
-AUDIO = {"conv_dim": (16, 16), "conv_stride": (5, 16), "conv_kernel": (10, 16), "num_conv_pos_embedding_groups": 2}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+IMAGE, WORDS = (
+    {**TOWER, "image_size": 16, "patch_size": 8},
+    {**TOWER, "vocab_size": 64, "max_position_embeddings": 16},
+)
+AUDIO = {
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 16),
+    "conv_kernel": (10, 16),
+    "num_conv_pos_embedding_groups": 2,
+}
 AUDIO |= {**TOWER, "vocab_size": 32}
 BOTH = {"text_config": WORDS, "vision_config": IMAGE}
-WHISPER = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
-WHISPER |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 64, "num_mel_bins": 8}
-WHISPER |= {"max_source_positions": 20, "max_target_positions": 16, "pad_token_id": 0, "decoder_start_token_id": 1}
+WHISPER = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
+WHISPER |= {
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "vocab_size": 64,
+    "num_mel_bins": 8,
+}
+WHISPER |= {
+    "max_source_positions": 20,
+    "max_target_positions": 16,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+}
 WHISPER |= {"bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -466,14 +640,20 @@ def test_a_model_needs_no_inputs(name, config, norms, rows):
     model = getattr(transformers, name)(getattr(transformers, kind)(**settings))
     report = verify_equivalence(model, backend="reference")
     assert report.passed, str(report)
-    assert len(report.norms) == norms and not report.unreached and report.logits.tokens == rows
+    assert (
+        len(report.norms) == norms
+        and not report.unreached
+        and report.logits.tokens == rows
+    )
 
 
 def test_a_model_without_logits_is_judged_by_its_other_outputs():
     torch.manual_seed(0)
     model = transformers.ViTModel(transformers.ViTConfig(**IMAGE)).eval()
     report = verify_equivalence(model, backend="reference")
-    assert "12 rows of outputs" in str(report) and "outputs   " in report.to_text(verbose=True)
+    assert "12 rows of outputs" in str(report) and "outputs   " in report.to_text(
+        verbose=True
+    )
     assert "KL" not in str(report) and report.logits.vocabulary == 0
     changed = copy.deepcopy(model)
     with torch.no_grad():
@@ -482,7 +662,8 @@ def test_a_model_without_logits_is_judged_by_its_other_outputs():
     assert not report.noise_floor.passed and report.logits.max_abs > 0
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------
+# --- bad input
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -490,9 +671,17 @@ def test_a_model_without_logits_is_judged_by_its_other_outputs():
     [
         ([], ValueError, "inputs are empty"),
         ({}, ValueError, "inputs are empty"),
-        (torch.empty(1, 0, dtype=torch.long), ValueError, r"inputs\[0\] is empty: input_ids has shape \(1, 0\)"),
+        (
+            torch.empty(1, 0, dtype=torch.long),
+            ValueError,
+            r"inputs\[0\] is empty: input_ids has shape \(1, 0\)",
+        ),
         (torch.tensor([[1.0, 2.0]]), ValueError, "input_ids is torch.float32"),
-        (torch.tensor([[1, 128]]), ValueError, "token ids from 1 to 128 where the model knows 0 to 127"),
+        (
+            torch.tensor([[1, 128]]),
+            ValueError,
+            "token ids from 1 to 128 where the model knows 0 to 127",
+        ),
         (torch.tensor([[-1, 5]]), ValueError, "token ids from -1 to 5"),
         ("some text", TypeError, "inputs is str"),
         (["some text"], TypeError, r"inputs\[0\] is str"),
@@ -521,20 +710,36 @@ def test_models_that_cannot_be_compared():
     model = tiny_models.build("llama")
     with pytest.raises(TypeError, match="needs loaded models, got str"):
         verify_equivalence("llama", inputs=IDS)
-    with pytest.raises(ValueError, match="vocabularies differ: 128 words in the reference, 160 in the candidate"):
+    with pytest.raises(
+        ValueError,
+        match="vocabularies differ: 128 words in the reference, 160 in the candidate",
+    ):
         verify_equivalence(model, tiny_models.build("llama", vocab_size=160), IDS)
-    with pytest.raises(ValueError, match="architectures differ: transformer.wte.weight"):
+    with pytest.raises(
+        ValueError, match="architectures differ: transformer.wte.weight"
+    ):
         verify_equivalence(tiny_models.build("gpt2"), model, IDS)
-    with pytest.raises(ValueError, match="architectures differ: model.layers.2.* missing in the reference"):
+    with pytest.raises(
+        ValueError,
+        match="architectures differ: model.layers.2.* missing in the reference",
+    ):
         verify_equivalence(model, tiny_models.build("llama", num_hidden_layers=3), IDS)
     with pytest.raises(ValueError, match="is on the meta device"):
         verify_equivalence(model, copy.deepcopy(model).to("meta"), IDS)
-    with pytest.raises(ValueError, match="LayerNorm: nothing is known of the input None: pass inputs"):
+    with pytest.raises(
+        ValueError, match="LayerNorm: nothing is known of the input None: pass inputs"
+    ):
         verify_equivalence(torch.nn.LayerNorm(8))
     model.main_input_name = "point_clouds"
-    with pytest.raises(ValueError, match="LlamaForCausalLM: nothing is known of the input 'point_clouds': pass inputs"):
+    with pytest.raises(
+        ValueError,
+        match="LlamaForCausalLM: nothing is known of the input 'point_clouds': pass inputs",
+    ):
         verify_equivalence(model)
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="Silent returns no logits and no hidden state"):
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match="Silent returns no logits and no hidden state"),
+    ):
         verify_equivalence(Silent(), inputs={"x": torch.ones(2, 8)})
     with pytest.raises(ValueError, match="norms names 'model.nrom'"):
         verify_equivalence(model, inputs=IDS, norms=["model.nrom"])
@@ -547,11 +752,17 @@ def test_models_that_cannot_be_compared():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
 def test_models_on_different_devices():
     model = tiny_models.build("llama")
-    with pytest.raises(ValueError, match="the reference is on cpu and the candidate on cuda:0: move one"):
+    with pytest.raises(
+        ValueError,
+        match="the reference is on cpu and the candidate on cuda:0: move one",
+    ):
         verify_equivalence(model, copy.deepcopy(model).cuda(), IDS)
 
 
 def test_other_architectures_compare_by_logits_alone():
-    model, other = tiny_models.build("llama"), tiny_models.build("llama", num_hidden_layers=3)
+    model, other = (
+        tiny_models.build("llama"),
+        tiny_models.build("llama", num_hidden_layers=3),
+    )
     report = verify_equivalence(model, other, IDS, norms=False, max_new_tokens=0)
     assert report.norms is None and not report.noise_floor.passed and not report.passed

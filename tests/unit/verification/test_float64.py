@@ -1,4 +1,6 @@
-"""The float64 run of a stored model: exact, no float32 left inside, and nothing left behind."""
+"""The float64 run of a stored model: exact, no float32 left inside, and nothing left
+behind.
+"""
 
 import copy
 import math
@@ -15,16 +17,31 @@ IDS = tiny_models.token_ids(2, 8)
 
 
 def llama_by_hand(model, ids):
-    """The LLaMA of Touvron et al. (2023) in float64 from stored weights and the stored rotary frequencies."""
-    config, w = model.config, {name: p.double() for name, p in model.state_dict().items()}
-    heads, groups = config.num_attention_heads, config.num_attention_heads // config.num_key_value_heads
+    """The LLaMA of Touvron et al. (2023) in float64 from stored weights and the stored
+    rotary frequencies.
+    """
+    config, w = (
+        model.config,
+        {name: p.double() for name, p in model.state_dict().items()},
+    )
+    heads, groups = (
+        config.num_attention_heads,
+        config.num_attention_heads // config.num_key_value_heads,
+    )
     size, length = model.model.layers[0].self_attn.head_dim, ids.shape[1]
 
     def norm(x, name):
-        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * w[f"{name}.weight"]
+        return (
+            x
+            / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+            * w[f"{name}.weight"]
+        )
 
     def rotate(x):
-        angle = torch.arange(length, dtype=torch.float64)[:, None] * model.model.rotary_emb.inv_freq.double()
+        angle = (
+            torch.arange(length, dtype=torch.float64)[:, None]
+            * model.model.rotary_emb.inv_freq.double()
+        )
         cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
@@ -40,7 +57,9 @@ def llama_by_hand(model, ids):
         q, k, v = (split(x @ w[f"{layer}.self_attn.{n}_proj.weight"].T) for n in "qkv")
         k, v = rotate(k).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = rotate(q) @ k.transpose(-1, -2) / math.sqrt(size) + masked
-        attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(*ids.shape, heads * size)
+        attended = (
+            (scores.softmax(-1) @ v).transpose(1, 2).reshape(*ids.shape, heads * size)
+        )
         h = h + attended @ w[f"{layer}.self_attn.o_proj.weight"].T
         x = norm(h, f"{layer}.post_attention_layernorm")
         gate, up = (x @ w[f"{layer}.mlp.{n}_proj.weight"].T for n in ("gate", "up"))
@@ -74,9 +93,13 @@ def test_float64_run_is_double_where_no_cast_is_hidden():
     torch.testing.assert_close(y, doubled, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "gemma3_text", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "qwen3", "mixtral", "gemma3_text", "phi3", "olmo2"]
+)
 def test_float64_run_serves_every_dtype_of_a_model_alike(family):
-    """Weights that bfloat16 holds exactly are the same function in both dtypes, so float64 must not see which it is."""
+    """Weights that bfloat16 holds exactly are the same function in both dtypes, so
+    float64 must not see which it is.
+    """
     half = tiny_models.build(family, torch.bfloat16)
     full = copy.deepcopy(half).float()
     for a, b in zip(half.buffers(), full.buffers(), strict=True):
@@ -88,14 +111,19 @@ def test_float64_run_serves_every_dtype_of_a_model_alike(family):
             results.append(model(IDS).logits)
         after = model.state_dict()
         assert before.keys() == after.keys()
-        assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
+        assert all(
+            torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype
+            for n in before
+        )
     torch.testing.assert_close(*results, rtol=0, atol=1e-12)
     with torch.no_grad():
         assert 0 < (full(IDS).logits - results[1]).abs().max() < 1e-4
 
 
 def test_float64_run_leaves_nothing_behind():
-    """Dynamic rotary embeddings register new buffers when a sequence outgrows the old ones."""
+    """Dynamic rotary embeddings register new buffers when a sequence outgrows the old
+    ones.
+    """
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny_models.build("llama", max_position_embeddings=4, rope_parameters=rope)
     rotary = model.model.rotary_emb
@@ -104,18 +132,24 @@ def test_float64_run_leaves_nothing_behind():
         model(IDS)
         assert rotary.inv_freq is not before[1]["inv_freq"]
     assert vars(rotary) == before[0]
-    assert rotary.inv_freq is before[1]["inv_freq"] and rotary.inv_freq.dtype == torch.float32
+    assert (
+        rotary.inv_freq is before[1]["inv_freq"]
+        and rotary.inv_freq.dtype == torch.float32
+    )
 
 
 def test_float64_run_rotates_by_the_stored_frequencies_of_each_length():
-    """A longrope embedding copies its long or its short frequencies over one buffer, by the sequence's length."""
+    """A longrope embedding copies its long or its short frequencies over one buffer, by
+    the sequence's length.
+    """
     model = tiny_models.build("phi3", **tiny_models.LONGROPE)
     rotary = model.model.rotary_emb
     for length in (8, 40):
         ids = tiny_models.token_ids(2, length)
         with torch.no_grad():
             single = model(ids).logits  # chooses the frequencies, as any run before
-        plain = tiny_models.build("phi3")  # the same model with these frequencies for any length
+        # the same model with these frequencies for any length
+        plain = tiny_models.build("phi3")
         plain.load_state_dict(model.state_dict())
         plain.model.rotary_emb.inv_freq.copy_(rotary.inv_freq)
         plain.model.rotary_emb.attention_scaling = rotary.attention_scaling
@@ -133,11 +167,15 @@ def test_float64_run_keeps_the_eps_that_float32_implies():
     with in_float64(norm):
         y = norm(x)
     eps = torch.finfo(torch.float32).eps
-    torch.testing.assert_close(y, x.double() / (x.double().square() + eps).sqrt(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        y, x.double() / (x.double().square() + eps).sqrt(), rtol=1e-12, atol=0
+    )
     assert norm.eps is None
 
 
-@pytest.mark.parametrize("write", [lambda kept, x: kept.add_(1), lambda kept, x: kept.copy_(x / 3)])
+@pytest.mark.parametrize(
+    "write", [lambda kept, x: kept.add_(1), lambda kept, x: kept.copy_(x / 3)]
+)
 def test_float64_run_refuses_a_forward_that_writes_to_stored_tensors(write):
     class Keeper(nn.Module):
         def __init__(self):
@@ -149,7 +187,12 @@ def test_float64_run_refuses_a_forward_that_writes_to_stored_tensors(write):
             return x
 
     model = Keeper()
-    with pytest.raises(RuntimeError, match="writes in place to a tensor stored in torch.float32"), in_float64(model):
+    with (
+        pytest.raises(
+            RuntimeError, match="writes in place to a tensor stored in torch.float32"
+        ),
+        in_float64(model),
+    ):
         model(torch.ones(2))
     assert model.kept.tolist() == [0, 0]
 
@@ -168,6 +211,11 @@ def test_float64_run_refuses_to_round_what_it_stores_to_half_precision():
             return x * self.kept
 
     model = Keeper()
-    with in_float64(model), pytest.raises(RuntimeError, match="writes in place to a tensor stored in torch.bfloat16"):
+    with (
+        in_float64(model),
+        pytest.raises(
+            RuntimeError, match="writes in place to a tensor stored in torch.bfloat16"
+        ),
+    ):
         model(torch.ones(1, dtype=torch.float64))
     assert not model.kept.any()

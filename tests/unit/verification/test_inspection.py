@@ -1,4 +1,6 @@
-"""`inspect_norms` and `hf-rmsnorm inspect`: the mean of every norm's input, and the price of a naive swap."""
+"""`inspect_norms` and `hf-rmsnorm inspect`: the mean of every norm's input, and the
+price of a naive swap.
+"""
 
 import copy
 import json
@@ -19,7 +21,10 @@ class PlainRMS(nn.Module):
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
 
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
+        return (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+            + self.bias
+        )
 
 
 @pytest.fixture
@@ -40,7 +45,9 @@ IDS = torch.arange(3, 35).view(2, 16)
 def test_the_mean_of_each_input_is_measured(gpt2):
     seen = {}
     handles = [
-        m.register_forward_pre_hook(lambda _, args, path=p: seen.setdefault(path, args[0]))
+        m.register_forward_pre_hook(
+            lambda _, args, path=p: seen.setdefault(path, args[0])
+        )
         for p, m in gpt2.named_modules()
         if isinstance(m, nn.LayerNorm)
     ]
@@ -67,10 +74,23 @@ def test_the_naive_swap_is_the_model_with_its_layer_norms_replaced(gpt2):
             parent, _, name = path.rpartition(".")
             setattr(swapped.get_submodule(parent), name, PlainRMS(module))
     with torch.no_grad():
-        logits, others = gpt2(input_ids=IDS).logits.double(), swapped(input_ids=IDS).logits.double()
-    kl = nn.functional.kl_div(others.log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="sum") / 32
+        logits, others = (
+            gpt2(input_ids=IDS).logits.double(),
+            swapped(input_ids=IDS).logits.double(),
+        )
+    kl = (
+        nn.functional.kl_div(
+            others.log_softmax(-1),
+            logits.log_softmax(-1),
+            log_target=True,
+            reduction="sum",
+        )
+        / 32
+    )
     assert inspection.naive.kl == pytest.approx(kl.item(), rel=1e-4)
-    loss = nn.functional.cross_entropy(others[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    loss = nn.functional.cross_entropy(
+        others[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()
+    )
     assert inspection.naive.perplexity == pytest.approx(math.exp(loss.item()), rel=1e-4)
     assert inspection.naive.kl > 1e-4
 
@@ -82,7 +102,9 @@ def test_the_model_is_left_as_it_was(gpt2):
     before = {k: v.clone() for k, v in gpt2.state_dict().items()}
     types = [type(m) for m in gpt2.modules()]
     inspect_norms(gpt2, {"input_ids": IDS})
-    assert [m.training for m in gpt2.modules()] == training and [type(m) for m in gpt2.modules()] == types
+    assert [m.training for m in gpt2.modules()] == training and [
+        type(m) for m in gpt2.modules()
+    ] == types
     assert all(torch.equal(v, before[k]) for k, v in gpt2.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in gpt2.modules())
 
@@ -97,7 +119,16 @@ def test_a_model_of_rms_norms_has_no_naive_swap():
 def test_the_command_prints_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="it draws")
     picture = tmp_path / "means.png"
-    arguments = ["inspect", "demo:gpt2", "--max-tokens", "64", "--plot", str(picture), "--after", "demo:gpt2"]
+    arguments = [
+        "inspect",
+        "demo:gpt2",
+        "--max-tokens",
+        "64",
+        "--plot",
+        str(picture),
+        "--after",
+        "demo:gpt2",
+    ]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     said = "merely replaced by RMSNorm would change perplexity"

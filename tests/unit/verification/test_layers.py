@@ -1,4 +1,6 @@
-"""`verify_equivalence` compares each fused layer with the same layer unfused: a faulty fusion is found and named."""
+"""`verify_equivalence` compares each fused layer with the same layer unfused: a faulty
+fusion is found and named.
+"""
 
 from dataclasses import replace
 
@@ -13,27 +15,36 @@ from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.reference import reference_norm, rotated
 
 IDS = tiny_models.token_ids()
-SUM, PAIR = "+ post_attention_layernorm", "q_norm, k_norm, apply_rotary_pos_emb in one launch"
+SUM, PAIR = (
+    "+ post_attention_layernorm",
+    "q_norm, k_norm, apply_rotary_pos_emb in one launch",
+)
 
 
 def verify(family="qwen3", dtype=torch.bfloat16, new_tokens=2, **config):
     model = tiny_models.build(family, dtype, **config).eval()
     with use_backend("triton"):
-        return verify_equivalence(model, inputs=IDS, max_new_tokens=new_tokens, backward=True)
+        return verify_equivalence(
+            model, inputs=IDS, max_new_tokens=new_tokens, backward=True
+        )
 
 
 @pytest.mark.parametrize(
-    "family, dtype", [("qwen3", torch.bfloat16), ("llama", torch.float32), ("gpt2", torch.float32)]
+    "family, dtype",
+    [("qwen3", torch.bfloat16), ("llama", torch.float32), ("gpt2", torch.float32)],
 )
 def test_what_is_fused_rightly_passes(family, dtype):
     report = verify(family, dtype)
     assert report.passed and report.verdict == "PASS", str(report)
     fusions = {"qwen3": {SUM, PAIR}, "llama": {SUM}, "gpt2": {"+ ln_2"}}[family]
     assert {check.path.split(": ")[1] for check in report.fused} == fusions
-    assert {check.path for check in report.gradients} >= {check.path for check in report.fused}
+    assert {check.path for check in report.gradients} >= {
+        check.path for check in report.fused
+    }
 
 
-# Each fault in the way that a kernel or the code around it could have it: a wrapper around what the layers call.
+# Each fault in the way that a kernel or the code around it could have it: a wrapper
+# around what the layers call.
 
 
 def of_the_unrounded_sum(real, x, residual, weight, bias, spec, *rest):
@@ -49,7 +60,9 @@ def rounded_once(real, x, residual, weight, bias, spec, *rest):
 
 def ten_eps(real, x, residual, weight, bias, spec, *rest):
     total, _ = real(x, residual, weight, bias, spec, *rest)
-    return total, reference_norm(total, weight, bias, spec.with_eps(10 * spec.eps + 1e-5))
+    return total, reference_norm(
+        total, weight, bias, spec.with_eps(10 * spec.eps + 1e-5)
+    )
 
 
 def another_sum(real, *args):
@@ -64,7 +77,10 @@ def dropped_summand(real, x, residual, weight, bias, spec, *rest):
 def unrounded_before_rotating(real, q, k, q_weight, k_weight, spec, cos, sin, **rest):
     tables = cos.float(), sin.float()
     sides = ((q, q_weight), (k, k_weight))
-    return tuple(rotated(reference_norm(x.float(), w.float(), None, spec), *tables).to(x.dtype) for x, w in sides)
+    return tuple(
+        rotated(reference_norm(x.float(), w.float(), None, spec), *tables).to(x.dtype)
+        for x, w in sides
+    )
 
 
 def rotated_back(real, q, k, q_weight, k_weight, spec, cos, sin, **rest):
@@ -72,7 +88,9 @@ def rotated_back(real, q, k, q_weight, k_weight, spec, cos, sin, **rest):
 
 
 def ten_eps_in_both(real, q, k, q_weight, k_weight, spec, *tables, **rest):
-    return real(q, k, q_weight, k_weight, spec.with_eps(10 * spec.eps + 1e-4), *tables, **rest)
+    return real(
+        q, k, q_weight, k_weight, spec.with_eps(10 * spec.eps + 1e-4), *tables, **rest
+    )
 
 
 FAULTS = {
@@ -105,7 +123,9 @@ def put(monkeypatch, module, wrong):
 
     def of_sums(launches, x, weight, bias, gate, residual, keep_output):
         def real(x, residual, weight, bias, spec):
-            return start(launches_of(spec), x, weight, bias, gate, residual, keep_output)
+            return start(
+                launches_of(spec), x, weight, bias, gate, residual, keep_output
+            )
 
         return wrong(real, x, residual, weight, bias, launches.spec)
 
@@ -123,7 +143,9 @@ def test_a_fault_in_a_fusion_is_named(fault, monkeypatch):
 
 
 def test_q_and_k_that_are_rounded_less_often_pass_by_the_noise_floor(monkeypatch):
-    """Their launch promises no bits: it may differ from the norms apart as much as these differ from float64."""
+    """Their launch promises no bits: it may differ from the norms apart as much as
+    these differ from float64.
+    """
     put(monkeypatch, attention, unrounded_before_rotating)
     report = verify(new_tokens=0, num_hidden_layers=1)
     (check,) = [check for check in report.fused if PAIR in check.path]
@@ -131,7 +153,9 @@ def test_q_and_k_that_are_rounded_less_often_pass_by_the_noise_floor(monkeypatch
 
 
 class _Losing(torch.autograd.Function):
-    """The norm with the gradient that a kernel without the means of dy * weight, or of it times xhat, has."""
+    """The norm with the gradient that a kernel without the means of dy * weight, or of
+    it times xhat, has.
+    """
 
     @staticmethod
     def forward(ctx, x, y, weight, bias, spec, lost):
@@ -145,37 +169,58 @@ class _Losing(torch.autograd.Function):
         x, dy = x - x.mean(-1, keepdim=True) * ctx.spec.centered, dy.float()
         rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.spec.eps)
         g, xhat = dy * weight, x * rstd
-        mean, projection = g.mean(-1, keepdim=True) * ctx.spec.centered, xhat * (g * xhat).mean(-1, keepdim=True)
-        dx = rstd * (g - mean * (ctx.lost != "mean") - projection * (ctx.lost != "projection"))
-        dtype, of_rows = ctx.saved_tensors[1].dtype, [t.flatten(0, -2).sum(0) for t in (dy * xhat, dy)]
+        mean, projection = (
+            g.mean(-1, keepdim=True) * ctx.spec.centered,
+            xhat * (g * xhat).mean(-1, keepdim=True),
+        )
+        dx = rstd * (
+            g - mean * (ctx.lost != "mean") - projection * (ctx.lost != "projection")
+        )
+        dtype, of_rows = (
+            ctx.saved_tensors[1].dtype,
+            [t.flatten(0, -2).sum(0) for t in (dy * xhat, dy)],
+        )
         dbias = of_rows[1].to(dtype) if ctx.spec.has_bias else None
         return dx.to(dtype), None, of_rows[0].to(dtype), dbias, None, None
 
 
 @pytest.mark.parametrize(
     "family, lost, dtype, hidden_size",
-    [("starcoder2", "mean", torch.float32, 64), ("qwen3", "projection", torch.bfloat16, 1024)],
+    [
+        ("starcoder2", "mean", torch.float32, 64),
+        ("qwen3", "projection", torch.bfloat16, 1024),
+    ],
 )
-def test_a_gradient_that_loses_a_mean_is_named(family, lost, dtype, hidden_size, monkeypatch):
+def test_a_gradient_that_loses_a_mean_is_named(
+    family, lost, dtype, hidden_size, monkeypatch
+):
     def wrong(real, x, residual, weight, bias, spec):
         total, y = real(x, residual, weight, bias, spec)
         return total, _Losing.apply(total, y, weight, bias, spec, lost)
 
     put(monkeypatch, sums, wrong)
-    report = verify(family, dtype, new_tokens=0, hidden_size=hidden_size, num_hidden_layers=1)
-    failed = {check.path.split(": ")[-1] for check in report.gradients if not check.passed}
+    report = verify(
+        family, dtype, new_tokens=0, hidden_size=hidden_size, num_hidden_layers=1
+    )
+    failed = {
+        check.path.split(": ")[-1] for check in report.gradients if not check.passed
+    }
     assert failed == {SUM}, report
     assert all(check.passed for check in report.fused), "the forward is right"
 
 
 def test_a_mask_that_is_dropped_is_named(monkeypatch):
-    """The columns of the next row count among those of this one, as without a mask where a tile is wider than a row."""
+    """The columns of the next row count among those of this one, as without a mask
+    where a tile is wider than a row.
+    """
 
     def widened(y, x, spec):
         columns = x.shape[-1]
         rows = x.reshape(-1, columns).float()
         wide = torch.cat([rows, rows.roll(-1, 0)[:, : columns // 2]], -1)
-        factor = (rows.square().mean(-1) + spec.eps).sqrt() / (wide.square().sum(-1) / columns + spec.eps).sqrt()
+        factor = (rows.square().mean(-1) + spec.eps).sqrt() / (
+            wide.square().sum(-1) / columns + spec.eps
+        ).sqrt()
         return (y.float() * factor.view(*x.shape[:-1], 1)).to(y.dtype)
 
     run, fused = norm_module.run, norm_module.fused_norm
@@ -185,7 +230,9 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
         return None if y is None else widened(y, x, launches.spec)
 
     monkeypatch.setattr(norm_module, "run", widened_run)
-    monkeypatch.setattr(norm_module, "fused_norm", lambda x, *a: widened(fused(x, *a), x, a[2]))
+    monkeypatch.setattr(
+        norm_module, "fused_norm", lambda x, *a: widened(fused(x, *a), x, a[2])
+    )
     report = verify("llama", torch.float32)
     assert [check for check in report.norms if not check.passed] and not report.passed
 
@@ -211,15 +258,26 @@ def test_nothing_is_verified_where_no_kernel_ran(monkeypatch):
     from hf_rmsnorm.ops import backend
 
     monkeypatch.setattr(backend, "device_refusal", lambda *_: "there is no kernel here")
-    model = tiny_models.build("llama", hidden_size=72).eval()  # of a size that no launch is kept for
+    # of a size that no launch is kept for
+    model = tiny_models.build("llama", hidden_size=72).eval()
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
-    assert report.nothing_ran and not report.passed and report.verdict == report.to_dict()["verdict"]
+    assert (
+        report.nothing_ran
+        and not report.passed
+        and report.verdict == report.to_dict()["verdict"]
+    )
     assert report.verdict == "NOTHING VERIFIED"
     told = " ".join(str(report).split())
-    assert told.startswith("NOTHING VERIFIED: no kernel ran, as there is no kernel here: set TRITON_INTERPRET=1")
+    assert told.startswith(
+        "NOTHING VERIFIED: no kernel ran, as there is no kernel here: set TRITON_INTERPRET=1"
+    )
     assert 'or pass backend="reference"' in told and "PASS" not in told
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, backend="reference")
-    assert report.passed and not report.launches, "the plain formula is not the model's own forward"
+    report = verify_equivalence(
+        model, inputs=IDS, max_new_tokens=2, backend="reference"
+    )
+    assert report.passed and not report.launches, (
+        "the plain formula is not the model's own forward"
+    )
 
 
 def test_models_without_a_patch_are_compared_as_ever():

@@ -12,14 +12,27 @@ from hf_rmsnorm.verification.noise import compare_logits
 def test_measures_are_those_of_their_definition():
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(100, 7, generator=generator, dtype=torch.float64) * 3
-    reference, candidate = exact.float(), (exact + 0.01 * torch.randn(exact.shape, generator=generator)).float()
+    reference, candidate = (
+        exact.float(),
+        (exact + 0.01 * torch.randn(exact.shape, generator=generator)).float(),
+    )
     difference, floor = compare_logits(
-        [reference[:30], reference[30:]], [candidate[:30], candidate[30:]], [exact[:30], exact[30:]]
+        [reference[:30], reference[30:]],
+        [candidate[:30], candidate[30:]],
+        [exact[:30], exact[30:]],
     )
     d = (reference.double() - candidate.double()).abs()
     p, q = reference.double().log_softmax(-1), candidate.double().log_softmax(-1)
     kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-    expected = (100, 7, d.max(), d.mean(), kl.mean(), kl.max(), (p.argmax(-1) == q.argmax(-1)).double().mean())
+    expected = (
+        100,
+        7,
+        d.max(),
+        d.mean(),
+        kl.mean(),
+        kl.max(),
+        (p.argmax(-1) == q.argmax(-1)).double().mean(),
+    )
     got = (
         difference.tokens,
         difference.vocabulary,
@@ -31,7 +44,9 @@ def test_measures_are_those_of_their_definition():
     )
     assert got == pytest.approx([float(value) for value in expected])
     assert floor.reference_max == (reference.double() - exact).abs().max().item()
-    assert floor.candidate_rms == pytest.approx((candidate.double() - exact).square().mean().sqrt().item())
+    assert floor.candidate_rms == pytest.approx(
+        (candidate.double() - exact).square().mean().sqrt().item()
+    )
     assert not floor.passed
 
 

@@ -1,4 +1,6 @@
-"""Quantised weights in a float64 run: never read by arithmetic that does not know what their codes mean."""
+"""Quantised weights in a float64 run: never read by arithmetic that does not know what
+their codes mean.
+"""
 
 import pytest
 import tiny_models
@@ -12,22 +14,32 @@ IDS = tiny_models.token_ids(2, 8)
 
 
 class Packed(nn.Module):
-    """As GPTQ's: eight values of four bits in an int32, and a forward that knows its own dtype alone."""
+    """As GPTQ's: eight values of four bits in an int32, and a forward that knows its
+    own dtype alone.
+    """
 
     def __init__(self, linear):
         super().__init__()
         scale = linear.weight.abs().amax(1, keepdim=True) / 7
-        codes = (linear.weight / scale).round().add(8).to(torch.int32).unflatten(1, (-1, 8))
-        self.register_buffer("qweight", sum(codes[..., i] << 4 * i for i in range(8)).to(torch.int32))
+        codes = (
+            (linear.weight / scale).round().add(8).to(torch.int32).unflatten(1, (-1, 8))
+        )
+        self.register_buffer(
+            "qweight", sum(codes[..., i] << 4 * i for i in range(8)).to(torch.int32)
+        )
         self.register_buffer("scales", scale)
         self.act = nn.Identity()
 
     def unpacked(self):
-        codes = torch.stack([self.qweight >> 4 * i & 15 for i in range(8)], -1).flatten(1) - 8
+        codes = (
+            torch.stack([self.qweight >> 4 * i & 15 for i in range(8)], -1).flatten(1)
+            - 8
+        )
         return codes.to(self.scales.dtype) * self.scales
 
     def forward(self, x):
-        y = torch.full((*x.shape[:-1], len(self.scales)), float("nan"), dtype=x.dtype)  # memory that no kernel writes
+        # memory that no kernel writes
+        y = torch.full((*x.shape[:-1], len(self.scales)), float("nan"), dtype=x.dtype)
         if x.dtype == self.scales.dtype:
             y.copy_(x @ self.unpacked().T)
         return y
@@ -38,7 +50,9 @@ class Float8(nn.Module):
 
     def __init__(self, linear):
         super().__init__()
-        self.weight = nn.Parameter(linear.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight = nn.Parameter(
+            linear.weight.to(torch.float8_e4m3fn), requires_grad=False
+        )
 
     def forward(self, x):
         assert x.dtype == torch.bfloat16
@@ -53,13 +67,17 @@ def unpack(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 class ReadsCodes(nn.Module):
-    """Reads the codes of a child outside of it, by an operator that has no float64, as DoRA does."""
+    """Reads the codes of a child outside of it, by an operator that has no float64, as
+    DoRA does.
+    """
 
     def __init__(self, linear):
         super().__init__()
         self.base = nn.Module()
         scale = linear.weight.abs().amax(1, keepdim=True).float() / 127
-        self.base.register_buffer("weight", (linear.weight.float() / scale).round().to(torch.int8))
+        self.base.register_buffer(
+            "weight", (linear.weight.float() / scale).round().to(torch.int8)
+        )
         self.scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, x):
@@ -76,7 +94,9 @@ def replaced(make):
 
 @pytest.mark.parametrize("make", [Packed, Float8, ReadsCodes])
 def test_a_model_with_codes_for_weights_is_verified(make):
-    report = verify_equivalence(replaced(make), inputs=IDS, max_new_tokens=2, backend="reference")
+    report = verify_equivalence(
+        replaced(make), inputs=IDS, max_new_tokens=2, backend="reference"
+    )
     assert report.passed and 0 < report.noise_floor.reference_max < 0.1
     assert report.quantised == {"Module" if make is ReadsCodes else make.__name__: 2}
 
@@ -99,5 +119,7 @@ def test_a_small_mask_beside_plain_weights_changes_nothing():
     model = tiny_models.build("llama")
     attention = model.model.layers[0].self_attn
     attention.register_buffer("bias", torch.ones(8, 8, dtype=torch.uint8).tril())
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="reference")
+    report = verify_equivalence(
+        model, inputs=IDS, max_new_tokens=0, backend="reference"
+    )
     assert report.passed and not report.quantised and "quantised" not in str(report)

@@ -13,7 +13,9 @@ from hf_rmsnorm.verification.tolerance import FACTOR, ulp
 def test_ulp_is_the_distance_to_the_next_number(dtype):
     y = torch.tensor([1.0, 1.5, 1.9375, 2.0, -3.0, 1000.0, 2.0**-10, 0.0], dtype=dtype)
     above = torch.nextafter(y.abs(), torch.full_like(y, math.inf))
-    torch.testing.assert_close(ulp(y, dtype), above.double() - y.abs().double(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        ulp(y, dtype), above.double() - y.abs().double(), rtol=0, atol=0
+    )
 
 
 def test_a_result_may_have_one_and_a_half_times_the_error_of_eager_and_one_ulp():
@@ -26,6 +28,8 @@ def test_a_result_may_have_one_and_a_half_times_the_error_of_eager_and_one_ulp()
     far = eager.clone()
     far[::2] += 0.4e-3  # none too far, but too many
     with pytest.raises(AssertionError, match="rms error"):
-        assert_as_accurate(far, torch.where(torch.arange(64) == 0, eager, exact.float()), exact)
+        assert_as_accurate(
+            far, torch.where(torch.arange(64) == 0, eager, exact.float()), exact
+        )
     with pytest.raises(AssertionError, match="eager gives"):
         assert_as_accurate(eager.double(), eager, exact)

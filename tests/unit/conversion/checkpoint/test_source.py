@@ -1,4 +1,6 @@
-"""A source that is broken, or no checkpoint: one line with what, where and the cure, and nothing is written."""
+"""A source that is broken, or no checkpoint: one line with what, where and the cure,
+and nothing is written.
+"""
 
 import json
 import shutil
@@ -7,7 +9,15 @@ import struct
 import pytest
 import tiny_models
 import torch
-from checkpoints import CONFIG, INDEX, assert_refused, tiny, trained, write_checkpoint, write_plan
+from checkpoints import (
+    CONFIG,
+    INDEX,
+    assert_refused,
+    tiny,
+    trained,
+    write_checkpoint,
+    write_plan,
+)
 from safetensors.torch import load_file, save_file
 
 from hf_rmsnorm.cli.main import main
@@ -35,7 +45,9 @@ DAMAGES = {
     "a byte short": lambda data: data[:-1],
     "zeros": lambda data: bytes(len(data)),
     "huge header length": lambda data: struct.pack("<Q", 1 << 60) + data[8:],
-    "hole": lambda data: shard_bytes({"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, bytes(12)),
+    "hole": lambda data: shard_bytes(
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, bytes(12)
+    ),
     "a page of the web": lambda data: b"<!DOCTYPE html><html>not found</html>",
 }
 
@@ -60,7 +72,10 @@ def test_an_index_that_names_no_file_beside_it(src, name):
     assert_refused(PLAN, src, INDEX, "no file in its folder", "download it again")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"wte.weight": 7}}', "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"wte.weight": 7}}', "\xff"],
+)
 def test_a_damaged_index(src, text):
     (src / INDEX).write_bytes(text.encode("latin-1"))
     assert_refused(PLAN, src, INDEX, "download it again")
@@ -86,7 +101,13 @@ class Evil:
 def test_pickles_run_no_code_and_torchs_unsafe_advice_is_not_repeated(tmp_path):
     src = pickled(tmp_path / "src", {"w": Evil(tmp_path / "ran")})
     assert_refused(PLAN, src, "pickles", "allow_pickle=True", "safetensors")
-    assert_refused(PLAN, src, "pytorch_model.bin: a pickle that runs code", "safetensors", allow_pickle=True)
+    assert_refused(
+        PLAN,
+        src,
+        "pytorch_model.bin: a pickle that runs code",
+        "safetensors",
+        allow_pickle=True,
+    )
     with pytest.raises(ConversionError) as error:
         write_plan(PLAN, src, tmp_path / "dst", allow_pickle=True)
     assert "weights_only" not in str(error.value) and not (tmp_path / "ran").exists()
@@ -94,26 +115,49 @@ def test_pickles_run_no_code_and_torchs_unsafe_advice_is_not_repeated(tmp_path):
 
 @pytest.mark.parametrize(
     "state",
-    [{"state_dict": {"w": torch.ones(2)}, "step": 3}, [torch.ones(2)], {"w": torch.ones(2, 2).to_sparse()}],
+    [
+        {"state_dict": {"w": torch.ones(2)}, "step": 3},
+        [torch.ones(2)],
+        {"w": torch.ones(2, 2).to_sparse()},
+    ],
     ids=["training", "list", "sparse"],
 )
 def test_pickles_that_hold_no_state_dict(tmp_path, state):
     src = pickled(tmp_path / "src", state)
-    assert_refused(PLAN, src, "pytorch_model.bin", "save the model's state dict alone", allow_pickle=True)
+    assert_refused(
+        PLAN,
+        src,
+        "pytorch_model.bin",
+        "save the model's state dict alone",
+        allow_pickle=True,
+    )
 
 
 @pytest.mark.parametrize("data", [b"", b"PK\x03\x04", LFS])
 def test_truncated_pickles(tmp_path, data):
     src = pickled(tmp_path / "src", {})
     (src / "pytorch_model.bin").write_bytes(data)
-    assert_refused(PLAN, src, "pytorch_model.bin", "git lfs pull" if data == LFS else "corrupt", allow_pickle=True)
+    assert_refused(
+        PLAN,
+        src,
+        "pytorch_model.bin",
+        "git lfs pull" if data == LFS else "corrupt",
+        allow_pickle=True,
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_quantised_models(tmp_path, nested):
     config = {"quantization_config": {"quant_method": "gptq"}}
-    src = write_checkpoint(tmp_path / "src", tiny()[0], config={"text_config": config} if nested else config)
-    with pytest.raises(ConversionRefused, match="config.json: quantised: convert the unquantised model, then quantise"):
+    src = write_checkpoint(
+        tmp_path / "src",
+        tiny()[0],
+        config={"text_config": config} if nested else config,
+    )
+    with pytest.raises(
+        ConversionRefused,
+        match="config.json: quantised: convert the unquantised model, then quantise",
+    ):
         write_plan(PLAN, src, tmp_path / "dst")
 
 
@@ -130,9 +174,15 @@ def remove_weights(src):
 
 WITHOUT = {
     "an index": (lambda src: (src / INDEX).unlink(), [FIRST, f"download {INDEX} too"]),
-    "a shard": (lambda src: (src / SECOND).unlink(), [INDEX, SECOND, "missing", "download"]),
+    "a shard": (
+        lambda src: (src / SECOND).unlink(),
+        [INDEX, SECOND, "missing", "download"],
+    ),
     "weights": (remove_weights, ["model.safetensors", "download the weights"]),
-    "all but a variant": (keep_a_variant, ["model.fp16.safetensors as a variant", "rename it"]),
+    "all but a variant": (
+        keep_a_variant,
+        ["model.fp16.safetensors as a variant", "rename it"],
+    ),
 }
 
 
@@ -148,7 +198,10 @@ def test_folders_that_hold_no_checkpoint(src, tmp_path):
     (src / "adapter_config.json").write_text("{}")
     assert_refused(PLAN, src, "holds an adapter too", "convert_adapter")
     (src / "config.json").unlink()
-    with pytest.raises(ConversionRefused, match="src has no config.json: pass the folder of a Transformers checkpoint"):
+    with pytest.raises(
+        ConversionRefused,
+        match="src has no config.json: pass the folder of a Transformers checkpoint",
+    ):
         write_plan(PLAN, src, tmp_path / "dst")
 
 
@@ -156,8 +209,12 @@ BROKEN = {
     "a shard": lambda src: sorted(src.glob("model-*"))[1].unlink(),
     "the index": lambda src: (src / INDEX).unlink(),
     "a header": lambda src: sorted(src.glob("model-*"))[1].write_bytes(b"x"),
-    "model_type": lambda src: (src / "config.json").write_text('{"architectures": ["UNet"]}'),
-    "a shape": lambda src: (src / "config.json").write_text((src / "config.json").read_text().replace("128", "96")),
+    "model_type": lambda src: (src / "config.json").write_text(
+        '{"architectures": ["UNet"]}'
+    ),
+    "a shape": lambda src: (src / "config.json").write_text(
+        (src / "config.json").read_text().replace("128", "96")
+    ),
 }
 
 
@@ -169,7 +226,9 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_folder_is_one_line_before_anything_is_printed(what, whole, tmp_path, capsys):
+def test_a_broken_folder_is_one_line_before_anything_is_printed(
+    what, whole, tmp_path, capsys
+):
     """The same whether the result is to be verified or not."""
     src = tmp_path / "src"
     shutil.copytree(whole, src)
@@ -193,10 +252,22 @@ def test_a_broken_folder_is_one_line_before_anything_is_printed(what, whole, tmp
             CentringPlan(scale=(Scale("h.0.out.weight", 1, "h.0.scale"),)),
             ["h.0.out.weight has another shape", "of other weights"],
         ),
-        (CentringPlan(centre=(Centre("wte.weight", 2, 12),)), ["wte.weight has another shape"]),
-        (CentringPlan(centre=(Centre("wte.weight", 1, 5),)), ["wte.weight has another shape"]),
-        (CentringPlan(centre=(Centre("wte.weight", 1, 6, (1, 2)),)), ["wte.weight has another shape"]),
-        (CentringPlan(copy=(Copy("h.0.out.bias", "h.0.scale"),)), ["h.0.out.bias", "differs", "h.0.scale"]),
+        (
+            CentringPlan(centre=(Centre("wte.weight", 2, 12),)),
+            ["wte.weight has another shape"],
+        ),
+        (
+            CentringPlan(centre=(Centre("wte.weight", 1, 5),)),
+            ["wte.weight has another shape"],
+        ),
+        (
+            CentringPlan(centre=(Centre("wte.weight", 1, 6, (1, 2)),)),
+            ["wte.weight has another shape"],
+        ),
+        (
+            CentringPlan(copy=(Copy("h.0.out.bias", "h.0.scale"),)),
+            ["h.0.out.bias", "differs", "h.0.scale"],
+        ),
     ],
     ids=str,
 )
@@ -206,7 +277,10 @@ def test_plans_of_another_checkpoint(src, plan, words):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_quantised_tensors_that_write_to_the_stream(tmp_path, dtype):
-    src = write_checkpoint(tmp_path / "src", [{"w": torch.ones(4, 4).to(dtype), "by": torch.ones(4).to(dtype)}])
+    src = write_checkpoint(
+        tmp_path / "src",
+        [{"w": torch.ones(4, 4).to(dtype), "by": torch.ones(4).to(dtype)}],
+    )
     ways_out = ("quantised", "convert the unquantised model", "then quantise")
     assert_refused(CentringPlan(centre=(Centre("w", 0, 4),)), src, "w is", *ways_out)
     assert_refused(CentringPlan(scale=(Scale("w", 0, "by"),)), src, "by is", *ways_out)
@@ -215,15 +289,28 @@ def test_quantised_tensors_that_write_to_the_stream(tmp_path, dtype):
 @pytest.mark.parametrize("value", ["NaN", "too large"])
 def test_what_centring_cannot_hold_leaves_nothing_behind(tmp_path, value):
     weight = trained(4, 6, dtype=torch.float16)
-    weight[1] = float("nan") if value == "NaN" else torch.tensor([6e4, -6e4, 6e4, 6e4, 6e4, 6e4])
+    weight[1] = (
+        float("nan")
+        if value == "NaN"
+        else torch.tensor([6e4, -6e4, 6e4, 6e4, 6e4, 6e4])
+    )
     src = write_checkpoint(tmp_path / "src", [{"a": trained(2)}, {"w": weight}])
-    words = ["NaN or infinity in 'w'"] if value == "NaN" else ["'w (float16)' past the largest number", "bfloat16"]
+    words = (
+        ["NaN or infinity in 'w'"]
+        if value == "NaN"
+        else ["'w (float16)' past the largest number", "bfloat16"]
+    )
     assert_refused(CentringPlan(centre=(Centre("w", 1, 6),)), src, *words)
 
 
 def other_names(folder, how):
-    """Give the tensors of a GPT-2 other names that Transformers takes too, beside files that it does not read."""
-    tensors = {name.removeprefix("transformer."): t for name, t in load_file(folder / "model.safetensors").items()}
+    """Give the tensors of a GPT-2 other names that Transformers takes too, beside files
+    that it does not read.
+    """
+    tensors = {
+        name.removeprefix("transformer."): t
+        for name, t in load_file(folder / "model.safetensors").items()
+    }
     (folder / "model.safetensors").unlink()
     if how == "a pickle":
         torch.save(tensors, folder / "pytorch_model.bin")
@@ -234,20 +321,30 @@ def other_names(folder, how):
         save_file(prefixed, folder / "model.fp16.safetensors")
     elif how == "a stale index":
         weight_map = dict.fromkeys(prefixed, "model-00001-of-00002.safetensors")
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     elif how == "a pointer of Git LFS":
         (folder / "consolidated.safetensors").write_bytes(LFS)
         (folder / "pytorch_model.bin").write_bytes(LFS)
     elif how == "an adapter":
-        save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, folder / "adapter_model.safetensors")
+        save_file(
+            {"base_model.model.x.lora_A.weight": torch.ones(2, 2)},
+            folder / "adapter_model.safetensors",
+        )
 
 
-@pytest.mark.parametrize("how", ["a pickle", "a variant", "a stale index", "a pointer of Git LFS", "an adapter"])
+@pytest.mark.parametrize(
+    "how",
+    ["a pickle", "a variant", "a stale index", "a pointer of Git LFS", "an adapter"],
+)
 def test_names_are_those_that_transformers_loads(how, tmp_path, capsys):
     src = tmp_path / "src"
     tiny_models.build("gpt2").save_pretrained(src)
     other_names(src, how)
     options = ["--allow-pickle"] if how == "a pickle" else []
-    assert main(["convert", str(src), str(tmp_path / "dst"), "--no-verify", *options]) == 0, capsys.readouterr().err
+    assert (
+        main(["convert", str(src), str(tmp_path / "dst"), "--no-verify", *options]) == 0
+    ), capsys.readouterr().err
     made = load_file(tmp_path / "dst" / "model.safetensors")
     assert "wte.weight" in made and made["wte.weight"].mean(1).abs().max() < 1e-7

@@ -1,4 +1,6 @@
-"""Parameters are found in the checkpoint that Transformers writes, renamed, split, stacked or tied."""
+"""Parameters are found in the checkpoint that Transformers writes, renamed, split,
+stacked or tied.
+"""
 
 import pytest
 import tiny_models
@@ -20,28 +22,52 @@ def test_every_parameter_is_found_under_its_own_name():
 def test_experts_are_found_where_the_checkpoint_has_them_one_by_one():
     model = tiny_models.build("mixtral")
     keys, saved = KeyMap(model), saved_tensors(model)
-    (stacked,) = [name for name, _ in model.named_parameters() if "layers.0" in name and name.endswith("down_proj")]
+    (stacked,) = [
+        name
+        for name, _ in model.named_parameters()
+        if "layers.0" in name and name.endswith("down_proj")
+    ]
     found = keys.of(stacked)
     assert len(found) == 2 and all(".experts." in key for key in found)
     sums = model.get_parameter(stacked).sum((1, 2)).tolist()
-    assert sorted(saved[key].sum().item() for key in found) == pytest.approx(sorted(sums), abs=1e-4)
+    assert sorted(saved[key].sum().item() for key in found) == pytest.approx(
+        sorted(sums), abs=1e-4
+    )
 
 
 def test_a_tied_parameter_is_copied_from_what_is_saved():
-    tied, untied = (tiny_models.build("llama", tie_word_embeddings=tie) for tie in (True, False))
+    tied, untied = (
+        tiny_models.build("llama", tie_word_embeddings=tie) for tie in (True, False)
+    )
     of_tied = KeyMap(tied)
-    assert of_tied.aliases["lm_head.weight"] == "model.embed_tokens.weight" and of_tied.unsaved() == set()
-    assert KeyMap(untied).untie(of_tied) == (Copy("lm_head.weight", "model.embed_tokens.weight"),)
-    with pytest.raises(ConversionRefused, match="is tied to something that the checkpoint does not hold"):
-        KeyMap(untied).untie(KeyMap(tiny_models.build("llama", vocab_size=130, tie_word_embeddings=True)))
+    assert (
+        of_tied.aliases["lm_head.weight"] == "model.embed_tokens.weight"
+        and of_tied.unsaved() == set()
+    )
+    assert KeyMap(untied).untie(of_tied) == (
+        Copy("lm_head.weight", "model.embed_tokens.weight"),
+    )
+    with pytest.raises(
+        ConversionRefused,
+        match="is tied to something that the checkpoint does not hold",
+    ):
+        KeyMap(untied).untie(
+            KeyMap(tiny_models.build("llama", vocab_size=130, tie_word_embeddings=True))
+        )
 
 
 def test_blocks_that_write_to_the_stream_become_operations_on_the_checkpoint():
     keys = KeyMap(tiny_models.build("llama"))
     name = "model.layers.1.mlp.down_proj.weight"
-    assert keys.centre([ResidualWeight(name, 0, 64, (0,))]) == (Centre(name, 0, 64, None),)
+    assert keys.centre([ResidualWeight(name, 0, 64, (0,))]) == (
+        Centre(name, 0, 64, None),
+    )
     embedding = ResidualWeight("model.embed_tokens.weight", 1, 16, (0, 2))
-    assert keys.centre([embedding]) == (Centre("model.embed_tokens.weight", 1, 16, (0, 2)),)
-    assert keys.scale(name, 0, "model.norm.weight") == [Scale(name, 0, "model.norm.weight")]
+    assert keys.centre([embedding]) == (
+        Centre("model.embed_tokens.weight", 1, 16, (0, 2)),
+    )
+    assert keys.scale(name, 0, "model.norm.weight") == [
+        Scale(name, 0, "model.norm.weight")
+    ]
     with pytest.raises(ConversionRefused, match="is stored in another order than"):
         keys.scale(name, 1, "model.norm.weight")  # 96 columns

@@ -1,4 +1,6 @@
-"""Parameters that the inputs do not reach: left as they are with a note, known to be harmless, or refused."""
+"""Parameters that the inputs do not reach: left as they are with a note, known to be
+harmless, or refused.
+"""
 
 import pytest
 import torch
@@ -16,10 +18,17 @@ from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 SOUND = {
-    **SMALL, "do_stable_layer_norm": True, "feat_extract_norm": "layer", "conv_dim": (16,) * 7,
-    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+    **SMALL, "do_stable_layer_norm": True, "feat_extract_norm": "layer",
+    "conv_dim": (16,) * 7, "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
 }  # fmt: skip
 
 
@@ -28,12 +37,16 @@ def test_a_mask_token_stays_and_the_plan_says_so(cls):
     plan = discover(make_proxy(config_of("dinov2"), model_class=cls))
     assert all(norm.becomes_rms for norm in plan.norms)
     assert any(key.endswith("embeddings.mask_token") for key in plan.undetermined)
-    assert any("mask_token' stays as it is: with masked patches" in note for note in plan.notes)
+    assert any(
+        "mask_token' stays as it is: with masked patches" in note for note in plan.notes
+    )
 
 
 def fuyu():
     text = {**SMALL, "model_type": "persimmon", "qk_layernorm": True}
-    return AutoConfig.for_model("fuyu", **SMALL, text_config=text, patch_size=4, image_token_id=5)
+    return AutoConfig.for_model(
+        "fuyu", **SMALL, text_config=text, patch_size=4, image_token_id=5
+    )
 
 
 def with_an_image(model):
@@ -43,30 +56,51 @@ def with_an_image(model):
 
 
 def test_what_only_other_inputs_reach_is_refused_and_converted_with_them():
-    with pytest.raises(ConversionRefused, match="no use of 'model.vision_embed_tokens.bias' and 1 more.*pass inputs"):
+    with pytest.raises(
+        ConversionRefused,
+        match="no use of 'model.vision_embed_tokens.bias' and 1 more.*pass inputs",
+    ):
         discover(make_proxy(fuyu()))
     proxy = make_proxy(fuyu(), inputs=with_an_image)
     plan = discover(proxy)
-    assert {"vision_embed_tokens.weight", "vision_embed_tokens.bias"} <= {c.key for c in plan.centre}
+    assert {"vision_embed_tokens.weight", "vision_embed_tokens.bias"} <= {
+        c.key for c in plan.centre
+    }
     assert prove(plan, proxy).passed and not plan.undetermined
 
 
 def test_a_masked_frame_of_norms_that_stay_does_not_matter():
-    plan = discover(make_proxy(AutoConfig.for_model("hubert", **SOUND), model_class=HubertForCTC))
+    plan = discover(
+        make_proxy(AutoConfig.for_model("hubert", **SOUND), model_class=HubertForCTC)
+    )
     assert any(norm.becomes_rms for norm in plan.norms)
     assert not any("masked_spec_embed" in c.key for c in plan.centre)
 
 
 def test_a_layer_whose_like_is_known_does_not_matter():
-    """Attention over the one patch that the last stage has does not depend on queries and keys."""
-    sizes = {"image_size": 16, "patch_size": 4, "window_size": 2, "depths": (1, 1, 1), "num_heads": (2, 2, 2)}
+    """Attention over the one patch that the last stage has does not depend on queries
+    and keys.
+    """
+    sizes = {
+        "image_size": 16,
+        "patch_size": 4,
+        "window_size": 2,
+        "depths": (1, 1, 1),
+        "num_heads": (2, 2, 2),
+    }
     config = AutoConfig.for_model("swinv2", **sizes, embed_dim=8)
     plan = discover(make_proxy(config))
     assert plan.undetermined and all(".layers.2." in key for key in plan.undetermined)
 
 
 def test_a_second_name_of_the_heads_bias_does_not_matter():
-    config = AutoConfig.for_model("xlm-roberta-xl", **SMALL, max_position_embeddings=64, is_decoder=True)
+    config = AutoConfig.for_model(
+        "xlm-roberta-xl", **SMALL, max_position_embeddings=64, is_decoder=True
+    )
     plan = discover(make_proxy(config, model_class=XLMRobertaXLForCausalLM))
-    assert plan.undetermined == ("lm_head.bias",) and "lm_head.bias" not in {c.key for c in plan.centre}
-    assert any("No output depended on 1 tensors, lm_head.bias" in note for note in plan.notes)
+    assert plan.undetermined == ("lm_head.bias",) and "lm_head.bias" not in {
+        c.key for c in plan.centre
+    }
+    assert any(
+        "No output depended on 1 tensors, lm_head.bias" in note for note in plan.notes
+    )

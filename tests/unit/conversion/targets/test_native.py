@@ -1,4 +1,6 @@
-"""Native targets: every pair written to disk and loaded by the target's class, and every refusal by its name."""
+"""Native targets: every pair written to disk and loaded by the target's class, and
+every refusal by its name.
+"""
 
 import hashlib
 import json
@@ -11,7 +13,13 @@ from checkpoints import contents
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_rmsnorm.conversion import ConversionError, ConversionRefused, convert_checkpoint, plan_conversion, tensors
+from hf_rmsnorm.conversion import (
+    ConversionError,
+    ConversionRefused,
+    convert_checkpoint,
+    plan_conversion,
+    tensors,
+)
 from hf_rmsnorm.conversion.checkpoint import layout
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import give_weights, make_proxy
@@ -20,8 +28,9 @@ from hf_rmsnorm.conversion.targets import native
 from hf_rmsnorm.conversion.targets.native import native_target, prove_native
 
 SMALL = dict(
-    vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=128, bos_token_id=1, eos_token_id=2,
+    pad_token_id=0,
 )  # fmt: skip
 FULL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0)
 
@@ -85,26 +94,39 @@ def logits(folder, ids):
 
 
 def random_ids(rows=2, length=40):
-    return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        3, 96, (rows, length), generator=torch.Generator().manual_seed(1)
+    )
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tmp_path):
     model_type, changes, target, zero = PAIRS[name]
-    for dtype, folder in ((torch.float64, tmp_path / "double"), (torch.float32, tmp_path / "single")):
+    for dtype, folder in (
+        (torch.float64, tmp_path / "double"),
+        (torch.float32, tmp_path / "single"),
+    ):
         write_source(folder / "src", config_of(model_type, **changes), dtype, zero)
         done = to_native(folder / "src", folder / "dst", verify=False)
         assert done.plan.proof.passed
-        assert json.loads((folder / "dst" / "config.json").read_text())["model_type"] == target
+        assert (
+            json.loads((folder / "dst" / "config.json").read_text())["model_type"]
+            == target
+        )
     expected = logits(tmp_path / "double" / "src", random_ids())
     got = logits(tmp_path / "double" / "dst", random_ids())
     assert (expected - got).abs().max() <= 1e-12 * expected.abs().max()
 
-    source, result = (load(tmp_path / "single" / which, "auto") for which in ("src", "dst"))
+    source, result = (
+        load(tmp_path / "single" / which, "auto") for which in ("src", "dst")
+    )
     assert result.dtype == torch.float32
     assert not any("LayerNorm" in type(m).__name__ for m in result.modules())
     how = dict(do_sample=False, min_new_tokens=30, max_new_tokens=30, pad_token_id=0)
-    assert torch.equal(source.generate(random_ids(1, 8), **how), result.generate(random_ids(1, 8), **how))
+    assert torch.equal(
+        source.generate(random_ids(1, 8), **how),
+        result.generate(random_ids(1, 8), **how),
+    )
 
 
 def refusal(model_type, **changes):
@@ -129,7 +151,9 @@ def refusal(model_type, **changes):
             rope_type="default", rope_theta=1e30, partial_rotary_factor=0.5)), "theta"),
     ],
 )  # fmt: skip
-def test_a_config_without_an_exact_target_is_refused_by_name(model_type, changes, reason):
+def test_a_config_without_an_exact_target_is_refused_by_name(
+    model_type, changes, reason
+):
     message = refusal(model_type, **changes)
     assert model_type in message and reason in message and "\n" not in message
     assert 'without target="native"' in message
@@ -137,7 +161,9 @@ def test_a_config_without_an_exact_target_is_refused_by_name(model_type, changes
 
 def test_other_than_causal_models_are_refused():
     config = config_of("stablelm", architectures=["StableLmForSequenceClassification"])
-    with pytest.raises(ConversionRefused, match="StableLmForSequenceClassification.*only causal"):
+    with pytest.raises(
+        ConversionRefused, match="StableLmForSequenceClassification.*only causal"
+    ):
         native_target(config)
 
 
@@ -145,7 +171,10 @@ def test_other_than_causal_models_are_refused():
 def test_a_final_bias_with_nowhere_to_go_is_refused(name, tmp_path):
     model_type, changes, target, _ = PAIRS[name]
     write_source(tmp_path / "src", config_of(model_type, **changes))
-    with pytest.raises(ConversionRefused, match=f"final norm's bias, is not 0 and the head of {target} has no bias"):
+    with pytest.raises(
+        ConversionRefused,
+        match=f"final norm's bias, is not 0 and the head of {target} has no bias",
+    ):
         to_native(tmp_path / "src", tmp_path / "dst")
     assert os.listdir(tmp_path) == ["src"]
 
@@ -156,16 +185,27 @@ def test_a_broken_pair_is_not_proven(monkeypatch):
 
     proxy = make_proxy(config_of("nemotron", num_key_value_heads=2, head_dim=16))
     assert prove_native(proxy).passed
-    monkeypatch.setattr(module, "_pairs", lambda channels, interleaved: torch.arange(channels).view(-1, 2))
+    monkeypatch.setattr(
+        module,
+        "_pairs",
+        lambda channels, interleaved: torch.arange(channels).view(-1, 2),
+    )
     assert prove_native(proxy).difference > 1e-4
     monkeypatch.undo()
-    monkeypatch.setattr(module, "folded_bias", lambda weight, shift, bias: bias or module.filled(weight, 0.0))
+    monkeypatch.setattr(
+        module,
+        "folded_bias",
+        lambda weight, shift, bias: bias or module.filled(weight, 0.0),
+    )
     assert prove_native(proxy).difference > 1e-4
 
 
 def test_bf16_shards_index_metadata_card_and_other_files(tmp_path, monkeypatch):
     src = write_source(
-        tmp_path / "src", config_of("stablelm", num_key_value_heads=2), torch.bfloat16, zero_final_bias=True
+        tmp_path / "src",
+        config_of("stablelm", num_key_value_heads=2),
+        torch.bfloat16,
+        zero_final_bias=True,
     )
     (src / "tokenizer.json").write_text("{}")
     (src / "README.md").write_text("# The model\n")
@@ -173,11 +213,17 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path, monkeypatch):
     before = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
     seen = []
     monkeypatch.setattr(layout, "MAX_SHARD_SIZE", 8000)
-    done = to_native(src, tmp_path / "dst", verify=False, progress=lambda *a: seen.append(a))
-    assert before == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
+    done = to_native(
+        src, tmp_path / "dst", verify=False, progress=lambda *a: seen.append(a)
+    )
+    assert before == {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()
+    }
     index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == len(done.written.shards) > 2
-    assert max(p.stat().st_size for p in (tmp_path / "dst").glob("*.safetensors")) < 10000
+    assert (
+        max(p.stat().st_size for p in (tmp_path / "dst").glob("*.safetensors")) < 10000
+    )
     assert (
         seen[-1] == (done.written.tensors, done.written.bytes, done.written.bytes)
         and index["metadata"]["total_size"] == done.written.bytes
@@ -186,25 +232,39 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path, monkeypatch):
         with safe_open(tmp_path / "dst" / shard, "pt") as file:
             record = json.loads(file.metadata()["hf_rmsnorm"])
             assert record["source"] == "src" and record["source_type"] == "stablelm"
-            assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+            names = file.keys()  # a method: the file is no mapping
+            assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
     card = (tmp_path / "dst" / "README.md").read_text()
-    assert "---\n\n# The model\n" in card and native.CARD_HEADING in card and str(done.plan.proof) in card
-    assert [*done.written.not_copied] == ["pytorch_model.bin"] and not (tmp_path / "dst" / "pytorch_model.bin").exists()
+    assert (
+        "---\n\n# The model\n" in card
+        and native.CARD_HEADING in card
+        and str(done.plan.proof) in card
+    )
+    assert [*done.written.not_copied] == ["pytorch_model.bin"] and not (
+        tmp_path / "dst" / "pytorch_model.bin"
+    ).exists()
     assert json.loads(json.dumps(done.to_dict()))["target_type"] == "llama"
     assert sorted(os.listdir(tmp_path)) == ["dst", "src"]
 
 
 def test_verification_runs_both_and_publishes_only_what_passes(tmp_path, monkeypatch):
-    src = write_source(tmp_path / "src", config_of("jais2"), torch.float32, zero_final_bias=True)
+    src = write_source(
+        tmp_path / "src", config_of("jais2"), torch.float32, zero_final_bias=True
+    )
     done = to_native(src, tmp_path / "good")
-    assert done.verification.passed and done.verification.runs["result"]["verdict"] == "PASS"
+    assert (
+        done.verification.passed
+        and done.verification.runs["result"]["verdict"] == "PASS"
+    )
     assert done.written.unused == ("model.norm.bias",)
 
     planned = plan_conversion(src, target="native")
     key = "model.layers.0.self_attn.o_proj.weight"
     planned.target.tensors[key] = tensors.plus(planned.target.tensors[key], 0.1)
-    with pytest.raises(ConversionError, match="not published, the result fails verification"):
+    with pytest.raises(
+        ConversionError, match="not published, the result fails verification"
+    ):
         to_native(src, tmp_path / "bad", planned=planned)
     assert not (tmp_path / "bad").exists()
     assert "FAIL" in (tmp_path / "bad.converting" / "report.txt").read_text()
@@ -252,10 +312,18 @@ def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
     src = write_source(tmp_path / "src", config_of("olmo"), torch.float32)
     tensors = load_file(src / "model.safetensors")
     key = "model.layers.1.mlp.up_proj.weight"
-    save_file({k: t for k, t in tensors.items() if k != key}, src / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: t for k, t in tensors.items() if k != key},
+        src / "model.safetensors",
+        {"format": "pt"},
+    )
     with pytest.raises(ConversionError, match=f"no tensor {key}"):
         to_native(src, tmp_path / "dst", verify=False)
-    save_file({**tensors, key: tensors[key].to(torch.int8)}, src / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**tensors, key: tensors[key].to(torch.int8)},
+        src / "model.safetensors",
+        {"format": "pt"},
+    )
     with pytest.raises(ConversionError, match=f"{key} is I8: it is quantised"):
         to_native(src, tmp_path / "dst", verify=False)
     assert os.listdir(tmp_path) == ["src"]
@@ -263,7 +331,9 @@ def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
 
 @pytest.mark.parametrize("name", ["olmo", "cohere2", "stablelm"])
 def test_a_model_trained_as_rms_norm_keeps_the_weights_that_it_has(name):
-    """The source's norms are RMSNorms of a stream that has a mean: what writes to it is not centred."""
+    """The source's norms are RMSNorms of a stream that has a mean: what writes to it is
+    not centred.
+    """
     model_type, changes, *_ = PAIRS[name]
     config = config_of(model_type, **changes)
     plan = discover(make_proxy(config))

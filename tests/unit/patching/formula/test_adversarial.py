@@ -1,4 +1,6 @@
-"""Modules made to be mistaken: what a hostile reader found, each with the result of the module itself."""
+"""Modules made to be mistaken: what a hostile reader found, each with the result of the
+module itself.
+"""
 
 import copy
 
@@ -33,7 +35,9 @@ def make(forward, **attributes):
 
 
 def same(module, *inputs, change=lambda m: None):
-    """The patched module gives the bits, dtype and strides of the unpatched one, changed in the same way."""
+    """The patched module gives the bits, dtype and strides of the unpatched one,
+    changed in the same way.
+    """
     original = copy.deepcopy(module)
     assert patch_model(module).swapped
     for each in (module, original):
@@ -44,7 +48,11 @@ def same(module, *inputs, change=lambda m: None):
         with use_backend("reference" if each is module else "auto"):
             outputs.append(each(*inputs))
     y, expected = outputs
-    assert y.dtype == expected.dtype and y.stride() == expected.stride() and torch.equal(y, expected)
+    assert (
+        y.dtype == expected.dtype
+        and y.stride() == expected.stride()
+        and torch.equal(y, expected)
+    )
 
 
 def x_of(*shape, dtype=torch.float32):
@@ -63,7 +71,9 @@ def torch_norm(self, x, gate):
     return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps) * F.silu(gate)
 
 
-@pytest.mark.parametrize("x_dtype, gate_dtype", [(HALF, torch.float32), (torch.float32, HALF), (HALF, HALF)])
+@pytest.mark.parametrize(
+    "x_dtype, gate_dtype", [(HALF, torch.float32), (torch.float32, HALF), (HALF, HALF)]
+)
 @pytest.mark.parametrize("forward", [to_the_gates_dtype, torch_norm])
 def test_gates_of_another_dtype(forward, x_dtype, gate_dtype):
     same(make(forward), x_of(3, N, dtype=x_dtype), x_of(3, N, dtype=gate_dtype))
@@ -84,7 +94,11 @@ def test_a_bias_of_another_dtype_than_the_weight():
 
 def in_four_groups(self, x):
     h = x.float().unflatten(-1, (4, -1))
-    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).flatten(-2).to(x.dtype)
+    return (
+        (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+        .flatten(-2)
+        .to(x.dtype)
+    )
 
 
 @pytest.mark.parametrize("size", [32, 128])
@@ -95,24 +109,37 @@ def test_rows_of_another_length_than_it_was_asked_with(size):
 
 def upcast_or_not(self, x):
     h = x.float() if self.upcast else x
-    return self.weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+    return self.weight * (
+        h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+    ).to(x.dtype)
 
 
 def to_a_dtype(self, x):
     return self.weight * hat(x).to(self.out or x.dtype)
 
 
-CHANGES = [(upcast_or_not, "upcast", True, False), (to_a_dtype, "out", None, torch.float32)]
+CHANGES = [
+    (upcast_or_not, "upcast", True, False),
+    (to_a_dtype, "out", None, torch.float32),
+]
 
 
 @pytest.mark.parametrize(("forward", "name", "before", "after"), CHANGES)
 def test_attributes_set_after_the_patch(forward, name, before, after):
     module = make(forward, **{name: before})
-    same(module, x_of(3, N, dtype=HALF), change=lambda m: (setattr(m, name, after), m.to(HALF)))
+    same(
+        module,
+        x_of(3, N, dtype=HALF),
+        change=lambda m: (setattr(m, name, after), m.to(HALF)),
+    )
 
 
 def test_a_parameter_added_after_the_patch():
-    same(nn.LayerNorm(N, bias=False), x_of(3, N), change=lambda m: setattr(m, "bias", nn.Parameter(torch.ones(N))))
+    same(
+        nn.LayerNorm(N, bias=False),
+        x_of(3, N),
+        change=lambda m: setattr(m, "bias", nn.Parameter(torch.ones(N))),
+    )
     same(nn.RMSNorm(N, elementwise_affine=False), x_of(3, N),
          change=lambda m: setattr(m, "weight", nn.Parameter(torch.full((N,), 2.0))))  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Each family of norms in Transformers by its live classes: recognised, bit-equal in plain torch, as accurate fused."""
+"""Each family of norms in Transformers by its live classes: recognised, bit-equal in
+plain torch, as accurate fused.
+"""
 
 import copy
 import importlib.util
@@ -15,18 +17,23 @@ from hf_rmsnorm import patch_model, unpatch_model, use_backend
 
 
 def live(model, name):
-    """What makes a module of a live class; it skips the test where this Transformers does not have the model yet."""
+    """What makes a module of a live class; it skips the test where this Transformers
+    does not have the model yet.
+    """
 
     def make(*arguments, **keywords):
         if importlib.util.find_spec(f"transformers.models.{model}") is None:
             pytest.skip(f"Transformers {transformers.__version__} has no {model}")
-        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        module = importlib.import_module(
+            f"transformers.models.{model}.modeling_{model}"
+        )
         return getattr(module, name)(*arguments, **keywords)
 
     return make
 
 
-# class, arguments of its constructor, shape of the input, formula, whether a gate is given
+# class, arguments of its constructor, shape of the input, formula, whether a gate is
+# given
 FAMILIES = {
     "silu_before_in_groups": (
         live("mamba2", "MambaRMSNormGated"),
@@ -35,8 +42,20 @@ FAMILIES = {
         "groups of 24, silu(gate) before",
         True,
     ),
-    "silu_after": (live("qwen3_next", "Qwen3NextRMSNormGated"), (96,), (40, 96), "silu(gate) after", True),
-    "sigmoid_after": (live("kimi_linear", "KimiLinearRMSNormGated"), (96,), (2, 5, 3, 96), "sigmoid(gate) after", True),
+    "silu_after": (
+        live("qwen3_next", "Qwen3NextRMSNormGated"),
+        (96,),
+        (40, 96),
+        "silu(gate) after",
+        True,
+    ),
+    "sigmoid_after": (
+        live("kimi_linear", "KimiLinearRMSNormGated"),
+        (96,),
+        (2, 5, 3, 96),
+        "sigmoid(gate) after",
+        True,
+    ),
     "a_flag_for_before": (
         live("falcon_h1", "FalconH1RMSNormGated"),
         (96, 1e-6, 4, False),
@@ -51,7 +70,13 @@ FAMILIES = {
         "groups of 24, silu(gate) after",
         True,
     ),
-    "groups": (live("qwen4_exp", "Qwen4ExpTextRMSNorm"), (96, 24), (2, 5, 96), "weight + 1, groups of 24", False),
+    "groups": (
+        live("qwen4_exp", "Qwen4ExpTextRMSNorm"),
+        (96, 24),
+        (2, 5, 96),
+        "weight + 1, groups of 24",
+        False,
+    ),
     "a_weight_for_each_head": (
         live("cohere", "CohereLayerNorm"),
         ((3, 32),),
@@ -93,7 +118,9 @@ def make(name, dtype=torch.float32):
         for parameter in module.parameters():
             parameter.normal_(0.8, 0.3)
     module = module.to(DEVICE, dtype)
-    tensors = [(1.7 * torch.randn(shape) + 0.25).to(DEVICE, dtype) for _ in range(1 + gated)]
+    tensors = [
+        (1.7 * torch.randn(shape) + 0.25).to(DEVICE, dtype) for _ in range(1 + gated)
+    ]
     return module, tensors, formula
 
 
@@ -106,7 +133,9 @@ def run(module, tensors):
 
 
 def in_float64(patched, tensors):
-    """The formula of a patched module, which the first test below proves to be the module's own, in float64."""
+    """The formula of a patched module, which the first test below proves to be the
+    module's own, in float64.
+    """
     with use_backend("reference"):
         return run(copy.deepcopy(patched).double(), [t.double() for t in tensors])
 
@@ -139,7 +168,12 @@ def test_the_kernels_are_as_accurate_as_the_live_class(name, dtype):
     with use_backend("triton"):
         fused = run(module, tensors)
     exact = in_float64(module, tensors)
-    names = ["y", "dx", *(["dgate"] if len(tensors) > 1 else []), *(n for n, _ in module.named_parameters())]
+    names = [
+        "y",
+        "dx",
+        *(["dgate"] if len(tensors) > 1 else []),
+        *(n for n, _ in module.named_parameters()),
+    ]
     for what, ours, theirs, truth in zip(names, fused, eager, exact, strict=True):
         assert_as_accurate(ours, theirs, truth, what)
     assert fused[0].stride() == eager[0].stride()
@@ -150,7 +184,9 @@ class Textbook(nn.Module):
 
     def __init__(self, hidden_size, eps=1e-3):
         super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.randn(hidden_size)) for _ in range(2))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(hidden_size)) for _ in range(2)
+        )
         self.eps = eps
 
     def forward(self, x):
@@ -169,7 +205,9 @@ def test_the_textbook_norm_is_served():
     with use_backend("triton"):
         fused = run(module, [x])
     exact = in_float64(module, [x])
-    for what, ours, theirs, truth in zip(("y", "dx", "dweight", "dbias"), fused, eager, exact, strict=True):
+    for what, ours, theirs, truth in zip(
+        ("y", "dx", "dweight", "dbias"), fused, eager, exact, strict=True
+    ):
         assert_as_accurate(ours, theirs, truth, what)
 
 
@@ -181,16 +219,21 @@ def test_other_calls_of_a_gated_norm_run_its_own_forward(fused_calls):
     with use_backend("reference"):
         assert torch.equal(module(x, **{parameter: gate}), by_name)
         assert len(fused_calls) == 1
-        assert torch.equal(module(x, gate[..., :1]), broadcast), "a gate of another shape is broadcast"
+        assert torch.equal(module(x, gate[..., :1]), broadcast), (
+            "a gate of another shape is broadcast"
+        )
         assert len(fused_calls) == 1
         with pytest.raises((TypeError, AttributeError)):
             module(x)
 
 
 @pytest.mark.parametrize(
-    ("name", "attribute", "other"), [("silu_after", "activation", "sigmoid"), ("a_flag_for_after", "n_groups", 2)]
+    ("name", "attribute", "other"),
+    [("silu_after", "activation", "sigmoid"), ("a_flag_for_after", "n_groups", 2)],
 )
-def test_a_setting_changed_after_the_patch_is_obeyed(name, attribute, other, fused_calls):
+def test_a_setting_changed_after_the_patch_is_obeyed(
+    name, attribute, other, fused_calls
+):
     module, tensors, _ = make(name)
     patch_model(module)
     setattr(module, attribute, other)
@@ -208,13 +251,18 @@ def test_layer_norms_of_images(data_format, fused_calls):
     module = cls(24, data_format=data_format)
     nn.init.normal_(module.weight, 0.8, 0.3)
     shape = (2, 24, 3, 5) if data_format == "channels_first" else (2, 3, 5, 24)
-    for x in (torch.randn(shape), torch.randn(shape).to(memory_format=torch.channels_last)):
+    for x in (
+        torch.randn(shape),
+        torch.randn(shape).to(memory_format=torch.channels_last),
+    ):
         expected = module(x)
         patch_model(module)
         for backend in ("reference", "triton"):
             with use_backend(backend):
                 y = module(x)
-            torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6 if backend == "triton" else 0)
+            torch.testing.assert_close(
+                y, expected, rtol=1e-6, atol=1e-6 if backend == "triton" else 0
+            )
             assert y.stride() == expected.stride()
         unpatch_model(module)
     assert len(fused_calls) == 4

@@ -1,4 +1,6 @@
-"""Modules that are nearly norms, or only called so: left alone, and named if they normalise or carry a norm's name."""
+"""Modules that are nearly norms, or only called so: left alone, and named if they
+normalise or carry a norm's name.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,12 @@ def over_dim_1(self, x):
 
 
 def unbiased(self, x):
-    return self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6) + self.bias
+    return (
+        self.weight
+        * (x - x.mean(-1, keepdim=True))
+        * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)
+        + self.bias
+    )
 
 
 def l2(self, x):
@@ -136,7 +143,11 @@ def test_what_does_not_normalise_is_not_mentioned(forward):
 @pytest.mark.parametrize(
     ("forward", "formula", "note"),
     [
-        (eps_outside, "RMSNorm(eps=1e-06 outside the root, one rounding)", "float32 only"),
+        (
+            eps_outside,
+            "RMSNorm(eps=1e-06 outside the root, one rounding)",
+            "float32 only",
+        ),
         (grouped, "RMSNorm(eps=1e-06, rounds before weight, groups of 16)", ""),
         (no_upcast, "RMSNorm(eps=1e-06, one rounding)", "float32 only"),
     ],

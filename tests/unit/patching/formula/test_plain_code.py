@@ -1,4 +1,6 @@
-"""Which forwards are plain arithmetic: each row is the body of a norm's class, and the word for which it is refused."""
+"""Which forwards are plain arithmetic: each row is the body of a norm's class, and the
+word for which it is refused.
+"""
 
 import linecache
 import sys
@@ -186,15 +188,25 @@ ACCEPTED = {
 
 
 def forward(body, arguments="x"):
-    lines = [f"def forward(self, {arguments}):", *("    " + line for line in body.split("\n"))]
+    lines = [
+        f"def forward(self, {arguments}):",
+        *("    " + line for line in body.split("\n")),
+    ]
     return "\n".join(lines)
 
 
 def made(members):
-    """An instance of the class with these members, whose source `inspect` finds as it does that of a file."""
+    """An instance of the class with these members, whose source `inspect` finds as it
+    does that of a file.
+    """
     text = FILE + "".join(f"    {line}\n" for line in members.split("\n"))
     name = f"crafted_{abs(hash(text))}"
-    linecache.cache[f"{name}.py"] = (len(text), None, text.splitlines(keepends=True), f"{name}.py")
+    linecache.cache[f"{name}.py"] = (
+        len(text),
+        None,
+        text.splitlines(keepends=True),
+        f"{name}.py",
+    )
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(text, f"{name}.py", "exec"), vars(module))
     torch.manual_seed(0)
@@ -205,7 +217,9 @@ def made(members):
 
 
 @pytest.mark.parametrize("word", [*REFUSED, *CLASSES_REFUSED])
-def test_what_is_not_plain_arithmetic_is_left_alone_with_the_word_that_is_the_reason(word):
+def test_what_is_not_plain_arithmetic_is_left_alone_with_the_word_that_is_the_reason(
+    word,
+):
     norm = made(forward(REFUSED[word]) if word in REFUSED else CLASSES_REFUSED[word])
     cls = type(norm)
     report = report_on(norm)
@@ -217,7 +231,9 @@ def test_what_is_not_plain_arithmetic_is_left_alone_with_the_word_that_is_the_re
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_is_plain_arithmetic_is_recognised(name):
-    arguments, body = ACCEPTED[name] if isinstance(ACCEPTED[name], tuple) else ("x", ACCEPTED[name])
+    arguments, body = (
+        ACCEPTED[name] if isinstance(ACCEPTED[name], tuple) else ("x", ACCEPTED[name])
+    )
     norm = made(forward(body, arguments))
     inputs = [torch.randn(2, 3, 32) for _ in range(arguments.count("gate") + 1)]
     expected = norm(*inputs)
@@ -228,9 +244,18 @@ def test_what_is_plain_arithmetic_is_recognised(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("attribute", "value"), [("eps", 0.5), ("gain", 2.0), ("gain", None), ("gain", TENSOR)])
-def test_what_its_forward_reads_by_name_and_is_set_later_is_obeyed(attribute, value, dtype):
-    norm = made(forward("return self.norm(x) if self.gain is None else self.norm(x) * self.gain")).to(dtype)
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("eps", 0.5), ("gain", 2.0), ("gain", None), ("gain", TENSOR)],
+)
+def test_what_its_forward_reads_by_name_and_is_set_later_is_obeyed(
+    attribute, value, dtype
+):
+    norm = made(
+        forward(
+            "return self.norm(x) if self.gain is None else self.norm(x) * self.gain"
+        )
+    ).to(dtype)
     assert report_on(norm).swapped
     x = torch.randn(2, 3, 32, dtype=dtype)
     setattr(norm, attribute, value)

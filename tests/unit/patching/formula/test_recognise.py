@@ -1,4 +1,6 @@
-"""Norms are recognised by what they compute: every formula of the family, in every state a module can be in."""
+"""Norms are recognised by what they compute: every formula of the family, in every
+state a module can be in.
+"""
 
 import pytest
 import torch
@@ -19,21 +21,42 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from hf_rmsnorm import NormSpec, use_backend
 
 FAMILY = [
-    (lambda d: LlamaRMSNorm(d, eps=1e-5), NormSpec(False, 1e-5, rounding="before_weight")),
+    (
+        lambda d: LlamaRMSNorm(d, eps=1e-5),
+        NormSpec(False, 1e-5, rounding="before_weight"),
+    ),
     (lambda d: Olmo2RMSNorm(d, eps=1e-6), NormSpec(False, 1e-6)),
     (lambda d: GemmaRMSNorm(d, eps=1e-6), NormSpec(False, 1e-6, weight_offset=1.0)),
     (lambda d: Gemma3nRMSNorm(d, eps=1e-6), NormSpec(False, 1e-6)),
-    (lambda d: Gemma3nRMSNorm(d, eps=1e-6, with_scale=False), NormSpec(False, 1e-6, has_weight=False)),
-    (lambda d: T5LayerNorm(d, eps=1e-6), NormSpec(False, 1e-6, rounding="weight_dtype")),
+    (
+        lambda d: Gemma3nRMSNorm(d, eps=1e-6, with_scale=False),
+        NormSpec(False, 1e-6, has_weight=False),
+    ),
+    (
+        lambda d: T5LayerNorm(d, eps=1e-6),
+        NormSpec(False, 1e-6, rounding="weight_dtype"),
+    ),
     (lambda d: NanoChatRMSNorm(eps=1e-6), NormSpec(False, 1e-6, has_weight=False)),
     (lambda d: CohereLayerNorm(d, eps=1e-5), NormSpec(True, 1e-5)),
     (lambda d: OlmoLayerNorm(d), NormSpec(True, 1e-5, has_weight=False)),
-    (lambda d: DebertaLayerNorm(d, eps=1e-7), NormSpec(True, 1e-7, has_bias=True, rounding="before_weight")),
-    (lambda d: nn.LayerNorm(d, eps=1e-5), NormSpec(True, 1e-5, has_bias=True, functional=True)),
+    (
+        lambda d: DebertaLayerNorm(d, eps=1e-7),
+        NormSpec(True, 1e-7, has_bias=True, rounding="before_weight"),
+    ),
+    (
+        lambda d: nn.LayerNorm(d, eps=1e-5),
+        NormSpec(True, 1e-5, has_bias=True, functional=True),
+    ),
     (lambda d: nn.LayerNorm(d, bias=False), NormSpec(True, 1e-5, functional=True)),
-    (lambda d: nn.LayerNorm(d, elementwise_affine=False), NormSpec(True, 1e-5, has_weight=False, functional=True)),
+    (
+        lambda d: nn.LayerNorm(d, elementwise_affine=False),
+        NormSpec(True, 1e-5, has_weight=False, functional=True),
+    ),
     (lambda d: nn.RMSNorm(d, eps=1e-6), NormSpec(False, 1e-6, functional=True)),
-    (lambda d: nn.RMSNorm(d), NormSpec(False, torch.finfo(torch.float32).eps, functional=True)),
+    (
+        lambda d: nn.RMSNorm(d),
+        NormSpec(False, torch.finfo(torch.float32).eps, functional=True),
+    ),
 ]
 
 
@@ -50,7 +73,9 @@ def test_formula_does_not_depend_on_dtype_or_device(build, spec, kind):
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-12, 3.7e-4, 0.1])
-@pytest.mark.parametrize("build", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm, nn.RMSNorm, CohereLayerNorm])
+@pytest.mark.parametrize(
+    "build", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm, nn.RMSNorm, CohereLayerNorm]
+)
 def test_eps_is_exact(build, eps):
     assert formula_of(build(48, eps=eps)).eps == eps
 
@@ -69,18 +94,25 @@ class Wobble(nn.Module):
     def forward(self, signal):
         wide = signal.float()
         power = (wide * wide).sum(-1, keepdim=True) / signal.shape[-1]
-        return self.gamma * (wide / torch.sqrt(power + self.floor)).to(signal.dtype) + self.beta
+        return (
+            self.gamma * (wide / torch.sqrt(power + self.floor)).to(signal.dtype)
+            + self.beta
+        )
 
 
 def test_odd_names_and_primitives_are_recognised():
     module = Wobble(40)
-    assert formula_of(module) == NormSpec(False, 1e-4, has_bias=True, rounding="before_weight")
+    assert formula_of(module) == NormSpec(
+        False, 1e-4, has_bias=True, rounding="before_weight"
+    )
     x = torch.randn(3, 40)
     before = Wobble.forward(module, x)
     with use_backend("reference"):
         torch.testing.assert_close(module(x), before, rtol=1e-6, atol=1e-6)
         module.floor = 0.5  # it was found to be eps, so a change of it counts
-        torch.testing.assert_close(module(x), Wobble.forward(module, x), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            module(x), Wobble.forward(module, x), rtol=1e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("stored", ["parameter", "buffer", "attribute"])
@@ -98,7 +130,9 @@ def test_weight_is_found_wherever_it_is_stored(stored):
 
         def forward(self, x):
             h = x.float()
-            return (self.w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+            return (
+                self.w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+            ).to(x.dtype)
 
     module = Odd()
     assert formula_of(module) == NormSpec(False, 1e-6)
@@ -138,8 +172,12 @@ def test_modules_of_other_kinds_are_neither_swapped_nor_mentioned():
 def test_recognition_works_in_any_context(context):
     with context():
         # sizes of its own, so that no earlier verdict is reused
-        assert formula_of(LlamaRMSNorm(52)) == NormSpec(False, 1e-6, rounding="before_weight")
-        assert formula_of(nn.LayerNorm(52)) == NormSpec(True, 1e-5, has_bias=True, functional=True)
+        assert formula_of(LlamaRMSNorm(52)) == NormSpec(
+            False, 1e-6, rounding="before_weight"
+        )
+        assert formula_of(nn.LayerNorm(52)) == NormSpec(
+            True, 1e-5, has_bias=True, functional=True
+        )
 
 
 def test_other_attributes_are_examined_apart():
@@ -155,7 +193,8 @@ def test_other_attributes_are_examined_apart():
 
     report = report_on(nn.Sequential(Flagged(16, False), Flagged(16, True)))
     assert [record.formula.centered for record in report.swapped] == [False, True]
-    assert [bool(record.notes) for record in report.swapped] == [False, True]  # it rounds after the mean too
+    # it rounds after the mean too
+    assert [bool(record.notes) for record in report.swapped] == [False, True]
 
 
 def test_a_forward_compiled_by_its_author_is_recognised():

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from hf_rmsnorm import patch_model, patched, use_backend
 
 SIZES = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64,
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "vocab_size": 64,
 }  # fmt: skip
 TYPES = {
     "opt": {"word_embed_proj_dim": 16, "ffn_dim": 32},
@@ -17,33 +18,72 @@ TYPES = {
     "deberta-v2": {},
     "gpt_neox": {},
     "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
-    "t5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64},
-    "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32},
+    "t5": {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 64,
+    },
+    "bart": {
+        "d_model": 16,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+    },
     "vit": {"image_size": 8, "patch_size": 4},
     "mamba2": {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 8},
-    "swin": {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]},
+    "swin": {
+        "image_size": 16,
+        "patch_size": 2,
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "num_heads": [1, 2],
+    },
 }
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_layer_that_holds_a_patched_norm_is_listed(model_type):
     sizes = {"hidden_size": 16} if model_type == "swin" else SIZES
-    model = AutoModel.from_config(AutoConfig.for_model(model_type, **{**sizes, **TYPES[model_type]}))
+    model = AutoModel.from_config(
+        AutoConfig.for_model(model_type, **{**sizes, **TYPES[model_type]})
+    )
     report = patch_model(model)
     listed = [layer.path + "." for layer in report.layers]
-    rows = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    held = {f"{path}.{i}." for path in rows for i in range(len(model.get_submodule(path)))}
-    held = {layer for layer in held if any(record.path.startswith(layer) for record in report.swapped)}
-    assert held and not [layer for layer in held if not any(path.startswith(layer) for path in listed)]
+    rows = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    held = {
+        f"{path}.{i}." for path in rows for i in range(len(model.get_submodule(path)))
+    }
+    held = {
+        layer
+        for layer in held
+        if any(record.path.startswith(layer) for record in report.swapped)
+    }
+    assert held and not [
+        layer for layer in held if not any(path.startswith(layer) for path in listed)
+    ]
     assert all(bool(layer.fused) != bool(layer.reason) for layer in report.layers)
-    assert listed == sorted(listed, key=[f"{path}." for path, _ in model.named_modules()].index)
+    assert listed == sorted(
+        listed, key=[f"{path}." for path, _ in model.named_modules()].index
+    )
 
 
 def test_why_nothing_is_fused():
-    reason = "no launch serves a sum with norms like its own, as their formula or notes say"
+    reason = (
+        "no launch serves a sum with norms like its own, as their formula or notes say"
+    )
     model = AutoModel.from_config(AutoConfig.for_model("olmo", **SIZES))
     report = patch_model(model)
-    layers = [layer for layer in report.layers if layer.class_name == "OlmoDecoderLayer"]
+    layers = [
+        layer for layer in report.layers if layer.class_name == "OlmoDecoderLayer"
+    ]
     assert len(layers) == 2 and all(layer.reason.startswith(reason) for layer in layers)
     assert f"not fused 2 x OlmoDecoderLayer: {reason}" in " ".join(str(report).split())
 
@@ -58,8 +98,12 @@ class ReturnsASum(nn.Module):
 
 
 def test_a_sum_that_no_norm_reads_next():
-    layers = patch_model(nn.Sequential(ReturnsASum(nn.RMSNorm(8)), ReturnsASum(nn.RMSNorm(8)))).layers
-    assert {layer.reason for layer in layers} == {"its last addition is not followed directly by a patched norm"}
+    layers = patch_model(
+        nn.Sequential(ReturnsASum(nn.RMSNorm(8)), ReturnsASum(nn.RMSNorm(8)))
+    ).layers
+    assert {layer.reason for layer in layers} == {
+        "its last addition is not followed directly by a patched norm"
+    }
 
 
 def test_a_norm_by_itself_is_no_layer():
@@ -81,7 +125,10 @@ def test_rows_with_places_that_hold_nothing():
     rows = {"layers": nn.ModuleList([ReturnsASum(nn.RMSNorm(8)), None, Alone(), ReturnsASum(nn.RMSNorm(8))]),
             "parts": nn.ModuleList([None]), "chain": nn.Sequential(nn.RMSNorm(8), Alone())}  # fmt: skip
     report = patch_model(nn.ModuleDict(rows))
-    assert len(report.swapped) == 3 and {layer.path for layer in report.layers} == {"layers.0", "layers.3"}
+    assert len(report.swapped) == 3 and {layer.path for layer in report.layers} == {
+        "layers.0",
+        "layers.3",
+    }
 
 
 def shared_heads(model):
@@ -99,7 +146,11 @@ QK = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
 
 SHARED = [
     (shared_heads, INSIDE, "its q_norm and k_norm are one norm"),
-    (shared_in_a_layer, "its input_layernorm and post_attention_layernorm are one norm", QK),
+    (
+        shared_in_a_layer,
+        "its input_layernorm and post_attention_layernorm are one norm",
+        QK,
+    ),
 ]
 
 
@@ -112,23 +163,43 @@ def test_a_norm_in_several_places_is_said_to_be_one(share, layer, attention):
         expected = model(ids).logits
         report = patch_model(model)
         assert torch.equal(model(ids).logits, expected)
-    assert [record.fused or record.reason.partition(":")[0] for record in report.layers] == [layer, attention] * 3
-    shared = [record for record in report.swapped if "one module at 2 paths" in record.notes]
+    assert [
+        record.fused or record.reason.partition(":")[0] for record in report.layers
+    ] == [layer, attention] * 3
+    shared = [
+        record for record in report.swapped if "one module at 2 paths" in record.notes
+    ]
     assert len(shared) == 6
 
 
 def test_auto_config_of_many_types_is_recognised_by_its_source():
-    """Other words for the same: dropout in the sum, a multiplier, a tuple returned, modules of other names."""
+    """Other words for the same: dropout in the sum, a multiplier, a tuple returned,
+    modules of other names.
+    """
     small = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=64, head_dim=16, pad_token_id=0,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, vocab_size=64, head_dim=16,
+        pad_token_id=0,
     )  # fmt: skip
-    for model_type in ("granite", "starcoder2", "smollm3", "glm4", "stablelm", "ernie4_5"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **small)).eval()
+    for model_type in (
+        "granite",
+        "starcoder2",
+        "smollm3",
+        "glm4",
+        "stablelm",
+        "ernie4_5",
+    ):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **small)
+        ).eval()
         ids = torch.arange(3, 19)[None]
         with torch.no_grad(), use_backend("reference"):
             expected = model(ids).logits
-            layers = [layer for layer in patch_model(model).layers if layer.class_name.endswith("DecoderLayer")]
+            layers = [
+                layer
+                for layer in patch_model(model).layers
+                if layer.class_name.endswith("DecoderLayer")
+            ]
             assert all(layer.fused.startswith("+") for layer in layers), model_type
             assert torch.equal(model(ids).logits, expected), model_type
 

@@ -1,4 +1,6 @@
-"""Which functions that a forward gives a norm's result are computed with the norm, and what happens to all others."""
+"""Which functions that a forward gives a norm's result are computed with the norm, and
+what happens to all others.
+"""
 
 import pytest
 import torch
@@ -68,7 +70,9 @@ OTHERS = ReadAgain, ReadTwice, Written
 
 def operands():
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, 5, 64, generator=generator).bfloat16(), torch.randn(2, 64, generator=generator).bfloat16()
+    return torch.randn(2, 5, 64, generator=generator).bfloat16(), torch.randn(
+        2, 64, generator=generator
+    ).bfloat16()
 
 
 @pytest.mark.parametrize("cls", [*SERVED, *OTHERS])

@@ -1,4 +1,6 @@
-"""Where an attention normalises and rotates q and k: which sources are understood, and which functions rotate."""
+"""Where an attention normalises and rotates q and k: which sources are understood, and
+which functions rotate.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,9 @@ def rotary(q, k, cos, sin):
 class Attention(nn.Module):
     def __init__(self, norm=modeling_qwen3.Qwen3RMSNorm):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(32, 32, bias=False) for _ in range(3)
+        )
         self.qkv = nn.Linear(32, 96)
         self.q_norm, self.k_norm = norm(16), norm(16)
         self.rotates = self.normalises = True
@@ -183,7 +187,13 @@ class WritesToAWeight(Attention):
 
 BOTH = "q_norm, k_norm, rotary in one launch"
 EACH = "q_norm with turn, k_norm with turn, each in one launch"
-FUSED = [(Attention, BOTH, 1), (Exaone4, BOTH, 1), (Glm4Moe, BOTH, 1), (Packed, BOTH, 1), (Gemma4, EACH, 2)]
+FUSED = [
+    (Attention, BOTH, 1),
+    (Exaone4, BOTH, 1),
+    (Glm4Moe, BOTH, 1),
+    (Packed, BOTH, 1),
+    (Gemma4, EACH, 2),
+]
 APART = [
     NormalisesAfterwards,
     TurnsTheOtherWay,
@@ -200,15 +210,24 @@ def run(model, fuse_residual, grad=True):
     patch_model(model, fuse_residual=fuse_residual)
     nn.init.ones_(model.q_norm.weight)
     model.zero_grad()
-    with torch.set_grad_enabled(grad), use_backend("triton"), count_launches() as launches:
+    with (
+        torch.set_grad_enabled(grad),
+        use_backend("triton"),
+        count_launches() as launches,
+    ):
         y = model(X)
         if grad:
             y.square().sum().backward()
-    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)], launches["qk_norm_forward"]
+    return [
+        y.detach(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ], launches["qk_norm_forward"]
 
 
 def check(model, launches, grad=True):
-    """The same bits as with the norms alone, and gradients within the rounding of float32."""
+    """The same bits as with the norms alone, and gradients within the rounding of
+    float32.
+    """
     apart, none = run(model, False, grad)
     together, count = run(model, True, grad)
     assert (none, count) == (0, launches)
@@ -232,7 +251,8 @@ def test_whatever_stands_between_leaves_them_apart(cls):
 
 
 @pytest.mark.parametrize(
-    "cls, name, launches", [(Exaone4, "rotates", 0), (Glm4Moe, "normalises", 0), (Gemma4, "shares", 1)]
+    "cls, name, launches",
+    [(Exaone4, "rotates", 0), (Glm4Moe, "normalises", 0), (Gemma4, "shares", 1)],
 )
 def test_the_other_branch_of_an_attention(cls, name, launches):
     model = cls()
@@ -244,7 +264,9 @@ def test_the_other_branch_of_an_attention(cls, name, launches):
 def test_a_norm_with_a_hook_is_called_where_it_stands(cls):
     model, seen = cls(), []
     patch_model(model)
-    model.q_norm.register_forward_hook(lambda norm, args, y: seen.append(args[0].shape) or 2 * y)
+    model.q_norm.register_forward_hook(
+        lambda norm, args, y: seen.append(args[0].shape) or 2 * y
+    )
     check(model, 0 if cls is Attention else 1, grad=False)
     assert set(seen) == {(2, 5, 2, 16)}
 

@@ -1,4 +1,6 @@
-"""Which sums are computed with the norm that reads them next, and that all others are left to the model."""
+"""Which sums are computed with the norm that reads them next, and that all others are
+left to the model.
+"""
 
 import pytest
 import torch
@@ -210,7 +212,9 @@ def outcome(model, grad):
 
 def alike(ours, theirs):
     pairs = zip(ours, theirs, strict=True)
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+    return all(
+        a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -222,7 +226,9 @@ def test_a_sum_that_a_norm_reads_next_is_computed_with_it(cls, grad, fused_sums)
     assert not fused_sums
     assert fused(patch_model(model, fuse_residual=True)) == [FUSED[cls]] * 2
     assert alike(outcome(model, grad), expected)
-    assert len(fused_sums) == 2 * (FUSED[cls].count("+") - (cls is SumInASum)), "x + 1 adds a number"
+    assert len(fused_sums) == 2 * (FUSED[cls].count("+") - (cls is SumInASum)), (
+        "x + 1 adds a number"
+    )
 
 
 @pytest.mark.parametrize("cls", REFUSED)
@@ -231,7 +237,9 @@ def test_what_does_not_hold_to_the_letter_is_left_to_the_model(cls, fused_sums):
     patch_model(model, fuse_residual=False)
     expected = outcome(model, False)
     report = patch_model(model, fuse_residual=True)
-    assert not any(layer.fused for layer in report.layers) and all(layer.reason for layer in report.layers)
+    assert not any(layer.fused for layer in report.layers) and all(
+        layer.reason for layer in report.layers
+    )
     assert alike(outcome(model, False), expected) and not fused_sums
 
 
@@ -259,7 +267,9 @@ class WrittenAfter(Block):
 
 
 @pytest.mark.parametrize("cls", [Returned, CapturedByAFunction])
-def test_a_sum_that_something_else_gets_hold_of_is_fused_in_inference_alone(cls, fused_sums):
+def test_a_sum_that_something_else_gets_hold_of_is_fused_in_inference_alone(
+    cls, fused_sums
+):
     """A hook on it would see the part of its gradient that does not come by the norm."""
     model = row(cls(), cls())
     for grad in (True, False):
@@ -277,7 +287,8 @@ def test_a_sum_that_is_written_to_after_its_norm(fused_sums):
     (got,) = outcome(model, False)
     torch.testing.assert_close(got, *expected)
     assert len(fused_sums) == 2
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as unpatched
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        # as unpatched
         outcome(model, True)
 
 
@@ -289,5 +300,11 @@ def test_an_error_names_the_line_of_the_forward():
         patch_model(model, fuse_residual=fuse_residual)
         with pytest.raises(ZeroDivisionError) as error, use_backend("triton"):
             model(X)
-        lines.append([f.lineno for f in error.traceback if f.name == "forward" and f.path.name == "test_sums.py"])
+        lines.append(
+            [
+                f.lineno
+                for f in error.traceback
+                if f.name == "forward" and f.path.name == "test_sums.py"
+            ]
+        )
     assert lines[0] == lines[1]
