@@ -7,6 +7,7 @@ signed of 32 and 64; f, e: float32 and float16; p: predicate. bfloat16 has no dt
 is held as h.
 """
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -53,11 +54,9 @@ def _narrow(total):
     """
     near = total.astype(f32)
     other = np.nextafter(near, np.where(total > near, np.inf, -np.inf).astype(f32))
-    return to_bf16(
-        np.where(
-            (near != total) & (near.view(u32) % 2 == 0) & np.isfinite(near), other, near
-        )
-    )
+    even = near.view(u32) % 2 == 0
+    inexact = (near != total) & np.isfinite(near)
+    return to_bf16(np.where(inexact & even, other, near))
 
 
 # by type: its kind, its way to float64, where one product or sum of a product is exact
@@ -78,24 +77,26 @@ def _unpack(pair):
     return pair.astype(u16), (pair >> 16).astype(u16)
 
 
-def _of_halves(
-    name: str, kinds: str, function: Callable, compares: bool = False
-) -> tuple[str, Callable]:
-    kind, wide, narrow = HALVES[name.removesuffix("x2")]
+def _of_half(name: str, kinds: str, function: Callable, compares: bool = False):
+    """What a function of float64 is of halves of that type."""
+    kind, wide, narrow = HALVES[name]
 
     def one(*halves):
-        found = function(*(wide(h.view(KINDS[kind])) for h in halves))
-        return found if compares else narrow(found)
+        result = function(*(wide(half.view(KINDS[kind])) for half in halves))
+        return result if compares else narrow(result)
+
+    return kinds.replace("x", kind), one
+
+
+def _of_pair(name: str, kinds: str, function: Callable, compares: bool = False):
+    """The same of registers with two halves each."""
+    _, one = _of_half(name, kinds, function, compares)
 
     def both(*pairs):
-        found = (one(*halves) for halves in zip(*map(_unpack, pairs), strict=True))
-        return tuple(found) if compares else _pack(*found)
+        low, high = (one(*halves) for halves in zip(*map(_unpack, pairs), strict=True))
+        return (low, high) if compares else _pack(low, high)
 
-    return (
-        (kinds.replace("x", "w"), both)
-        if name.endswith("x2")
-        else (kinds.replace("x", kind), one)
-    )
+    return kinds.replace("x", "w"), both
 
 
 def _rsqrt(a):
@@ -119,11 +120,14 @@ FLOAT = {
     "neg": ("w", lambda a: a ^ 0x8000_0000), "min": ("ff", np.fmin),
     "max": ("ff", np.fmax),
 }  # fmt: skip
-# those that are approximate are exact here unless they are to be blurred
-ROUNDED = {"rn", "full", "approx"}
-
-COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
-           "ge": np.greater_equal, "neu": np.not_equal, "nan": lambda a, b: np.isnan(a) | np.isnan(b)}  # fmt: skip
+COMPARE = {
+    "eq": np.equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+INTEGERS = ("b16", "u16", "b32", "u32", "s32", "b64", "u64", "s64")
 INTEGER = {  # x and y are the type as unsigned and as it is
     "add": ("xx", np.add), "sub": ("xx", np.subtract), "mul.lo": ("xx", np.multiply), "and": ("xx", np.bitwise_and),
     "or": ("xx", np.bitwise_or), "xor": ("xx", np.bitwise_xor), "not": ("x", np.invert), "min": ("yy", np.minimum),
@@ -171,48 +175,52 @@ EXACT = {
     "cvt.u16.u32": ("w", lambda a: a.astype(u16)), "and.pred": ("pp", np.logical_and),
     "or.pred": ("pp", np.logical_or),
 }  # fmt: skip
-MOVES = {  # of a pair in braces, by whether that is the destination and by width
-    (True, "b32"): ("w", _unpack), (False, "b32"): ("hh", _pack),
-    (True, "b64"): ("d", lambda a: (a.astype(u32), (a >> 32).astype(u32))),
-    (False, "b64"): ("ww", lambda low, high: high.astype(u64) << 32 | low),
-}  # fmt: skip
+MOVES = {  # of a pair in braces, by name and whether the pair is the destination
+    ("mov.b32", True): ("w", _unpack),
+    ("mov.b32", False): ("hh", _pack),
+    ("mov.b64", True): ("d", lambda a: (a.astype(u32), (a >> 32).astype(u32))),
+    ("mov.b64", False): ("ww", lambda low, high: high.astype(u64) << 32 | low),
+}
+
+
+def _table() -> dict[str, tuple[str, Callable]]:
+    """By instruction without its rounding: kinds of the sources, and function."""
+    table = dict(EXACT)
+    for name, kind in TYPES.items():
+        table[f"mov.{name}"] = kind, lambda a: a
+        table[f"selp.{name}"] = 2 * kind + "p", lambda a, b, p: np.where(p, a, b)
+    for name in INTEGERS:
+        for head, (kinds, function) in INTEGER.items():
+            kinds = kinds.replace("x", TYPES[name]).replace("y", SIGNED[name])
+            table[f"{head}.{name}"] = kinds, function
+        for head, function in (COMPARE | {"ne": np.not_equal}).items():
+            table[f"setp.{head}.{name}"] = 2 * SIGNED[name], function
+    for head, operation in FLOAT.items():
+        table[f"{head}.f32"] = operation
+    unordered = {"neu": np.not_equal, "nan": lambda a, b: np.isnan(a) | np.isnan(b)}
+    for head, function in (COMPARE | unordered).items():
+        table[f"setp.{head}.f32"] = "ff", function
+        for name in HALVES:
+            table[f"setp.{head}.{name}"] = _of_half(name, "xx", function, True)
+            table[f"setp.{head}.{name}x2"] = _of_pair(name, "xx", function, True)
+    for head, (kinds, function) in OF_HALVES.items():
+        for name in HALVES:
+            table[f"{head}.{name}"] = _of_half(name, kinds, function)
+            table[f"{head}.{name}x2"] = _of_pair(name, kinds, function)
+    return table
+
+
+_TABLE = _table()
 
 
 def operation(name: str) -> tuple[str, Callable] | None:
     """(kinds of the sources, function) of an arithmetic instruction, None if this is
     none that is known.
+
+    What is approximate is exact here unless it is to be blurred.
     """
-    head, *modifiers, kind = name.split(".") if "." in name else (name, "")
-    if name in EXACT or kind not in TYPES:
-        return EXACT.get(name)
-    if head == "mov" and not modifiers:
-        return TYPES[kind], lambda a: a
-    if head == "selp" and not modifiers:
-        return 2 * TYPES[kind] + "p", lambda a, b, p: np.where(p, a, b)
-    if (
-        head == "setp"
-        and len(modifiers) == 1
-        and modifiers[0] != ("ne" if "f" in kind else "neu")
-    ):
-        compare, half = COMPARE.get(modifiers[0]), kind.removesuffix("x2") in HALVES
-        return compare and (
-            _of_halves(kind, "xx", compare, True)
-            if half
-            else (2 * SIGNED[kind], compare)
-        )
-    if kind == "f32" and set(modifiers) - {"ftz"} <= ROUNDED:
-        return FLOAT.get(head + ".ftz" * ("ftz" in modifiers))
-    if kind.removesuffix("x2") in HALVES:
-        return (
-            _of_halves(kind, *OF_HALVES[head])
-            if head in OF_HALVES and set(modifiers) <= {"rn"}
-            else None
-        )
-    found = INTEGER.get(".".join([head, *modifiers])) if kind[0] in "bsu" else None
-    return found and (
-        found[0].replace("x", TYPES[kind]).replace("y", SIGNED[kind]),
-        found[1],
-    )
+    unrounded = re.sub(r"\.(rn|full|approx)(?=\.)", "", name)
+    return EXACT.get(name) or _TABLE.get(unrounded)
 
 
 def blurred(value):

@@ -13,20 +13,8 @@ from .arithmetic import KINDS, MOVES, operation
 STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?", re.DOTALL)
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]][^,{}\[\]]*")
 ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
-MEMORY = re.compile(
-    r"(ld|st)\.(global|shared)((?:\.[a-zA-Z]\w*(?:::\w+)?)*?)(?:\.v([248]))?\.[bufs](16|32|64)"
-)
-# none of which changes what is read
-CACHING = {"ca", "cg", "cs", "L1", "L2", "relaxed", "weak", "cta"}
-COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)?")
-MATRIX = re.compile(
-    r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16"
-)
 WIDTHS = {"p": "p", "rs": "h", "r": "w", "rd": "d"}  # by the names of registers
-SHUFFLE = {
-    "shfl.sync.bfly.b32": np.bitwise_xor,
-    "shfl.sync.idx.b32": lambda lane, other: lane & ~31 | other,
-}
+SHUFFLES = {"bfly": np.bitwise_xor, "idx": lambda lane, other: lane & ~31 | other}
 LEAVES = {"bra", "bra.uni", "ret"}
 LOADED = {"16": "h", "32": "w", "64": "d"}
 
@@ -76,7 +64,8 @@ class Kernel:
     """
 
     def __init__(self, text: str):
-        self.text, self.name = text, re.search(r"\.visible \.entry (\w+)\(", text)[1]
+        self.text = text
+        self.name = re.search(r"\.visible \.entry (\w+)\(", text)[1]
         head, _, body = text[text.index(f".entry {self.name}(") :].partition(")\n")
         self.params = re.findall(r"\.param \.(\w+)[^,\n]*?(\w+_param_\d+)", head)
         self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])
@@ -87,11 +76,11 @@ class Kernel:
         self._sizes = {name: kind[-2:] for kind, name in self.params}
         self.blocks: list[list[Instruction]] = [[]]
         self.labels: dict[str, int] = {}
-        self._read(body[body.index("{") + 1 :].splitlines())
+        self._read(body[body.index("{") + 1 :])
 
-    def _read(self, lines: list[str]) -> None:
+    def _read(self, body: str) -> None:
         depth = 1
-        for line in lines:
+        for line in body.splitlines():
             line = line.split("//")[0].strip()
             if not line or line[0] == ".":
                 continue
@@ -104,11 +93,15 @@ class Kernel:
                     self.blocks.append([])
                 self.labels[line[:-1]] = len(self.blocks) - 1
             else:
-                for statement in filter(None, map(str.strip, line.split(";"))):
-                    self.blocks[-1].append(self._decode(statement))
-                    if self.blocks[-1][-1].act in LEAVES:
-                        self.blocks.append([])
+                self._read_statements(line)
         raise Unknown("the entry has no end")
+
+    def _read_statements(self, line: str) -> None:
+        for statement in filter(None, map(str.strip, line.split(";"))):
+            instruction = self._decode(statement)
+            self.blocks[-1].append(instruction)
+            if instruction.act in LEAVES:
+                self.blocks.append([])
 
     def _slot(self, text: str, kind: str = "") -> int | None:
         """The slot of a register, special register or parameter, or of a constant of
@@ -117,20 +110,22 @@ class Kernel:
         if text == "_":
             return None
         key = text if text[0] == "%" else (text, kind)
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._slots[key] = len(self.registers)
+        if key not in self._slots:
+            self._slots[key] = len(self.registers)
             self.registers.append(None)
             self.widths.append(None)
-            if text in self._sizes or re.fullmatch(r"%(tid\.x|n?ctaid\.[xyz])", text):
-                self.given[text] = slot
-            elif text[0] != "%":
-                self.registers[slot] = _constant(text, kind)
-            elif match := re.fullmatch(r"%(p|rs|r|rd)\d+", text):
-                self.widths[slot] = KINDS[WIDTHS[match[1]]]
-            else:
-                raise Unknown(text)
-        return slot
+            self._describe(self._slots[key], text, kind)
+        return self._slots[key]
+
+    def _describe(self, slot: int, text: str, kind: str) -> None:
+        if text in self._sizes or re.fullmatch(r"%(tid\.x|n?ctaid\.[xyz])", text):
+            self.given[text] = slot
+        elif text[0] != "%":
+            self.registers[slot] = _constant(text, kind)
+        elif match := re.fullmatch(r"%(p|rs|r|rd)\d+", text):
+            self.widths[slot] = KINDS[WIDTHS[match[1]]]
+        else:
+            raise Unknown(text)
 
     def _address(self, text: str, kind: str) -> tuple[int, int]:
         match = ADDRESS.fullmatch(text)
@@ -139,10 +134,8 @@ class Kernel:
         return self._slot(match[1], kind), int(match[2] or 0)
 
     def _list(self, text: str, kind: str = "") -> tuple:
-        return tuple(
-            self._slot(name.strip(), kind)
-            for name in re.split("[,|]", text.strip("{} "))
-        )
+        names = re.split("[,|]", text.strip("{} "))
+        return tuple(self._slot(name.strip(), kind) for name in names)
 
     def _decode(self, statement: str) -> Instruction:
         match = STATEMENT.fullmatch(statement)
@@ -153,106 +146,106 @@ class Kernel:
         if guard:
             made.guard = (self._slot(guard), not negated)
         parts = [part.strip() for part in OPERAND.findall(rest or "")]
-        if name.startswith("mov.b") and any(part[0] == "{" for part in parts):
-            kinds, made.function = MOVES[parts[0][0] == "{", name[4:]]
-            made.targets, made.sources = (
-                self._list(parts[0]),
-                self._list(parts[1], kinds[0]),
-            )
-            made.kinds = tuple(KINDS[k] for k in kinds)
-        elif (found := operation(name)) is not None:
-            kinds, made.function = found
-            if len(parts) != len(kinds) + 1:
-                raise Unknown(statement)
-            made.targets, made.sources = (
-                self._list(parts[0]),
-                tuple(map(self._slot, parts[1:], kinds)),
-            )
-            made.kinds = (
-                (None,) if name.startswith("mov.") else tuple(KINDS[k] for k in kinds)
-            )
-            made.approximate = ".approx" in name or ".full" in name  # by an ulp or two
-            made.divides = name[:3] in ("div", "rem") and kinds[0] != "f"
-        elif name.startswith("ld.param."):
-            param = parts[1].strip("[] ")
-            wider = name == "ld.param.s32" and parts[0].startswith("%rd")
-            if self._sizes.get(param) != name[-2:] or (
-                wider or name[-2:] == "64"
-            ) != parts[0].startswith("%rd"):
-                raise Unknown(statement)
-            made.function = operation("cvt.s64.s32" if wider else "mov.b32")[1]
-            made.kinds = (KINDS["s"],) if wider else (None,)
-            made.targets, made.sources = (self._slot(parts[0]),), (self._slot(param),)
-        else:
-            self._decode_action(made, name, parts)
+        for pattern, decode in ACTIONS.items():
+            if match := re.fullmatch(pattern, name):
+                decode(self, made, parts, *match.groups())
+                return made
+        self._arithmetic(made, name, parts)
         return made
 
-    def _decode_action(self, made: Instruction, name: str, parts: list[str]) -> None:
-        if match := MEMORY.fullmatch(name) or MATRIX.fullmatch(name):
-            at, values = parts if match[1] == "st" else parts[::-1]
-            space, modifiers, vector, bits = match.groups()[1:] or (
-                "matrix",
-                "",
-                "",
-                "32",
-            )
-            if any(
-                part.split("::")[0] not in CACHING
-                for part in filter(None, modifiers.split("."))
-            ):
-                raise Unknown(made.text)
-            address, offset = self._address(at, "d" if space == "global" else "w")
-            registers = self._list(values, LOADED[bits])
-            made.act, made.numbers = (
-                match[1],
-                (space, offset, int(bits) // 8, int(vector or 1)),
-            )
-            made.sources, made.targets = (
-                ((address, *registers), ())
-                if match[1] == "st"
-                else ((address,), registers)
-            )
-        elif (
-            (mode := SHUFFLE.get(name))
-            and int(parts[3], 0) == 31
-            and int(parts[4], 0) in (-1, 0xFFFFFFFF)
-        ):
-            made.act, made.targets, made.numbers = (
-                "shuffle",
-                (self._slot(parts[0]),),
-                (mode,),
-            )
-            made.sources = tuple(self._slot(part, "w") for part in parts[1:3])
-        elif COPY.fullmatch(name):
-            (to, to_offset), (source, offset) = (
-                self._address(parts[0], "w"),
-                self._address(parts[1], "d"),
-            )
-            made.act, made.numbers = "copy", (to_offset, offset, int(parts[2], 0))
-            # the size again where nothing is left out
-            made.sources = (to, source, self._slot(parts[-1], "w"))
-        elif name == "cp.async.commit_group":
-            made.act = "commit"
-        elif name in ("cp.async.wait_group", "cp.async.wait_all"):
-            made.act, made.numbers = "wait", (int(parts[0], 0) if parts else -1,)
-        elif [name, *parts] == ["bar.sync", "0"] or (
-            name == "bar.warp.sync" and self.threads == 32
-        ):
-            made.act = "barrier"
-        elif name in LEAVES:
-            made.act, made.numbers = name, tuple(parts)
-        else:
+    def _arithmetic(self, made, name, parts) -> None:
+        operand = operation(name)
+        if "{" in parts[0] + parts[-1]:
+            operand = MOVES.get((name, parts[0][0] == "{"))
+        if operand is None:
             raise Unknown(made.text)
+        kinds, made.function = operand
+        sources = re.findall(r"[^{}, ]+", ",".join(parts[1:]))
+        if len(sources) != len(kinds):
+            raise Unknown(made.text)
+        made.targets = self._list(parts[0])
+        made.sources = tuple(map(self._slot, sources, kinds))
+        made.kinds = tuple(KINDS[kind] for kind in kinds)
+        made.approximate = ".approx" in name or ".full" in name  # by an ulp or two
+        made.divides = name[:3] in ("div", "rem") and kinds[0] != "f"
+
+    def _param(self, made, parts, size) -> None:
+        param = parts[1].strip("[] ")
+        wide = parts[0].startswith("%rd")
+        extended = wide and size == "s32"
+        if self._sizes.get(param) != size[-2:]:
+            raise Unknown(made.text)
+        if wide != (extended or size[-2:] == "64"):
+            raise Unknown(made.text)
+        made.targets, made.sources = (self._slot(parts[0]),), (self._slot(param),)
+        kind, made.function = operation("cvt.s64.s32" if extended else f"mov.{size}")
+        made.kinds = (KINDS[kind],)
+
+    def _memory(self, made, parts, act, space, vector, bits) -> None:
+        made.act = act
+        at, values = parts if act == "st" else parts[::-1]
+        address, offset = self._address(at, "d" if space == "global" else "w")
+        made.numbers = (space, offset, int(bits) // 8, int(vector or 1))
+        registers = self._list(values, LOADED[bits])
+        if act == "st":
+            made.sources = (address, *registers)
+        else:
+            made.sources, made.targets = (address,), registers
+
+    def _matrix(self, made, parts, act) -> None:
+        self._memory(made, parts, act, "matrix", "", "32")
+
+    def _shuffle(self, made, parts, mode) -> None:
+        target, source, lane, clamp, members = parts
+        if int(clamp, 0) != 31 or int(members, 0) not in (-1, 0xFFFFFFFF):
+            raise Unknown(made.text)
+        made.act, made.numbers = "shuffle", (SHUFFLES[mode],)
+        made.targets = (self._slot(target),)
+        made.sources = (self._slot(source, "w"), self._slot(lane, "w"))
+
+    def _copy(self, made, parts) -> None:
+        to, to_offset = self._address(parts[0], "w")
+        source, offset = self._address(parts[1], "d")
+        made.act, made.numbers = "copy", (to_offset, offset, int(parts[2], 0))
+        # the size again where nothing is left out
+        made.sources = (to, source, self._slot(parts[-1], "w"))
+
+    def _commit(self, made, parts) -> None:
+        made.act = "commit"
+
+    def _wait(self, made, parts) -> None:
+        made.act, made.numbers = "wait", (int(parts[0], 0) if parts else -1,)
+
+    def _barrier(self, made, parts, warp) -> None:
+        if warp and self.threads != 32 or not warp and parts != ["0"]:
+            raise Unknown(made.text)
+        made.act = "barrier"
+
+    def _leave(self, made, parts, name) -> None:
+        made.act, made.numbers = name, tuple(parts)
+
+
+# none of these changes what is read
+CACHING = r"(?:\.(?:ca|cg|cs|L1|L2|relaxed|weak|cta)(?:::\w+)*)*"
+ACTIONS = {
+    r"ld\.param\.(\w+)": Kernel._param,
+    rf"(ld|st)\.(global|shared){CACHING}(?:\.v([248]))?\.[bufs](16|32|64)": Kernel._memory,
+    r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16": Kernel._matrix,
+    r"shfl\.sync\.(bfly|idx)\.b32": Kernel._shuffle,
+    r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)?": Kernel._copy,
+    r"cp\.async\.commit_group": Kernel._commit,
+    r"cp\.async\.wait_(?:group|all)": Kernel._wait,
+    r"bar(\.warp)?\.sync": Kernel._barrier,
+    r"(bra|bra\.uni|ret)": Kernel._leave,
+}  # fmt: skip
 
 
 def _constant(text: str, kind: str):
+    if text == "global_smem":
+        text = "0"
+    digits = re.sub("^0[fF](?=.{8}$)", "0x", text).removesuffix("U")
     try:
-        value = int(
-            "0"
-            if text == "global_smem"
-            else re.sub("^0[fF](?=.{8}$)", "0x", text).removesuffix("U"),
-            0,
-        )
+        value = int(digits, 0)
     except ValueError:
         raise Unknown(f"operand {text}") from None
     if kind == "p":

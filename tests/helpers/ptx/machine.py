@@ -50,42 +50,39 @@ class Machine:
         Raises:
             Fault: the kernel did what it must not; the message names the statement.
         """
-        windows, given = {}, {}
-        for number, ((kind, name), value) in enumerate(
-            zip(kernel.params, arguments, strict=True)
-        ):
-            if hasattr(value, "data_ptr"):
-                windows[number] = Window(value, number)
-                if self.watch is not None:
-                    windows[number].keep_what_is_read()
-                value = windows[number].address
-            dtype = np.dtype("f4" if kind == "f32" else f"u{int(kind[1:]) // 8}")
-            given[name] = dtype.type(
-                value if kind == "f32" else int(value or 0) % 2 ** (8 * dtype.itemsize)
-            )
+        windows, given = self._take(kernel, arguments)
         programs = int(np.prod(grid))
         step = max(1, min(LANES // kernel.threads, SHARED // max(shared, 1)))
         try:
             for first in range(0, programs, step):
                 some = np.arange(first, min(first + step, programs))
-                _Run(
-                    kernel,
-                    grid,
-                    some,
-                    Shared(len(some), shared, kernel.threads),
-                    windows,
-                    given,
-                    self.blurred,
-                ).run()
+                memory = Shared(len(some), shared, kernel.threads)
+                _Run(kernel, grid, some, memory, windows, given, self.blurred).run()
             for window in windows.values():
                 window.close(() if self.in_place else windows.values())
         except Fault as fault:
             raise Fault(f"{kernel.name}: {fault}") from None
         if self.watch is not None:
             self.watch(sum(window.moved() for window in windows.values()))
-        return [
-            number for number, window in windows.items() if window.owner is not None
-        ]
+        return [n for n, window in windows.items() if window.owner is not None]
+
+    def _take(self, kernel: Kernel, arguments: list) -> tuple[dict, dict]:
+        """({number: memory of a tensor}, {parameter: value}) of a launch."""
+        windows, given = {}, {}
+        for number, value in enumerate(arguments):
+            if hasattr(value, "data_ptr"):
+                windows[number] = Window(value, number)
+                if self.watch is not None:
+                    windows[number].keep_what_is_read()
+                value = windows[number].address
+            kind, name = kernel.params[number]
+            if kind == "f32":
+                given[name] = np.float32(value)
+            else:
+                size = int(kind[1:]) // 8
+                bits = int(value or 0) % 2 ** (8 * size)
+                given[name] = np.dtype(f"u{size}").type(bits)
+        return windows, given
 
 
 class _Run:
@@ -93,38 +90,22 @@ class _Run:
     going on; None is all of them.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        grid,
-        programs,
-        shared: Shared,
-        windows: dict,
-        given: dict,
-        blurred: bool,
-    ):
-        self.kernel, self.shared, self.windows, self.blurred = (
-            kernel,
-            shared,
-            windows,
-            blurred,
-        )
+    def __init__(self, kernel, grid, programs, shared, windows, given, blurred):
+        self.kernel, self.shared, self.windows = kernel, shared, windows
+        self.blurred = blurred
         self.threads = kernel.threads  # of a program
         self.count = len(programs) * self.threads
         self.lanes = np.arange(self.count, dtype=np.int32)
         self.program = np.repeat(programs + 1, self.threads).astype(np.int32)
-        at = np.unravel_index(self.program - 1, grid, "F")
-        special = {
-            f"%ctaid.{d}": a.astype(np.uint32) for d, a in zip("xyz", at, strict=True)
-        }
-        special |= {
-            f"%nctaid.{d}": np.uint32(n) for d, n in zip("xyz", grid, strict=True)
-        }
-        special |= {"%tid.x": (self.lanes % self.threads).astype(np.uint32)}
+        values = given | {"%tid.x": (self.lanes % self.threads).astype(np.uint32)}
+        places = np.unravel_index(self.program - 1, grid, "F")
+        for axis, place, size in zip("xyz", places, grid, strict=True):
+            values[f"%ctaid.{axis}"] = place.astype(np.uint32)
+            values[f"%nctaid.{axis}"] = np.uint32(size)
         self.registers = list(kernel.registers)
         for name, slot in kernel.given.items():
-            self.registers[slot] = special[name] if name in special else given[name]
-        self.poison: dict = {}  # by slot, which lanes hold what nobody computed
+            self.registers[slot] = values[name]
+        self.poison: dict = {}  # by slot, which lanes hold what was never computed
         self.committed = np.zeros(self.count, np.int32)
         self.copies: list[tuple] = []  # (lanes, their groups, granules, values, text)
         # by block, the lanes that come to it next
@@ -132,45 +113,48 @@ class _Run:
         self.mask: np.ndarray | None = None
 
     def run(self) -> None:
-        instruction = None
+        self.text = "end"  # the statement that is going on
         try:
             with np.errstate(all="ignore"):
                 for _ in range(STEPS):
                     if not self.waiting:
-                        break
-                    number = min(self.waiting)
-                    self.mask = self.waiting.pop(number)
-                    for instruction in self.kernel.blocks[number]:
-                        self._step(instruction)
-                    self._leave(number, instruction)
-                else:
-                    raise Fault("endless loop")
-                self.shared.barrier()
+                        self.shared.barrier()
+                        return
+                    self._run_block(min(self.waiting))
+            raise Fault("endless loop")
         except Fault as fault:
-            raise Fault(
-                f"{fault} [{instruction.text if instruction else 'end'}]"
-            ) from None
+            raise Fault(f"{fault} [{self.text}]") from None
 
-    def _leave(self, number: int, last: Instruction) -> None:
-        """Send the lanes from the end of a block to where they go."""
-        going, staying = (
-            self._guarded(last) if last.act in LEAVES else NOBODY,
-            self.mask,
-        )
-        target = (
-            self.kernel.labels[last.numbers[0]]
-            if last.act in LEAVES and last.numbers
-            else -1
-        )
-        if going is None or going is staying:
-            staying = NOBODY
-        elif going is not NOBODY:
-            staying = ~going if staying is None else staying & ~going
-        for block, lanes in ((target, going), (number + 1, staying)):
-            if block >= 0 and (lanes is None or lanes.any()):
-                if block in self.waiting:
-                    lanes = lanes | self.waiting[block]
-                self.waiting[block] = None if lanes is None or lanes.all() else lanes
+    def _run_block(self, number: int) -> None:
+        self.mask = self.waiting.pop(number)
+        going = NOBODY
+        for instruction in self.kernel.blocks[number]:
+            self.text = instruction.text
+            if instruction.act not in LEAVES:
+                self._step(instruction)
+                continue
+            going = self._guarded(instruction)
+            if instruction.numbers:
+                self._arrive(self.kernel.labels[instruction.numbers[0]], going)
+        self._arrive(number + 1, self._all_but(going))
+
+    def _arrive(self, block: int, lanes) -> None:
+        if lanes is not None:
+            if not lanes.any():
+                return
+            if block in self.waiting:
+                lanes = lanes | self.waiting[block]
+            if lanes.all():
+                lanes = None
+        self.waiting[block] = lanes
+
+    def _all_but(self, going):
+        """The lanes of the mask that are not of `going`, which are some of them."""
+        if going is NOBODY:
+            return self.mask
+        if going is None or going is self.mask:
+            return NOBODY
+        return ~going if self.mask is None else self.mask & ~going
 
     def _guarded(self, instruction: Instruction):
         """The lanes that an instruction is for: a mask, or NOBODY."""
@@ -185,17 +169,19 @@ class _Run:
         return value if value.any() else NOBODY
 
     def _step(self, instruction: Instruction) -> None:
-        mask = NOBODY if instruction.act in LEAVES else self._guarded(instruction)
+        mask = self._guarded(instruction)
         if mask is NOBODY:
             return
         if instruction.function is None:
             getattr(self, "_" + instruction.act)(instruction, mask)
-            return
-        values = map(self._whole, instruction.sources)
-        values = [
-            v if k is None or v.dtype is k else v.view(k)
-            for v, k in zip(values, instruction.kinds, strict=True)
-        ]
+        else:
+            self._compute(instruction, mask)
+
+    def _compute(self, instruction: Instruction, mask) -> None:
+        values = []
+        for slot, kind in zip(instruction.sources, instruction.kinds, strict=True):
+            value = self._whole(slot)
+            values.append(value if value.dtype is kind else value.view(kind))
         if instruction.divides:
             zero = values[1] == 0
             if (zero if mask is None else zero & mask).any():
@@ -203,12 +189,10 @@ class _Run:
         results = instruction.function(*values)
         if self.blurred and instruction.approximate:
             results = blurred(results)
+        if type(results) is not tuple:
+            results = (results,)
         poison = self._poison_of(instruction.sources) if self.poison else None
-        for slot, result in zip(
-            instruction.targets,
-            results if type(results) is tuple else (results,),
-            strict=True,
-        ):
+        for slot, result in zip(instruction.targets, results, strict=True):
             self._put(slot, result, mask, poison)
 
     def _whole(self, slot: int, use: str = "", mask=None):
@@ -219,12 +203,10 @@ class _Run:
         if value is None:
             self.poison[slot] = np.True_
             value = self.registers[slot] = self.kernel.widths[slot].type(0)
-        if (
-            use
-            and slot in self.poison
-            and (self.poison[slot] if mask is None else self.poison[slot] & mask).any()
-        ):
-            raise Fault(f"an uninitialised {use}")
+        if use and slot in self.poison:
+            poison = self.poison[slot]
+            if (poison if mask is None else poison & mask).any():
+                raise Fault(f"an uninitialised {use}")
         return value
 
     def _some(self, slot: int, mask, use: str = ""):
@@ -249,9 +231,9 @@ class _Run:
             value = np.where(mask, value, self._whole(slot).view(value.dtype))
             before = self.poison.get(slot)
             if poison is not None or before is not None:
-                poison = np.where(
-                    mask, *(np.False_ if p is None else p for p in (poison, before))
-                )
+                new = np.False_ if poison is None else poison
+                old = np.False_ if before is None else before
+                poison = np.where(mask, new, old)
         self.registers[slot] = value
         if poison is not None and poison.any():
             self.poison[slot] = poison
@@ -260,20 +242,22 @@ class _Run:
 
     def _put_some(self, slots: tuple, values, mask, poison=None) -> None:
         """As `_put`, of columns of values that only the lanes of the mask have."""
-        if mask is not None:
-            whole = np.zeros((self.count, values.shape[1]), values.dtype)
-            whole[mask], values = values, whole
-            if poison is not None:
-                whole = np.zeros(self.count, bool)
-                whole[mask], poison = poison, whole
+        values = self._spread(values, mask)
+        if poison is not None:
+            poison = self._spread(poison, mask)
         for column, slot in enumerate(slots):
             if slot is not None:
-                self._put(
-                    slot,
-                    values[:, column].astype(self.kernel.widths[slot], copy=False),
-                    mask,
-                    poison,
-                )
+                width = self.kernel.widths[slot]
+                value = values[:, column].astype(width, copy=False)
+                self._put(slot, value, mask, poison)
+
+    def _spread(self, values, mask):
+        """Values of the mask's lanes, with zeros for the other lanes."""
+        if mask is None:
+            return values
+        whole = np.zeros((self.count, *values.shape[1:]), values.dtype)
+        whole[mask] = values
+        return whole
 
     def _among(self, mask):
         return self.lanes if mask is None else self.lanes[mask]
@@ -337,56 +321,42 @@ class _Run:
 
     def _st(self, instruction: Instruction, mask) -> None:
         space, _, width, count = instruction.numbers
-        lanes, use = self._among(mask), "value is stored" if space == "global" else ""
+        use = "value is stored" if space == "global" else ""
+        lanes, unsigned = self._among(mask), UNSIGNED[width]
         for address, slots in self._accesses(
             instruction, mask, instruction.sources[1:]
         ):
+            columns = [self._some(slot, mask, use) for slot in slots]
             # A register may be wider than what is stored of it.
-            values = np.stack(
-                [
-                    self._some(slot, mask, use).astype(UNSIGNED[width], copy=False)
-                    for slot in slots
-                ],
-                1,
-            )
+            columns = [column.astype(unsigned, copy=False) for column in columns]
+            values = np.stack(columns, 1)
             if space == "global":
                 for window, which in self._by_window(address):
-                    window.store(
-                        address[which],
-                        values[which],
-                        width,
-                        count,
-                        self.program[lanes][which],
-                    )
-            else:
-                poison = self._poison_of(slots)
-                poison = (
-                    None
-                    if poison is None
-                    else np.broadcast_to(poison, self.count)[lanes]
-                )
-                self.shared.store(
-                    address, values, width, count, lanes, instruction.text, poison
-                )
+                    program = self.program[lanes][which]
+                    window.store(address[which], values[which], width, count, program)
+                continue
+            poison = self._poison_of(slots)
+            if poison is not None:
+                poison = np.broadcast_to(poison, self.count)[lanes]
+            text = instruction.text
+            self.shared.store(address, values, width, count, lanes, text, poison)
 
     def _copy(self, instruction: Instruction, mask) -> None:
         to_offset, offset, size = instruction.numbers
-        to = self._address(instruction.sources[0], mask, to_offset)
-        source = self._address(instruction.sources[1], mask, offset)
-        taken, lanes = (
-            self._some(instruction.sources[2], mask, "size"),
-            self._among(mask),
-        )
-        if ((taken != 0) & (taken != size)).any():
+        to, source, taken = instruction.sources
+        to = self._address(to, mask, to_offset)
+        source = self._address(source, mask, offset)
+        taken, lanes = self._some(taken, mask, "size"), self._among(mask)
+        reads = taken != 0
+        if (reads & (taken != size)).any():
             raise Unknown(f"a copy of a part: {instruction.text}")
         # what is not read becomes zero
-        values, reads = np.zeros((len(lanes), size // 2), np.uint16), taken != 0
+        values = np.zeros((len(lanes), size // 2), np.uint16)
         if reads.any():
             values[reads] = self._read(source[reads], 4, size // 4).view(np.uint16)
         where = self.shared.start_copy(to, size, lanes, instruction.text)
-        self.copies.append(
-            (lanes, self.committed[lanes], where, values, instruction.text)
-        )
+        copy = lanes, self.committed[lanes], where, values, instruction.text
+        self.copies.append(copy)
 
     def _commit(self, instruction: Instruction, mask) -> None:
         self.committed[self._among(mask)] += 1
@@ -400,24 +370,19 @@ class _Run:
                 done &= mask[lanes]
             self.shared.end_copy(where[done], values[done], lanes[done], text)
             if not done.all():
-                self.copies.append(
-                    (*(a[~done] for a in (lanes, groups, where, values)), text)
-                )
+                rest = [array[~done] for array in (lanes, groups, where, values)]
+                self.copies.append((*rest, text))
 
     def _shuffle(self, instruction: Instruction, mask) -> None:
         self._together(mask, 32, "warp")
         slot, other = instruction.sources
         self._whole(other, "lane", mask)
-        partner = instruction.numbers[0](
-            self.lanes, self._some(other, None).astype(np.int32) & 31
-        )
-        value, poison = self._some(slot, None), self.poison.get(slot, np.False_)
-        self._put(
-            instruction.targets[0],
-            value[partner],
-            mask,
-            np.broadcast_to(poison, self.count)[partner],
-        )
+        other = self._some(other, None).astype(np.int32) & 31
+        partner = instruction.numbers[0](self.lanes, other)
+        value = self._some(slot, None)[partner]
+        poison = self.poison.get(slot, np.False_)
+        poison = np.broadcast_to(poison, self.count)[partner]
+        self._put(instruction.targets[0], value, mask, poison)
 
     def _barrier(self, instruction: Instruction, mask) -> None:
         self.shared.barrier(self._together(mask, self.threads, "program"))

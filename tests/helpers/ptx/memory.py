@@ -2,6 +2,7 @@
 memory of its programs.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,32 +27,29 @@ class Window:
     """
 
     def __init__(self, tensor, number: int):
-        self.number, self.item, self.shape = (
-            number,
-            tensor.element_size(),
-            tuple(tensor.shape),
-        )
-        self.strides = [
-            s if n > 1 else 0 for s, n in zip(tensor.stride(), self.shape, strict=True)
-        ]
-        spanned = (
-            sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
-        ) * (0 not in self.shape)
-        self.size, real = spanned * self.item, tensor.data_ptr()
-        self.start, self.end = real, real + self.size
+        self.number, self.item = number, tensor.element_size()
+        self.shape = tuple(tensor.shape)
+        strides = zip(tensor.stride(), self.shape, strict=True)
+        self.strides = [stride if size > 1 else 0 for stride, size in strides]
+        spanned = 0
+        if tensor.numel():
+            last = zip(self.shape, self.strides, strict=True)
+            spanned = 1 + sum((size - 1) * stride for size, stride in last)
+        self.size = spanned * self.item
+        self.start = tensor.data_ptr()
+        self.end = self.start + self.size
         # what lies shortly before it is still near it
-        self.address = (number + 1 << SPACING) + 4096 + real % 4096
-        self.shift = real % 64  # the array of bytes starts at a multiple of 64
+        self.address = (number + 1 << SPACING) + 4096 + self.start % 4096
+        self.shift = self.start % 64  # the array of bytes starts at a multiple of 64
         padded = -(-(self.shift + self.size) // 64) * 64
         about = {
-            "data": (real - self.shift, False),
+            "data": (self.start - self.shift, False),
             "shape": (padded,),
             "typestr": "|u1",
             "version": 3,
         }
-        self.bytes = np.asarray(
-            SimpleNamespace(__array_interface__=about, tensor=tensor)
-        )
+        holder = SimpleNamespace(__array_interface__=about, tensor=tensor)
+        self.bytes = np.asarray(holder)
         self.loaded = None  # which elements were read, where that is kept
         # of each element, the number of the program that wrote it, or 0
         self.read, self.owner = False, None
@@ -62,29 +60,26 @@ class Window:
             self._of_view(self.allowed)[...] = True
 
     def _of_view(self, elements):
-        first, strides = (
-            self.shift // self.item,
-            [s * elements.itemsize for s in self.strides],
-        )
+        first = self.shift // self.item
+        strides = [stride * elements.itemsize for stride in self.strides]
         return np.lib.stride_tricks.as_strided(elements[first:], self.shape, strides)
 
     def _places(self, address, total: int):
         """Where accesses of `total` bytes are, in memory seen as rows of so many."""
         at = (address - np.uint64(self.address)).view(np.int64)
+        first, end = at.min(), at.max() + total
         if (address % np.uint64(total)).any():
             raise Fault(f"misaligned: {total} bytes of argument {self.number}")
-        if at.min() < 0 or at.max() + total > self.size:
-            raise Fault(
-                f"outside of argument {self.number}: bytes {at.min()} to {at.max() + total} of {self.size}"
-            )
+        if first < 0 or end > self.size:
+            beyond = f"bytes {first} to {end} of {self.size}"
+            raise Fault(f"outside of argument {self.number}: {beyond}")
         if total % self.item:
             raise Fault(f"a part of an element of argument {self.number}")
         places = (at + self.shift) // total
-        if (
-            self.allowed is not None
-            and not self.allowed.reshape(-1, total // self.item)[places].all()
-        ):
-            raise Fault(f"between the rows of argument {self.number}")
+        if self.allowed is not None:
+            allowed = self.allowed.reshape(-1, total // self.item)
+            if not allowed[places].all():
+                raise Fault(f"between the rows of argument {self.number}")
         return places
 
     def load(self, address, width: int, count: int):
@@ -117,20 +112,23 @@ class Window:
         """What can be said once all programs have run."""
         if self.owner is None:
             return
-        if missing := int((self._of_view(self.owner) == 0).sum()):
-            raise Fault(
-                f"{missing} elements of argument {self.number} are not written, and others are"
-            )
+        number = self.number
+        missing = int((self._of_view(self.owner) == 0).sum())
+        if missing:
+            message = f"{missing} elements of argument {number} are not written"
+            raise Fault(f"{message}, and others are")
         for other in others:
-            overlaps = self.start < other.end and other.start < self.end
-            if (
-                other.read
-                and overlaps
-                and (other is self or other.allowed is self.allowed is None)
-            ):
-                raise Fault(
-                    f"argument {self.number} is written and, as argument {other.number}, read in one launch"
+            if other.read and self._meets(other):
+                message = (
+                    f"argument {number} is written and, as argument {other.number}"
                 )
+                raise Fault(f"{message}, read in one launch")
+
+    def _meets(self, other: "Window") -> bool:
+        """Whether they share memory. Views with gaps may lie within each other."""
+        overlap = self.start < other.end and other.start < self.end
+        gapless = self.allowed is None and other.allowed is None
+        return overlap and (other is self or gapless)
 
 
 def _alike(held, values) -> bool:
@@ -139,10 +137,31 @@ def _alike(held, values) -> bool:
     """
     same = held == values
     if not same.all() and same.shape[1] % 2 == 0:
-        same = same[:, ::2] & same[:, 1::2] | np.isnan(
-            held.view(np.float32)
-        ) & np.isnan(values.view(np.float32))
+        nan = np.isnan(held.view(np.float32)) & np.isnan(values.view(np.float32))
+        same = same[:, ::2] & same[:, 1::2] | nan
     return same.all()
+
+
+@dataclass
+class Access:
+    """What lanes did to shared memory in one statement: to these granules, each lane to
+    a row of them; of a store, with these values.
+    """
+
+    write: bool
+    granules: np.ndarray
+    lanes: np.ndarray
+    values: np.ndarray | None
+    text: str
+
+    def of(self, mask) -> "Access":
+        values = None if self.values is None else self.values[mask]
+        granules, lanes = self.granules[mask], self.lanes[mask]
+        return Access(self.write, granules, lanes, values, self.text)
+
+    def is_in(self, held) -> bool:
+        """Whether the memory holds what was written here."""
+        return self.values is not None and _alike(held[self.granules], self.values)
 
 
 class Shared:
@@ -157,32 +176,29 @@ class Shared:
         self.bytes = np.zeros(programs * self.stride, np.uint8)
         self.state = np.full(len(self.bytes) // 2, EMPTY, np.uint8)
         self.last = np.full(len(self.state), -1, np.int32)  # scratch of `barrier`
-        # (is it a write, granules, lanes, values or None, text)
-        self.touched: list[tuple] = []
+        self.accesses: list[Access] = []
 
     def _touch(self, write: bool, address, total: int, lanes, values, text: str):
         """(rows of so many bytes, granules in them) of accesses."""
         address = address.astype(np.int64)
+        end = address.max() + total
         if (address % total).any():
             raise Fault(f"misaligned: {total} bytes of shared memory")
-        if address.max() + total > self.size:
-            raise Fault(
-                f"outside of shared memory: byte {address.max() + total} of {self.size}"
-            )
+        if end > self.size:
+            raise Fault(f"outside of shared memory: byte {end} of {self.size}")
         places = (lanes // self.threads * self.stride + address) // total
         granules = places[:, None] * (total // 2) + np.arange(total // 2)
         if (self.state[granules] == COPYING).any():
             raise Fault("touched before an asynchronous copy to it has been waited for")
-        self.touched.append((write, granules, lanes, values, text))
+        self.accesses.append(Access(write, granules, lanes, values, text))
         return places, granules
 
     def load(self, address, width: int, count: int, lanes, text: str):
         """(values, which lanes read what nobody wrote, or None)."""
         places, granules = self._touch(False, address, width * count, lanes, None, text)
         unset = (self.state[granules] == EMPTY).any(1)
-        return self.bytes.view(UNSIGNED[width]).reshape(-1, count)[
-            places
-        ], unset if unset.any() else None
+        values = self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places]
+        return values, unset if unset.any() else None
 
     def store(
         self, address, values, width: int, count: int, lanes, text: str, poison=None
@@ -192,9 +208,9 @@ class Shared:
         places, granules = self._touch(
             True, address, width * count, lanes, halves, text
         )
-        self.state[granules] = (
-            FILLED if poison is None else np.where(poison, EMPTY, FILLED)[:, None]
-        )
+        self.state[granules] = FILLED
+        if poison is not None:
+            self.state[granules[poison]] = EMPTY
         self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places] = values
 
     def start_copy(self, address, size: int, lanes, text: str):
@@ -206,60 +222,49 @@ class Shared:
     def end_copy(self, granules, values, lanes, text: str) -> None:
         self.state[granules] = FILLED
         self.bytes.view(np.uint16)[granules] = values
-        self.touched.append((True, granules, lanes, values, text))
+        self.accesses.append(Access(True, granules, lanes, values, text))
 
     def barrier(self, passing=None) -> None:
         """Nothing before can race with anything behind, for the programs `passing` (a
         mask; None: all).
         """
-        touched, self.touched = self.touched, []
+        accesses, self.accesses = self.accesses, []
         if passing is not None:
-            here = [(t, passing[t[2] // self.threads]) for t in touched]
-            touched = [_part(t, mask) for t, mask in here]
-            self.touched = [_part(t, ~mask) for t, mask in here]
-        writes, reads = (
-            [t for t in touched if t[0] is way and len(t[1])] for way in (True, False)
-        )
-        if not writes:
-            return
+            here = [passing[access.lanes // self.threads] for access in accesses]
+            pairs = list(zip(accesses, here, strict=True))
+            self.accesses = [access.of(~mask) for access, mask in pairs]
+            accesses = [access.of(mask) for access, mask in pairs]
+        accesses = [access for access in accesses if len(access.granules)]
+        writes = [access for access in accesses if access.write]
+        reads = [access for access in accesses if not access.write]
+        if writes:
+            self._look_for_races(writes, reads)
+
+    def _look_for_races(self, writes: list[Access], reads: list[Access]) -> None:
         places, writers = _joined(writes)
         self.last[places] = writers
         held = self.bytes.view(np.uint16)
-        alike = (
-            values is not None and _alike(held[granules], values)
-            for _, granules, _, values, _ in writes
-        )
-        if (self.last[places] != writers).any() and not all(alike):
-            raise Fault(
-                f"race on shared memory: written by several threads without a barrier: {_texts(writes)}"
+        several = (self.last[places] != writers).any()
+        if several and not all(write.is_in(held) for write in writes):
+            fault = (
+                "race on shared memory: written by several threads without a barrier"
             )
+            raise Fault(f"{fault}: {_texts(writes)}")
         if reads:
             read, readers = _joined(reads)
-            found = self.last[read]
-            if ((found >= 0) & (found != readers)).any():
-                raise Fault(
-                    f"race on shared memory: no barrier between {_texts(writes)} and {_texts(reads)}"
-                )
+            last = self.last[read]
+            if ((last >= 0) & (last != readers)).any():
+                between = f"{_texts(writes)} and {_texts(reads)}"
+                raise Fault(f"race on shared memory: no barrier between {between}")
         self.last[places] = -1
 
 
-def _joined(touched: list[tuple]):
-    granules = np.concatenate([granules.ravel() for _, granules, *_ in touched])
-    return granules, np.concatenate(
-        [np.repeat(lanes, granules.shape[1]) for _, granules, lanes, *_ in touched]
-    )
+def _joined(accesses: list[Access]):
+    """All granules, and the lane that touched each."""
+    granules = [access.granules.ravel() for access in accesses]
+    lanes = [np.repeat(a.lanes, a.granules.shape[1]) for a in accesses]
+    return np.concatenate(granules), np.concatenate(lanes)
 
 
-def _part(touch: tuple, mask) -> tuple:
-    way, granules, lanes, values, text = touch
-    return (
-        way,
-        granules[mask],
-        lanes[mask],
-        None if values is None else values[mask],
-        text,
-    )
-
-
-def _texts(touched: list[tuple]) -> str:
-    return ", ".join(sorted({text for *_, text in touched})[:4])
+def _texts(accesses: list[Access]) -> str:
+    return ", ".join(sorted({access.text for access in accesses})[:4])
