@@ -4,6 +4,7 @@ parallel training share.
 
 import contextlib
 import os
+import re
 from collections import Counter
 
 import tiny_models
@@ -70,44 +71,35 @@ def exact_gradients(model):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+WRAPPERS = r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|^module\."
+
+
 def gradients(model):
-    """Whole gradients by the model's own parameter names, however the model is wrapped."""
-    with contextlib.ExitStack() as stack:
-        if isinstance(model, FullyShardedDataParallel):
-            stack.enter_context(
-                FullyShardedDataParallel.summon_full_params(model, with_grads=True)
-            )
-        found = {}
+    """Whole gradients by the model's own parameter names, however the model is wrapped;
+    None where it is frozen.
+    """
+    whole = contextlib.nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        whole = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+    grads = {}
+    with whole:
         for name, p in model.named_parameters():
-            for wrapper in (
-                "_fsdp_wrapped_module.",
-                "_checkpoint_wrapped_module.",
-                "_orig_mod.",
-            ):
-                name = name.replace(wrapper, "")
             grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            found[name.removeprefix("module.")] = (
-                grad.detach().clone() if p.requires_grad else None
-            )
-        return found
+            name = re.sub(WRAPPERS, "", name)
+            grads[name] = grad.detach().clone() if p.requires_grad else None
+    return grads
 
 
-def rms_error(found, exact):
+def rms_error(grads, exact):
     """Of all gradients together; both have to have the same."""
-    assert found.keys() == exact.keys()
-    assert [n for n, g in found.items() if g is None] == [
-        n for n, g in exact.items() if g is None
-    ]
-    errors = [
-        (g.double() - exact[n]).square().sum()
-        for n, g in found.items()
-        if g is not None
-    ]
-    return (
-        (sum(errors) / sum(g.numel() for g in found.values() if g is not None))
-        .sqrt()
-        .item()
-    )
+    assert grads.keys() == exact.keys()
+    squares = count = 0
+    for name, right in exact.items():
+        assert (grads[name] is None) == (right is None), name
+        if right is not None:
+            squares += (grads[name].double() - right).square().sum().item()
+            count += right.numel()
+    return (squares / count) ** 0.5
 
 
 def assert_gradients_as_accurate(fused, plain, exact, what=""):

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm import convert_checkpoint
+from hf_rmsnorm.fused.norm import fused_part
 
 _COMMON = {
     "vocab_size": 128,
@@ -107,6 +108,18 @@ def norms(model):
         for path, module in model.named_modules()
         if "Norm" in type(module).__name__
     ]
+
+
+def gradients(model):
+    """A copy of each gradient that there is, by the parameter's name."""
+    named = model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def fused_norms(model):
+    """The paths of the norms that a patch has swapped."""
+    modules = model.named_modules()
+    return [path for path, module in modules if fused_part(type(module)) is not None]
 
 
 def token_ids(batch=2, length=12, seed=0):

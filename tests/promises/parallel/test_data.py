@@ -68,8 +68,9 @@ def fsdp1(classes=(Qwen3DecoderLayer,), checkpointed=False, **options):
     def wrap(model):
         policy = ModuleWrapPolicy(set(classes))
         options.setdefault("use_orig_params", True)
+        cpu = torch.device("cpu")
         model = FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options
+            model, auto_wrap_policy=policy, device_id=cpu, **options
         )
         if checkpointed:
             apply_activation_checkpointing(
@@ -84,12 +85,9 @@ def fsdp2(each_norm=False, **options):
     def wrap(model):
         options.setdefault("mesh", init_device_mesh("cpu", (2,)))
         for layer in model.model.layers:
-            for norm in (
-                (layer.input_layernorm, layer.post_attention_layernorm)
-                if each_norm
-                else ()
-            ):
-                fully_shard(norm, **options)
+            if each_norm:
+                fully_shard(layer.input_layernorm, **options)
+                fully_shard(layer.post_attention_layernorm, **options)
             fully_shard(layer, **options)
         return fully_shard(model, **options)
 
@@ -151,14 +149,10 @@ CASES = {
         ddp(static_graph=True), 2, checkpointing(True), 2
     ),
     "DDP, only norms trained": Case(ddp(), 2, only("norm")),
-    "DDP, norms frozen": Case(ddp(), 2, only("proj", "embed", "head")),
     "accelerate": Case(prepared(), 2),
     "accelerate, FSDP2": Case(prepared_fsdp2(), 2),
     "FSDP2": Case(fsdp2(), 2),
     "FSDP2, norms by themselves": Case(fsdp2(each_norm=True), 0),
-    "FSDP2, bf16, not resharded": Case(
-        fsdp2(reshard_after_forward=False, mp_policy=HALF), 2
-    ),
     "FSDP2, offloaded to the CPU": Case(
         fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)), 2
     ),
@@ -206,47 +200,47 @@ def build(case):
     return model
 
 
-def check(name, case, rank):
+def check(name, case, rank, order):
     exact = exact_gradients(build(case))
     losses, plain = step(case.wrap(build(case)), rank, case.accumulate)
-    half = "bf16" in name
-    for order in ("patch first", "wrap first"):
-        model = build(case)
-        if order == "patch first":
-            patch_model(model, strict=True)
-        model = case.wrap(model)
-        types = {n: type(m) for n, m in model.named_modules()}
-        with unittest.mock.patch.object(torch.distributed, "all_gather") as gathers:
-            # as FSDP1 calls it on a CPU
-            report = patch_model(model, strict=True)
-        assert not gathers.called, (
-            f"{name}, {order}: patching one rank waits for another"
-        )
-        assert len(report.swapped) == NORMS, (name, order)
-        with counted() as ran:
-            got, fused = step(model, rank, case.accumulate)
-        steps = len(got)
-        what = f"{name}, {order}: {dict(ran)}"
-        assert ran["sums"] == steps * case.sums * case.forwards, what
-        assert ran["norm_forward"] + 2 * ran["qk_norm_forward"] >= steps * NORMS, what
-        assert (got - losses).abs().max() <= (0.02 if half else 1e-5), what
-        assert_gradients_as_accurate(fused, plain, exact, what)
-        assert unpatch_model(model) == NORMS
-        assert not any(
-            fused_part(type(m)) or layer_part(type(m)) for m in model.modules()
-        )
-        if order == "wrap first":
-            assert {n: type(m) for n, m in model.named_modules()} == types
-        of_fsdp = [n for n, m in model.named_modules() if isinstance(m, FSDPModule)]
-        assert of_fsdp == [n for n, t in types.items() if issubclass(t, FSDPModule)]
-        with counted() as ran, torch.no_grad():
-            model(input_ids=batch(rank))
-        assert not ran, what
+    model = build(case)
+    if order == "patch first":
+        patch_model(model, strict=True)
+    model = case.wrap(model)
+    types = {n: type(m) for n, m in model.named_modules()}
+    with unittest.mock.patch.object(torch.distributed, "all_gather") as gathers:
+        # as FSDP1 calls it on a CPU
+        report = patch_model(model, strict=True)
+    assert not gathers.called, "patching one rank waits for another"
+    assert len(report.swapped) == NORMS
+    with counted() as ran:
+        got, fused = step(model, rank, case.accumulate)
+    steps, what = len(got), f"{name}, {order}: {dict(ran)}"
+    assert ran["sums"] == steps * case.sums * case.forwards, what
+    assert ran["norm_forward"] + 2 * ran["qk_norm_forward"] >= steps * NORMS, what
+    assert (got - losses).abs().max() <= (0.02 if "bf16" in name else 1e-5), what
+    assert_gradients_as_accurate(fused, plain, exact, what)
+    assert_unpatched(model, types, order)
+
+
+def assert_unpatched(model, types, order):
+    """An undo leaves no trace, and the classes that FSDP2 made."""
+    assert unpatch_model(model) == NORMS
+    after = {n: type(m) for n, m in model.named_modules()}
+    assert not any(fused_part(t) or layer_part(t) for t in after.values())
+    if order == "wrap first":
+        assert after == types
+    of_fsdp = [n for n, t in after.items() if issubclass(t, FSDPModule)]
+    assert of_fsdp == [n for n, t in types.items() if issubclass(t, FSDPModule)]
+    with counted() as ran, torch.no_grad():
+        model(input_ids=batch())
+    assert not ran
 
 
 def work(rank, names):
     for name in names:
-        check(name, CASES[name], rank)
+        for order in ("patch first", "wrap first"):
+            check(name, CASES[name], rank, order)
 
 
 QUICK = ["DDP", "FSDP2"]

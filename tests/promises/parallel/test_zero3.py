@@ -102,32 +102,34 @@ def step(model, zero3):
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True])
-def test_weights_that_are_gathered_for_each_call(memory_efficient):
+@pytest.mark.parametrize(
+    "order", ["patch first", "ZeRO first", "patched and trained first"]
+)
+def test_weights_that_are_gathered_for_each_call(order, memory_efficient):
     exact = exact_gradients(tiny_models.build("qwen3"))
     model = tiny_models.build("qwen3")
     loss, plain, events, _ = step(model, Zero3(model))
     norm = ("gather", "model.layers.1.post_attention_layernorm")
     assert events.count(norm) == 2 and ("release", "model.norm") in events
-    for order in ("patch first", "ZeRO first", "patched and trained first"):
-        model = tiny_models.build("qwen3")
-        if order != "ZeRO first":
-            patch_model(model, strict=True, memory_efficient=memory_efficient)
-        if order == "patched and trained first":
-            model(input_ids=batch(), labels=batch()).loss.backward()
-            model.zero_grad()
-        zero3 = Zero3(model)
-        report = patch_model(model, strict=True, memory_efficient=memory_efficient)
-        assert len(report.swapped) == NORMS
-        if memory_efficient:
-            assert all("keeps its output" in record.notes for record in report.swapped)
-        for _ in range(2):
-            got = step(model, zero3)
-            # Every norm is called as a module, so that its hooks have run: nothing is
-            # computed ahead of it.
-            assert got[2] == events and not got[3]["sums"], order
-            assert got[3]["norm_forward"] == got[3]["norm_backward"] == NORMS
-            torch.testing.assert_close(got[0], loss)
-            assert_gradients_as_accurate(got[1], plain, exact, order)
-        assert unpatch_model(model) == NORMS
-        again = step(model, zero3)
-        assert not again[3] and torch.equal(again[0], loss)
+    model = tiny_models.build("qwen3")
+    if order != "ZeRO first":
+        patch_model(model, strict=True, memory_efficient=memory_efficient)
+    if order == "patched and trained first":
+        model(input_ids=batch(), labels=batch()).loss.backward()
+        model.zero_grad()
+    zero3 = Zero3(model)
+    report = patch_model(model, strict=True, memory_efficient=memory_efficient)
+    assert len(report.swapped) == NORMS
+    keeps_output = ["keeps its output" in record.notes for record in report.swapped]
+    assert keeps_output == [memory_efficient] * NORMS
+    for _ in range(2):
+        got, fused, fired, ran = step(model, zero3)
+        # Every norm is called as a module, so that its hooks have run: nothing is
+        # computed ahead of it.
+        assert fired == events and not ran["sums"]
+        assert ran["norm_forward"] == ran["norm_backward"] == NORMS
+        torch.testing.assert_close(got, loss)
+        assert_gradients_as_accurate(fused, plain, exact, order)
+    assert unpatch_model(model) == NORMS
+    again, _, _, ran = step(model, zero3)
+    assert not ran and torch.equal(again, loss)
