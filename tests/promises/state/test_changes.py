@@ -82,23 +82,25 @@ def test_a_path_with_glob_characters_names_itself():
     assert [record.path for record in report.swapped] == ["n[0]"]
 
 
-def test_a_norm_with_parameters_and_children_is_listed_and_a_block_named_after_its_norms_is_not():
-    class GatedRMSNorm(LlamaRMSNorm):
-        def __init__(self, size):
-            super().__init__(size)
-            self.gate = nn.Linear(size, size)
+class GatedRMSNorm(LlamaRMSNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.gate = nn.Linear(size, size)
 
-        def forward(self, h):
-            return super().forward(h) * self.gate(h)
+    def forward(self, h):
+        return super().forward(h) * self.gate(h)
 
-    class EncoderStableLayerNorm(nn.Module):
-        def __init__(self, size):
-            super().__init__()
-            self.norm = nn.LayerNorm(size)
 
-        def forward(self, h):
-            return self.norm(h)
+class EncoderStableLayerNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
 
+    def forward(self, h):
+        return self.norm(h)
+
+
+def test_a_norm_with_children_is_listed_and_a_block_named_after_its_norms_is_not():
     report = patch_model(nn.Sequential(GatedRMSNorm(16), EncoderStableLayerNorm(16)))
     assert [(r.path, r.reason) for r in report.skipped] == [("0", "it has submodules")]
     assert [r.path for r in report.swapped] == ["1.norm"]

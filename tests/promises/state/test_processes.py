@@ -1,8 +1,6 @@
 """A patched model in another process, and patches in several threads at once."""
 
-import os
 import queue
-import subprocess
 import sys
 import threading
 
@@ -10,24 +8,14 @@ import pytest
 import tiny_models
 import torch
 import torch.multiprocessing
-from places import PYTHONPATH
+from processes import python
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.fused.norm import fused_part
 
 ids = tiny_models.token_ids()
-PATHS = [PYTHONPATH, os.environ.get("PYTHONPATH", "")]
 FAMILIES = ["qwen3", "gemma2", "gpt2"]
-
-
-def fused(model):
-    return [
-        path
-        for path, module in model.named_modules()
-        if fused_part(type(module)) is not None
-    ]
 
 
 # Processes
@@ -57,14 +45,11 @@ def test_torch_save_of_whole_models_loads_in_a_new_process(tmp_path):
         expected = model(ids).logits.detach()
         patch_model(model, strict=True)
         torch.save(model, tmp_path / f"{family}.pt")
-        torch.save((ids, expected, fused(model)), tmp_path / f"{family}.expected.pt")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in PATHS if path),
-    }
-    command = [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path), *FAMILIES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        torch.save(
+            (ids, expected, tiny_models.fused_norms(model)),
+            tmp_path / f"{family}.expected.pt",
+        )
+    python("-W", "ignore", "-c", LOAD, tmp_path, *FAMILIES)
     for family, model in models.items():  # and back, unpatched there
         again = torch.load(tmp_path / f"{family}.again.pt", weights_only=False)
         unpatch_model(model)
@@ -112,22 +97,19 @@ def test_two_models_of_new_classes_are_recognised_and_patched_at_once(eager_swit
     class Fresh(LlamaRMSNorm):  # nothing is known of it yet, to either thread
         pass
 
-    models = [
-        nn.Sequential(*(Fresh(40) for _ in range(4)), nn.LayerNorm(40))
-        for _ in range(2)
-    ]
+    models = [nn.Sequential(Fresh(40), Fresh(40), nn.LayerNorm(40)) for _ in range(2)]
     reports = {}
 
     def patch(i):
         reports[i] = patch_model(models[i], strict=True)
 
     together(lambda: patch(0), lambda: patch(1))
-    assert reports[0] == reports[1] and len(reports[0].swapped) == 5
-    # One formula of one class is one class, whoever came first: dynamo and pickle go by
-    # that.
+    assert reports[0] == reports[1] and len(reports[0].swapped) == 3
+    # One formula of one class is one class, whichever came first: dynamo and pickle go
+    # by that.
     assert [type(m) for m in models[0]] == [type(m) for m in models[1]]
     together(lambda: unpatch_model(models[0]), lambda: unpatch_model(models[1]))
-    assert not any(fused(model) for model in models)
+    assert not any(tiny_models.fused_norms(model) for model in models)
 
 
 def test_two_patched_models_run_under_backends_of_their_own_at_once(eager_switching):
@@ -146,10 +128,5 @@ def test_two_patched_models_run_under_backends_of_their_own_at_once(eager_switch
                 assert backend == "triton" or torch.equal(logits, expected)
         counts[backend] = launches["norm_forward"] + 2 * launches["qk_norm_forward"]
 
-    with count_launches() as launches:
-        together(lambda: run(0, "triton"), lambda: run(1, "reference"))
-    assert (
-        launches["norm_forward"] + 2 * launches["qk_norm_forward"]
-        == 3 * 9
-        == counts["triton"]
-    )
+    together(lambda: run(0, "triton"), lambda: run(1, "reference"))
+    assert counts["triton"] == 3 * 9

@@ -64,9 +64,7 @@ def trained(model):
     """Logits, and the gradients of the adapter."""
     out = model.train()(input_ids=ids, labels=ids)
     out.loss.backward()
-    return out.logits.detach(), {
-        name: p.grad for name, p in model.named_parameters() if p.grad is not None
-    }
+    return out.logits.detach(), tiny_models.gradients(model)
 
 
 @kinds
@@ -80,11 +78,7 @@ def test_patched_training_has_the_logits_and_gradients_of_the_unpatched(
         ours, found = trained(model)
     assert len(fused_calls) == len(tiny_models.norms(model)) == 11
     assert torch.equal(ours, logits)
-    assert (
-        found.keys() == gradients.keys()
-        and all("lora" in name for name in found)
-        and len(found) == 20
-    )
+    assert len(found) == 20 and all("lora" in name for name in found)
     for name, expected in gradients.items():
         # bfloat16 and int8 in between: a rounding to the other side moves what comes
         # before it by a step.

@@ -47,33 +47,31 @@ def run(norm, fused_calls):
 @pytest.mark.parametrize("order", ["hook first", "patch first"])
 def test_accelerate_hook(order, fused_calls):
     norm, hook = LlamaRMSNorm(8), Note()
+    expected = norm(x8())
     if order == "hook first":
         add_hook_to_module(norm, hook)
         patch_model(norm)
     else:
         patch_model(norm)
         add_hook_to_module(norm, hook)
-    expected = LlamaRMSNorm.forward(norm, x8())
-    fused, y = run(norm, fused_calls)
-    assert fused and hook.calls == 1 and torch.equal(y, expected)
 
+    def assert_runs(fused, calls):
+        ran, y = run(norm, fused_calls)
+        assert (ran, hook.calls) == (fused, calls) and torch.equal(y, expected)
+
+    assert_runs(fused=True, calls=1)
     unpatch_model(norm)  # beneath the hook
-    fused, y = run(norm, fused_calls)
-    assert not fused and hook.calls == 2 and torch.equal(y, expected)
-
+    assert_runs(fused=False, calls=2)
     patch_model(norm)
     remove_hook_from_module(norm)  # leaves a forward on the instance
-    fused, y = run(norm, fused_calls)
-    assert fused and hook.calls == 2 and torch.equal(y, expected)
-
+    assert_runs(fused=True, calls=2)
     unpatch_model(norm)
     assert type(norm) is LlamaRMSNorm
     assert vars(norm)["forward"] == types.MethodType(LlamaRMSNorm.forward, norm)
-    assert not run(norm, fused_calls)[0]
-
+    assert_runs(fused=False, calls=2)
     # though a forward is left on the instance
     assert len(patch_model(norm).swapped) == 1
-    assert run(norm, fused_calls)[0]
+    assert_runs(fused=True, calls=2)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
