@@ -13,15 +13,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from benchmarks.compact import compact_json
+from benchmarks.plot import draw, load_matplotlib, save_figure
 from hf_rmsnorm.cli.common import (
     DTYPES,
     CliError,
     Result,
     add_device,
     interpret_on_cpu,
-    load_matplotlib,
     pick_device,
-    save_figure,
 )
 from hf_rmsnorm.paths import did_you_mean
 
@@ -95,7 +94,7 @@ class Measurement:
             raise CliError(
                 f"{args.command} has nothing to draw on this device: host --plot draws host costs"
             )
-        plt = load_matplotlib(picture) if picture else None
+        plt = load_matplotlib() if picture else None
         if args.command == "kernels":
             # the others count launches and run no kernel there
             interpret_on_cpu(device)
@@ -180,8 +179,6 @@ def write_result(file: Path, data: dict) -> None:
 def _draw(plt, data: dict, picture: Path) -> None:
     if not data["cases"]:
         raise CliError(f"nothing to draw: {'; '.join(data['not_measured'])}")
-    from benchmarks.plot import draw
-
     save_figure(plt, draw(plt, data), picture)
     data["plot"] = str(picture)
 

@@ -4,6 +4,31 @@ host costs.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from hf_rmsnorm.cli.common import CliError
+
+
+def load_matplotlib():
+    """matplotlib.pyplot, which draws into files."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        raise CliError("--plot needs matplotlib: pip install matplotlib") from None
+    pyplot.switch_backend("Agg")
+    return pyplot
+
+
+def save_figure(plt, figure, file: Path) -> None:
+    """Write a figure where --plot says, and close it."""
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        cure = "pass another file with --plot"
+        raise CliError(f"cannot write {file}: {error}; {cure}") from error
+    finally:
+        plt.close(figure)
+
 
 def draw(plt, result: dict):
     """A figure of a "kernels" or "host" result with something to draw. `plt` is

@@ -3,73 +3,67 @@ fit, a word that is meant.
 """
 
 import difflib
-import math
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 
 def fitted(text: str, hang: int = 4) -> str:
     """The text in 100 columns: what is longer goes on `hang` columns further in, and no
     path is broken.
     """
-
-    def fit(line: str) -> str:
-        ahead = " " * (len(line) - len(line.lstrip()) + hang)
-        return textwrap.fill(
-            line,
-            100,
-            subsequent_indent=ahead,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-
-    return "\n".join(
-        fit(line) if " " in line.strip() else line for line in text.splitlines()
-    )
+    lines = []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if " " in line.strip():
+            line = textwrap.fill(
+                line,
+                100,
+                subsequent_indent=" " * (indent + hang),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def compact_paths(paths: Sequence[str]) -> list[str]:
     """Paths that differ in their numbers written as one,
     ``model.layers.[0-31].input_layernorm``.
     """
-    families: dict[str, list[tuple[int, ...]]] = {}
-    for path in dict.fromkeys(paths):
-        template = re.sub(
-            r"(^|(?<=\.))\d+(?=\.|$)", "{}", path.replace("{", "{{").replace("}", "}}")
-        )
-        numbers = tuple(int(part) for part in path.split(".") if part.isdecimal())
-        families.setdefault(template, []).append(numbers)
-    boxes = (
-        (template, axes)
-        for template, tuples in families.items()
-        for axes in _boxes(tuples)
-    )
-    return [template.format(*axes) or "(the model itself)" for template, axes in boxes]
+    rows = [tuple(path.split(".")) for path in dict.fromkeys(paths)]
+    longest = max(map(len, rows), default=0)
+    for place in reversed(range(longest)):
+        rows = _joined(rows, place)
+    return [".".join(row) or "(the model itself)" for row in rows]
 
 
-def _boxes(tuples: list[tuple[int, ...]]) -> list[list[str]]:
-    """Cover tuples of numbers by products of ranges, each written out per position."""
-    axes = [sorted(set(axis)) for axis in zip(*tuples, strict=True)]
-    if math.prod(map(len, axes)) == len(set(tuples)):
-        return [[_ranges(axis) for axis in axes]]
-    split = next(i for i, axis in enumerate(axes) if len(axis) > 1)
-    return [
-        box
-        for value in axes[split]
-        for box in _boxes([t for t in tuples if t[split] == value])
-    ]
+def _joined(rows: list[tuple], place: int) -> list[tuple]:
+    """Rows that differ in their number at one place, written as one."""
+    alike: dict[tuple, list[tuple]] = {}
+    for row in rows:
+        is_number = len(row) > place and row[place].isdecimal()
+        key = (row[:place], row[place + 1 :]) if is_number else row
+        alike.setdefault(key, []).append(row)
+    joined = []
+    for group in alike.values():
+        row = group[0]
+        if len(group) > 1:
+            numbers = sorted(int(other[place]) for other in group)
+            row = (*row[:place], f"[{_ranges(numbers)}]", *row[place + 1 :])
+        joined.append(row)
+    return joined
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    # In a run of neighbours each number is ahead of its place by as much.
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0])
-    ]
-    texts = [f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return texts[0] if texts == [f"{runs[0][0]}"] else f"[{','.join(texts)}]"
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in words, as ``0-2,5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ",".join(texts)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 demos.
 """
 
-import json
 import re
 import sys
 import textwrap
@@ -14,14 +13,6 @@ from typing import NamedTuple
 from .demo import DEMO_MODELS, demo_path
 from .paths import did_you_mean
 
-# The weights of a checkpoint in one file, or the index of its shards.
-WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-WEIGHTS += ("adapter_model.safetensors", "adapter_model.bin")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -72,84 +63,58 @@ def find(model: str, trust_remote_code: bool = False) -> Source:
         SourceError: it is neither a folder with a model, nor a hub id, nor one of the
             demos.
     """
-    if not model.strip():
-        raise SourceError(
-            "MODEL is empty: pass a local folder, a hub id such as org/name, or demo:llama"
-        )
     if model.startswith("demo:"):
         name = model.removeprefix("demo:")
         if name not in DEMO_MODELS:
-            known = ", ".join(f"demo:{n}" for n in DEMO_MODELS)
-            raise SourceError(
-                f"no demo {name!r}: choose one of {known}{did_you_mean(name, DEMO_MODELS)}"
-            )
+            known = ", ".join(f"demo:{name}" for name in DEMO_MODELS)
+            like = did_you_mean(name, DEMO_MODELS)
+            raise SourceError(f"no demo {name!r}: choose one of {known}{like}")
         return Source(model, str(demo_path(name)), True, False)
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            if (folder / "adapter_config.json").is_file():
-                raise SourceError(
-                    f"{model} is an adapter: merge_and_unload it into its base, save that, and pass it"
-                )
-            raise SourceError(
-                f"{model} has no config.json: pass the folder that save_pretrained wrote"
-            )
-        return Source(model, str(folder), True, trust_remote_code)
-    if folder.exists():
+    if model.strip() and folder.is_dir():
+        if (folder / "config.json").is_file():
+            return Source(model, str(folder), True, trust_remote_code)
+        if (folder / "adapter_config.json").is_file():
+            cure = "merge_and_unload it into its base, save that, and pass it"
+            raise SourceError(f"{model} is an adapter: {cure}")
+        cure = "pass the folder that save_pretrained wrote"
+        raise SourceError(f"{model} has no config.json: {cure}")
+    if folder.is_file():
         raise SourceError(f"{model} is a file: pass the folder that holds it")
     if not HUB_ID.fullmatch(model) or model.startswith("."):
-        raise SourceError(
-            f"there is no folder {model}: pass a local folder, a hub id such as org/name, or demo:llama"
-        )
+        what = f"there is no folder {model}" if model.strip() else "MODEL is empty"
+        cure = "pass a local folder, a hub id such as org/name, or demo:llama"
+        raise SourceError(f"{what}: {cure}")
     return Source(model, model, False, trust_remote_code)
 
 
-def _cached(hub_id: str, weights: bool) -> bool:
-    """Whether the cache of the hub has the config of a model here, or all its weights."""
-    from huggingface_hub import try_to_load_from_cache
-
-    for name in WEIGHTS if weights else ("config.json",):
-        if isinstance(found := try_to_load_from_cache(hub_id, name), str):
-            shards = (
-                json.loads(Path(found).read_text())["weight_map"].values()
-                if "index" in name
-                else ()
-            )
-            return all(Path(found).with_name(shard).is_file() for shard in shards)
-    return False
-
-
 @cache
-def _say_download(name: str) -> None:
-    print(f"downloading {name} from the Hub", file=sys.stderr, flush=True)
+def _say_that_it_loads(name: str) -> None:
+    print(f"loading {name} from the Hub or its cache", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def loading(source: Source, what: str, weights: bool = False):
-    """Turn whatever transformers raises about a checkpoint into one line; a download is
-    said where no bar shows it.
+def loading(source: Source, what: str):
+    """Turn whatever transformers raises about a checkpoint into one line; where no bar
+    shows a download, one line says that it may come.
     """
+    if not (source.is_local or sys.stderr.isatty()) and hub_answers():
+        _say_that_it_loads(source.name)
     try:
-        if (
-            not (source.is_local or sys.stderr.isatty())
-            and hub_answers()
-            and not _cached(source.where, weights)
-        ):
-            _say_download(source.name)
         yield
     except Exception as error:
-        hub = "check the id and the network, or pass a local folder or demo:llama"
-        cure = "repair the folder, or pass another one" if source.is_local else hub
+        text = textwrap.shorten(str(error), 300, placeholder="...")
+        text = f"{type(error).__name__}: {text}"
+        cure = "check the id and the network, or pass a local folder or demo:llama"
+        if source.is_local:
+            cure = "repair the folder, or pass another one"
+        elif isinstance(error, OSError) and not hub_answers():
+            # the hub's own advice is another
+            text = "the hub does not answer, and its cache here has not all of it"
         if "trust_remote_code" in str(error):
             cure = "it brings its own code: read that, then pass --trust-remote-code"
-        short = textwrap.shorten(str(error), 300, placeholder="...")
-        told = f"{type(error).__name__}: {short}"
-        if isinstance(error, OSError) and not source.is_local and not hub_answers():
-            # the hub's own advice is another
-            told = "the hub does not answer, and its cache here has not all of it"
-        raise SourceError(
-            f"cannot load {what} of {source.name}: {cure} ({told})"
-        ) from error
+        what = f"cannot load {what} of {source.name}"
+        raise SourceError(f"{what}: {cure} ({text})") from error
 
 
 def on_disk(source: Source, ignored: tuple[str, ...]) -> Source:
@@ -160,7 +125,7 @@ def on_disk(source: Source, ignored: tuple[str, ...]) -> Source:
         return source
     from huggingface_hub import snapshot_download
 
-    with loading(source, "the files", weights="*.safetensors" not in ignored):
+    with loading(source, "the files"):
         where = snapshot_download(
             source.where, ignore_patterns=ignored, local_files_only=not hub_answers()
         )

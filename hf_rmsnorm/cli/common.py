@@ -1,16 +1,16 @@
-"""Shared by all subcommands: the result, errors, arguments, progress bars, plots."""
+"""Shared by all subcommands: the result, errors, arguments."""
 
 import argparse
 import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES |= {name: name for name in DTYPES.values()}
 
 
-class CliError(Exception):
+class CliError(ValueError):
     """An error and its cure, in one line."""
 
 
@@ -39,20 +39,10 @@ def say(text: str) -> None:
         sys.stdout = None
 
 
-def bar(args, *values, **options):
-    """A progress bar on stderr, if that is a terminal."""
-    from tqdm.auto import tqdm
-
-    return tqdm(*values, disable=args.json or None, leave=False, **options)
-
-
-@contextmanager
-def steps(args, total: int):
-    """A progress bar of so many steps; gives a function that takes the name of the next
-    step.
-    """
-    with bar(args, total=total, initial=-1) as shown:
-        yield lambda what: (shown.update(), shown.set_description(what))
+def announce(step: str) -> None:
+    """Print what is done now on stderr, if that is a terminal."""
+    if sys.stderr.isatty():
+        print(step, file=sys.stderr)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -70,10 +60,8 @@ def add_verbose(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device",
-        help="where to run, for example cuda:1 (default: the GPU if there is one)",
-    )
+    text = "where to run, for example cuda:1 (default: the GPU if there is one)"
+    parser.add_argument("--device", help=text)
 
 
 def add_count(
@@ -91,13 +79,8 @@ def add_count(
             raise argparse.ArgumentTypeError(f"{value} is below {least}")
         return value
 
-    parser.add_argument(
-        option,
-        type=count,
-        default=default,
-        metavar="N",
-        help=f"{what} (default {default})",
-    )
+    text = f"{what} (default {default})"
+    parser.add_argument(option, type=count, default=default, metavar="N", help=text)
 
 
 def pick_device(name: str | None):
@@ -109,7 +92,8 @@ def pick_device(name: str | None):
     name = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
     with suppress(RuntimeError, AssertionError):
         # a word that torch does not know, a device that it does not find
-        if (device := torch.empty(0, device=name).device).type != "meta":
+        device = torch.empty(0, device=name).device
+        if device.type != "meta":
             return device
     raise CliError(
         f"there is no device {name!r} here: pass cpu, cuda or cuda:1, or leave --device out"
@@ -124,38 +108,3 @@ def interpret_on_cpu(device) -> None:
     """
     if device.type == "cpu" and "triton" not in sys.modules:
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def load_matplotlib(file):
-    """matplotlib.pyplot, which draws into files; an error before any work if it could
-    not write this one.
-    """
-    try:
-        from matplotlib import backend_bases, pyplot
-    except ImportError:
-        raise CliError("--plot needs matplotlib: pip install matplotlib") from None
-    pyplot.switch_backend("Agg")
-    if (
-        file.suffix.lower().lstrip(".")
-        not in backend_bases.FigureCanvasBase.get_supported_filetypes()
-    ):
-        raise CliError(
-            f"cannot write {file}: no kind of picture has that ending; pass a name that ends in .png"
-        )
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise CliError(
-            f"cannot write {file}: there is no such folder, or no permission; pass another file with --plot"
-        )
-    return pyplot
-
-
-def save_figure(plt, figure, file) -> None:
-    """Write a figure where --plot says, and close it."""
-    try:
-        figure.savefig(file, dpi=150)
-    except OSError as error:
-        raise CliError(
-            f"cannot write {file}: {error.strerror}; pass another file with --plot"
-        ) from error
-    finally:
-        plt.close(figure)

@@ -11,237 +11,144 @@ downloaded first.
 
 import logging
 import os
-import re
-from functools import partial
+import sys
 from pathlib import Path
 
 from ..paths import fitted
-from ..sources import Source, find, on_disk
-from .common import CliError, Result, bar, say
+from .common import CliError, Result, announce, say
 
 ADAPTER = "adapter_config.json"
-# Arguments in the package's errors, as target="native" or allow_pickle=True; not a part
-# of a path.
-_ARGUMENT = re.compile(
-    r"""(?<![\w/.-])(?:(allow_pickle|trust_remote_code)(?![\w/-])|(target|restart)(?==))(?:=True|=["'](\w+)["'])?"""
-)
+# How the package's errors name an option of the functions, and the command's word.
+OPTIONS = {
+    "allow_pickle=True": "--allow-pickle",
+    "inputs=...": "--inputs FILE",
+    "restart=True": "--restart",
+    'target="native"': "--target native",
+    "trust_remote_code=True": "--trust-remote-code",
+    "verify='full'": "--full-verify",
+    "verify=False": "--no-verify",
+}
 
 
 def add_arguments(parser) -> None:
     add = parser.add_argument
-    add(
-        "src",
-        metavar="SRC",
-        help="a local folder with safetensors, a hub id, or demo:gpt2; or an adapter's",
-    )
-    add(
-        "dst",
-        metavar="DST",
-        nargs="?",
-        type=os.path.expanduser,
-        help="the folder to make; leave it out with --plan",
-    )
-    add(
-        "--plan",
-        action="store_true",
-        help="print what would be done, and write nothing",
-    )
-    what = "for an adapter: the model that it was trained on, and what convert made of that"
-    add("--base", nargs=2, metavar=("MODEL", "CONVERTED"), help=what)
-    what = "a .safetensors file of the arguments of the model's forward, by name, for parts that text does not reach"
-    add("--inputs", metavar="FILE", type=Path, help=what)
-    add(
-        "--no-verify",
-        action="store_true",
-        help="publish DST without running source and result",
-    )
-    what = "run all texts of a large checkpoint too, which takes minutes, and compare greedy tokens"
-    add("--full-verify", action="store_true", help=what)
-    add(
-        "--prompt",
-        action="append",
-        help="a text to verify on (default: two built-in ones)",
-    )
-    what = (
-        "native: write a checkpoint of an architecture that uses RMSNorm, where one "
-        "computes the same (default same: the source's own architecture)"
-    )
-    add("--target", choices=["same", "native"], default="same", help=what)
-    add(
-        "--restart",
-        action="store_true",
-        help="drop an unfinished conversion of something else",
-    )
-    add(
-        "--allow-pickle",
-        action="store_true",
-        help="read pytorch_model.bin if there is nothing else",
-    )
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the model code that SRC brings",
-    )
+    text = "a local folder with safetensors, a hub id, or demo:gpt2; or an adapter's"
+    add("src", metavar="SRC", type=os.path.expanduser, help=text)
+    text = "the folder to make; leave it out with --plan"
+    add("dst", metavar="DST", nargs="?", type=os.path.expanduser, help=text)
+    text = "print what would be done, and write nothing"
+    add("--plan", action="store_true", help=text)
+    text = "for an adapter: the model that it was trained on, and what convert made of that"
+    add("--base", nargs=2, metavar=("MODEL", "CONVERTED"), help=text)
+    text = "a .safetensors file of the arguments of the model's forward, by name, for parts that text does not reach"
+    add("--inputs", metavar="FILE", type=Path, help=text)
+    text = "publish DST without running source and result"
+    add("--no-verify", action="store_true", help=text)
+    text = "run all texts of a large checkpoint too, which takes minutes, and compare greedy tokens"
+    add("--full-verify", action="store_true", help=text)
+    text = "a text to verify on (default: two built-in ones)"
+    add("--prompt", action="append", help=text)
+    text = "native: write a checkpoint of an architecture that uses RMSNorm, where one computes the same"
+    add("--target", choices=["same", "native"], default="same", help=text)
+    text = "drop an unfinished conversion of something else"
+    add("--restart", action="store_true", help=text)
+    text = "read pytorch_model.bin if there is nothing else"
+    add("--allow-pickle", action="store_true", help=text)
+    text = "run the model code that SRC brings"
+    add("--trust-remote-code", action="store_true", help=text)
 
 
 def run(args) -> Result:
-    try:
-        return _run(args)
-    except Exception as error:  # in the command's words
-        error.args = tuple(
-            _as_options(each) if isinstance(each, str) else each for each in error.args
-        )
-        raise
-
-
-def _as_options(text: str) -> str:
-    text = (
-        text.replace("verify=False", "--no-verify")
-        .replace("verify='full'", "--full-verify")
-        .replace("inputs=...", "--inputs FILE")
-    )
-    return _ARGUMENT.sub(
-        lambda m: " ".join(filter(None, (_option(m[1] or m[2]), m[3]))), text
-    )
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _given(args, *names: str) -> list[str]:
-    """Those of the options that the command was given, as it calls them."""
-    return [
-        _option(name)
-        for name in names
-        if getattr(args, name) not in (None, False, "same")
-    ]
-
-
-def _run(args) -> Result:
+    _check_options(args)
     from . import models
 
-    if args.base or (Path(args.src).expanduser() / ADAPTER).is_file():
-        return _run_adapter(args, models)
-    source = find(args.src, args.trust_remote_code)
-    if args.plan == (args.dst is not None):
-        raise CliError("pass DST, or --plan to see what would be done without one")
-    if args.plan and (
-        idle := _given(args, "no_verify", "full_verify", "prompt", "restart")
-    ):
-        raise CliError(f"--plan writes nothing: leave out {', '.join(idle)}")
-    models.quieten()
-    from .. import conversion
-    from ..conversion.checkpoint.source import open_checkpoint
-
-    (source,) = _on_disk(args, source)
-    if args.dst is not None:
-        open_checkpoint(source.where, allow_pickle=args.allow_pickle)
-    code = _common(args, models)
-    with bar(args, bar_format="{desc}", desc="planning on a small random model"):
-        planned = conversion.plan_conversion(source.where, target=args.target, **code)
-    if args.plan:
-        return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
-    if not args.json:
-        say(fitted(str(planned)))
-    how = {"planned": planned, **code}
-    return _result(
-        args, partial(conversion.convert_checkpoint, source.where, args.dst, **how)
-    )
-
-
-def _common(args, models) -> dict:
-    """The arguments that every function of conversion takes."""
     tensors = None if args.inputs is None else models.read_tensors(args.inputs)
-    return {
+    models.quieten()
+    options = {
         "allow_pickle": args.allow_pickle,
         "trust_remote_code": args.trust_remote_code,
         "inputs": None if tensors is None else lambda model: dict(tensors),
     }
+    try:
+        return _convert_adapter(args, options) if args.base else _convert(args, options)
+    except Exception as error:
+        error.args = tuple(map(_as_options, error.args))
+        raise
 
 
-def _on_disk(args, source, *bases) -> list:
-    """The same in folders, downloaded where DST is not refused."""
-    from ..conversion.folders import destination, ignored
-
-    if args.dst is not None:
-        destination(source.where if source.is_local else None, args.dst)
-    weights = not args.plan or args.target == "native"
-    patterns = ignored(args.allow_pickle, weights)
-    return [on_disk(each, patterns) for each in (source, *bases)]
-
-
-def _run_adapter(args, models) -> Result:
-    if args.base is None:
+def _check_options(args) -> None:
+    if args.plan == (args.dst is not None):
+        raise CliError("pass DST, or --plan to see what would be done without one")
+    is_adapter = os.path.isfile(os.path.join(args.src, ADAPTER))
+    if is_adapter and not args.base:
         what = "the model that it was trained on and what convert made of that"
         raise CliError(f"{args.src} is an adapter: pass --base MODEL CONVERTED, {what}")
-    if args.dst is None:
-        raise CliError("--base takes an adapter and DST: pass the folder to make")
-    if idle := _given(args, "plan", "target"):
-        raise CliError(
-            f"--base goes without {', '.join(idle)}: an adapter is converted as its base was"
-        )
-    source = Source(
-        args.src, os.path.expanduser(args.src), True, args.trust_remote_code
-    )
-    if not os.path.isdir(source.where):
-        source = find(args.src, args.trust_remote_code)
-    if source.is_local and not os.path.isfile(os.path.join(source.where, ADAPTER)):
-        raise CliError(
-            f"{args.src} has no {ADAPTER}: --base goes with the folder of a PEFT adapter"
-        )
-    bases = [find(where, args.trust_remote_code) for where in args.base]
-    models.quieten()
+    if args.base and (args.plan or args.target != "same"):
+        cure = "an adapter is converted as its base was"
+        raise CliError(f"--base goes without --plan and --target: {cure}")
+
+
+def _as_options(text):
+    """A text of the package in the command's words."""
+    if isinstance(text, str):
+        for argument, option in OPTIONS.items():
+            text = text.replace(argument, option)
+    return text
+
+
+def _convert(args, options: dict) -> Result:
+    from .. import conversion
+    from ..conversion.folders import destination, local
+
+    if args.dst is not None:  # refused before anything is downloaded
+        destination(local(args.src), args.dst)
+    announce("planning on a small random model")
+    planned = conversion.plan_conversion(args.src, target=args.target, **options)
+    if args.plan:
+        return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
+    if not args.json:
+        say(fitted(str(planned)))
+    return _carry_out(args, conversion.convert_checkpoint, planned=planned, **options)
+
+
+def _convert_adapter(args, options: dict) -> Result:
     from .. import conversion
 
-    source, base, converted = _on_disk(args, source, *bases)
-    how = {"base": base.where, "converted": converted.where, **_common(args, models)}
-    return _result(
-        args, partial(conversion.convert_adapter, source.where, args.dst, **how)
-    )
+    base, converted = args.base
+    options |= {"base": base, "converted": converted}
+    return _carry_out(args, conversion.convert_adapter, **options)
 
 
-class _Stages(logging.Handler):
-    """Shows the log of a conversion at its progress bar."""
-
-    def __init__(self, shown):
-        super().__init__()
-        self.shown = shown
-
-    def emit(self, record) -> None:
-        self.shown.set_description_str(_as_options(record.getMessage()))
-
-
-def _result(args, convert) -> Result:
-    """The result of converting with the options that every conversion takes; on a
-    terminal a bar shows the progress.
-    """
+def _carry_out(args, convert, **options) -> Result:
+    """The result of a conversion; on a terminal its stages and its progress are shown."""
     from ..conversion import VerificationFailed
 
     def progress(tensors: int, done: int, total: int) -> None:
-        shown.total = total
-        shown.set_postfix_str(f"{tensors} tensors", refresh=False)
-        shown.update(done - shown.n)
+        if shows:
+            end = "\n" if done == total else ""
+            text = f"\r{tensors} tensors, {done / total:.0%} written"
+            print(text, end=end, file=sys.stderr, flush=True)
 
+    shows = sys.stderr.isatty()
     log = logging.getLogger("hf_rmsnorm.conversion")
-    log.setLevel(logging.INFO)
+    stages = logging.StreamHandler(sys.stderr)
+    if shows:
+        log.setLevel(logging.INFO)
+        log.addHandler(stages)
     try:
-        with bar(args, unit="B", unit_scale=True, desc="converting") as shown:
-            log.addHandler(_Stages(shown))
-            verify = "full" if args.full_verify else not args.no_verify
-            done = convert(
-                prompts=args.prompt,
-                verify=verify,
-                restart=args.restart,
-                progress=progress,
-            )
+        done = convert(
+            args.src,
+            args.dst,
+            prompts=args.prompt,
+            verify="full" if args.full_verify else not args.no_verify,
+            restart=args.restart,
+            progress=progress,
+            **options,
+        )
     except VerificationFailed as error:
-        data = {
-            "src": args.src,
-            "published": False,
-            "verification": error.verification.to_dict(),
-        }
+        verification = error.verification.to_dict()
+        data = {"src": args.src, "published": False, "verification": verification}
         return Result(data, _as_options(str(error)), 3)
     finally:
-        log.handlers.clear()
+        log.removeHandler(stages)
     return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))

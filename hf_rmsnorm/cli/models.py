@@ -7,6 +7,13 @@ from pathlib import Path
 from ..sources import Source, loading
 from .common import CliError, one_line
 
+# Tried in this order where the config names no class of transformers.
+AUTO_CLASSES = (
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+)
+
 
 def _config_and_class(source: Source):
     """The config, and the class of the saved model if transformers has it; else an auto
@@ -17,17 +24,13 @@ def _config_and_class(source: Source):
     with loading(source, "the config"):
         config = transformers.AutoConfig.from_pretrained(source.where, **source.kwargs)
     remote = getattr(config, "auto_map", None) or {}
-    for name in () if remote else getattr(config, "architectures", None) or ():
-        named = getattr(transformers, name, None)
-        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
-            return config, named
-    for auto in (
-        "AutoModelForCausalLM",
-        "AutoModelForImageTextToText",
-        "AutoModelForSeq2SeqLM",
-    ):
-        cls = getattr(transformers, auto)
-        if type(config) in cls._model_mapping or auto in remote:
+    for name in getattr(config, "architectures", None) or ():
+        cls = getattr(transformers, name, None)
+        if cls is not None and not remote:
+            return config, cls
+    for name in AUTO_CLASSES:
+        cls = getattr(transformers, name)
+        if type(config) in cls._model_mapping or name in remote:
             return config, cls
     return config, transformers.AutoModel
 
@@ -41,10 +44,10 @@ def empty_model(source: Source):
     config, cls = _config_and_class(source)
     with loading(source, "the modules"), init_empty_weights():
         if hasattr(cls, "from_config"):  # an auto class
-            return cls.from_config(
-                config, trust_remote_code=source.trust_remote_code
-            ).eval()
-        return cls(config).eval()
+            model = cls.from_config(config, trust_remote_code=source.trust_remote_code)
+        else:
+            model = cls(config)
+    return model.eval()
 
 
 def load_model(source: Source, dtype: str, device, instead: str = ""):
@@ -52,16 +55,13 @@ def load_model(source: Source, dtype: str, device, instead: str = ""):
     no text.
     """
     _, cls = _config_and_class(source)
-    with loading(source, "the weights", weights=True):
-        model = (
-            cls.from_pretrained(source.where, dtype=dtype, **source.kwargs)
-            .to(device)
-            .eval()
-        )
-    if instead and (takes := model.main_input_name) != "input_ids":
-        raise CliError(
-            f"{source.name} is a {type(model).__name__}, which takes {takes} and not a text: {instead}"
-        )
+    with loading(source, "the weights"):
+        model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs)
+        model = model.to(device).eval()
+    takes = model.main_input_name
+    if instead and takes != "input_ids":
+        what = f"{source.name} is a {type(model).__name__}, which takes {takes}"
+        raise CliError(f"{what} and not a text: {instead}")
     return model
 
 
@@ -69,15 +69,15 @@ def load_tokenizer(source: Source):
     """The tokenizer, or None where the checkpoint has none."""
     from transformers import AutoTokenizer
 
-    if source.is_local and not any(
-        any(Path(source.where).glob(names)) for names in ("*token*", "vocab*")
-    ):
-        return None
+    if source.is_local:
+        names = os.listdir(source.where)
+        if not any("token" in name or name.startswith("vocab") for name in names):
+            return None
     with loading(source, "the tokenizer"):
         return AutoTokenizer.from_pretrained(source.where, **source.kwargs)
 
 
-def tokens(model, tokenizer, text: str, limit: int | None):
+def tokens(model, tokenizer, text: str, limit: int):
     """Token ids of text, (1, n) on the model's device, n at most limit; seeded random
     ids without a tokenizer.
     """
@@ -85,16 +85,14 @@ def tokens(model, tokenizer, text: str, limit: int | None):
 
     if tokenizer is None:
         vocabulary = model.config.get_text_config().vocab_size
-        ids = torch.randint(
-            vocabulary, (1, limit or 64), generator=torch.Generator().manual_seed(0)
-        )
+        seeded = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (1, limit), generator=seeded)
     else:
         # No token is as long as that, and tokenizers take their time over a whole book.
-        ids = tokenizer(
-            text[: 40 * limit] if limit else text, return_tensors="pt"
-        ).input_ids[:, :limit]
-        if ids.shape[1] == 0:
-            raise CliError("the prompt has no tokens: pass some text with --prompt")
+        text = text[: 40 * limit]
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :limit]
+    if ids.shape[1] == 0:
+        raise CliError("the prompt has no tokens: pass some text with --prompt")
     return ids.to(model.device)
 
 
@@ -105,16 +103,13 @@ def other_inputs(model, file: Path | None) -> dict | None:
     from ..verification.context import default_inputs, in_dtype_of
 
     if file is not None:
-        inputs = read_tensors(file)
-    else:
-        try:
-            inputs = default_inputs(model)
-        except ValueError as error:
-            raise CliError(
-                str(error).replace("pass", "pass its") + " with --inputs"
-            ) from error
-        if not set(inputs) - {"input_ids", "decoder_input_ids", "use_cache"}:
-            return None
+        return in_dtype_of(model, read_tensors(file))
+    try:
+        inputs = default_inputs(model)
+    except ValueError as error:
+        raise CliError(f"{error} with --inputs FILE") from error
+    if set(inputs) <= {"input_ids", "decoder_input_ids", "use_cache"}:
+        return None
     return in_dtype_of(model, inputs)
 
 
@@ -122,15 +117,14 @@ def read_tensors(file: Path) -> dict:
     """The tensors of a safetensors file, by name."""
     from safetensors.torch import load_file
 
+    cure = "pass a .safetensors file of the arguments of the model's forward, by name"
     try:
         inputs = load_file(file)
     except Exception as error:  # of safetensors or of the system
-        words = f"{one_line(error, 200)}; pass a .safetensors file of the arguments of the model's forward, by name"
-        raise CliError(f"cannot read {file}: {words}") from error
+        what = f"cannot read {file}: {one_line(error, 200)}"
+        raise CliError(f"{what}; {cure}") from error
     if not inputs:
-        raise CliError(
-            f"{file} holds no tensors: pass the arguments of the model's forward, by name"
-        )
+        raise CliError(f"{file} holds no tensors: {cure}")
     return inputs
 
 

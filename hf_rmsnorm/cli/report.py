@@ -9,27 +9,16 @@ from dataclasses import replace
 
 from ..sources import find
 from . import models
-from .common import Result, add_model, add_verbose, pick_device
+from .common import Result, add_model, pick_device
 
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    parser.add_argument(
-        "--include",
-        metavar="GLOB",
-        action="append",
-        help="patch only module paths that match",
-    )
-    parser.add_argument(
-        "--exclude",
-        metavar="GLOB",
-        action="append",
-        help="skip module paths that match",
-    )
-    parser.add_argument(
-        "--strict", action="store_true", help="fail if a norm would be skipped"
-    )
-    add_verbose(parser, "every path, where a long list is cut else")
+    glob = {"metavar": "GLOB", "action": "append"}
+    parser.add_argument("--include", **glob, help="patch only module paths that match")
+    parser.add_argument("--exclude", **glob, help="skip module paths that match")
+    text = "fail if a norm would be skipped"
+    parser.add_argument("--strict", action="store_true", help=text)
 
 
 def run(args) -> Result:
@@ -39,16 +28,10 @@ def run(args) -> Result:
     from ..ops.backend import runs_on
 
     model = models.empty_model(source)
-    report = patch_model(
-        model, include=args.include, exclude=args.exclude, strict=args.strict
-    )
+    options = {"include": args.include, "exclude": args.exclude, "strict": args.strict}
+    report = patch_model(model, **options)
     if report.swapped:  # the modules have no data, and would run here
         report = replace(report, devices=(runs_on(pick_device(None)),))
-    data = {
-        "model": source.name,
-        "class_name": type(model).__name__,
-        **report.to_dict(),
-    }
-    return Result(
-        data, f"{source.name}: {type(model).__name__}\n{report.to_text(args.verbose)}"
-    )
+    name = type(model).__name__
+    data = {"model": source.name, "class_name": name, **report.to_dict()}
+    return Result(data, f"{source.name}: {name}\n{report}")

@@ -313,7 +313,7 @@ def test_what_needs_a_gpu_says_so(capsys, monkeypatch):
         ),
         (["kernels", "--tokens", "4,0"], "0 is below 1"),
         (["layer", "--table", "--models", "tiny"], "the committed result has no tiny"),
-        (["kernals"], "did you mean kernels?"),
+        (["kernals"], "invalid choice"),
         (
             ["train", "--models", "tiny", "--out", "no/such/folder/x.json"],
             "cannot write no/such/folder/x.json",

@@ -189,9 +189,7 @@ def test_code_of_the_source_runs_only_if_trusted(way, tmp_path, capsys, monkeypa
     "options",
     [
         "DST --plan",
-        "--plan --no-verify",
-        "--plan --prompt x",
-        "--plan --restart",
+        "--plan --base demo:gpt2 demo:gpt2",
         "",
     ],
 )
@@ -293,7 +291,7 @@ def test_an_interrupt_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hf_rmsnorm.conversion.plan_conversion", interrupt)
     code, out, err = run(capsys, "demo:gpt2", tmp_path / "dst")
     assert code == 130 and not out
-    assert err == "hf-rmsnorm: interrupted: the same command goes on where it stopped\n"
+    assert err == "hf-rmsnorm: interrupted\n"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", ""])
@@ -323,7 +321,8 @@ def hub(monkeypatch, tmp_path):
             if not any(fnmatch(path.name, p) for p in ignore_patterns)
         ]
         for path in files:
-            (cache / path.name).symlink_to(path)
+            if not (cache / path.name).exists():
+                (cache / path.name).symlink_to(path)
         asked.append({path.name for path in files})
         return str(cache)
 
@@ -338,7 +337,8 @@ def test_a_hub_id_is_downloaded_and_converted(hub, tmp_path, capsys):
         assert main(["convert", source, str(tmp_path / folder), "--no-verify"]) == 0, (
             capsys.readouterr().err
         )
-    assert "model.safetensors" in hub[0] and len(hub) == 1
+    assert "model.safetensors" not in hub[0] and "model.safetensors" in hub[1]
+    assert len(hub) == 2  # to plan, and to convert
     ours, theirs = (
         load_file(tmp_path / folder / "model.safetensors")
         for folder in ("from_hub", "from_folder")
@@ -451,19 +451,9 @@ def test_a_download_is_seen(argv, served, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_download_is_said_off_a_terminal(served, tmp_path):
-    downloading = ["downloading org/gpt2 from the Hub"]
-    convert = ("convert", "org/gpt2", tmp_path / "dst", "--no-verify")
-    for argv, said in (
-        (("report", "org/gpt2"), downloading),
-        (convert, downloading),
-        (("report", "org/gpt2"), []),
-    ):
-        code, text = command(*argv)
-        assert (
-            code == 0
-            and [line for line in text.splitlines() if "download" in line] == said
-        ), text
+def test_a_download_is_said_off_a_terminal(served):
+    code, text = command("report", "org/gpt2")
+    assert code == 0 and "loading org/gpt2 from the Hub or its cache\n" in text
 
 
 def test_dst_is_refused_before_the_download(hub, tmp_path, capsys):
