@@ -22,6 +22,8 @@ from sampling import CASES, choose
 
 torch.set_num_threads(1)  # tiny operators: a second thread only spins
 
+GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
 settings.register_profile("quick", max_examples=10, deadline=None)
 settings.register_profile("all", max_examples=40, deadline=None)
 settings.register_profile("nightly", max_examples=150, deadline=None)
@@ -29,66 +31,53 @@ settings.register_profile("nightly", max_examples=150, deadline=None)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--model", help="a local checkpoint or a hub id for test_logit_equivalence.py"
-    )
-    parser.addoption(
         "--all", action="store_true", help="the quick and the full tests: what CI runs"
     )
     parser.addoption("--nightly", action="store_true", help="every case of every test")
 
 
 def pytest_configure(config):
-    for_gpu = re.search(r"(?<!not )\bgpu\b", config.option.markexpr) or any(
-        "tests/gpu" in arg for arg in config.args
-    )
-    if not for_gpu:
-        if "TRITON_INTERPRET" not in os.environ:
-            os.environ.update(
-                dict.fromkeys(
-                    ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"),
-                    "",
-                )
-            )
-        if all(re.search(r"tests/(ptx|unit/kernels)\b", arg) for arg in config.args):
-            run_kernels_on_cpu()
-        # read when triton is imported, which transformers does
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    if not config.getoption("--model"):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    of_gpu = any("tests/gpu" in argument for argument in config.args)
+    if not of_gpu and not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
+        run_on_the_cpu(config.args)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     chosen = tier(config)
     settings.load_profile(chosen if chosen in CASES else "nightly")
+
+
+def run_on_the_cpu(arguments):
+    if "TRITON_INTERPRET" not in os.environ:
+        for name in GPUS:
+            os.environ[name] = ""
+    if all(
+        re.search(r"tests/(ptx|unit/kernels)\b", argument) for argument in arguments
+    ):
+        run_kernels_on_cpu()
+    # read when triton is imported, which transformers does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def tier(config):
     if config.option.markexpr:
         return f"-m {config.option.markexpr!r}"
-    return (
-        "nightly"
-        if config.getoption("--nightly")
-        else "all"
-        if config.getoption("--all")
-        else "quick"
-    )
+    if config.getoption("--nightly"):
+        return "nightly"
+    return "all" if config.getoption("--all") else "quick"
 
 
 def pytest_report_header(config):
-    more = (
-        " (one case of each test; --all runs more, --nightly everything)"
-        if tier(config) == "quick"
-        else ""
-    )
-    return f"tier: {tier(config)}{more}"
+    name = tier(config)
+    if name == "quick":
+        name += " (one case of each test; --all runs more, --nightly everything)"
+    return f"tier: {name}"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr:
         return
-    named = {
-        Path(arg.partition("::")[0]).resolve()
-        for arg in config.args
-        if arg.partition("::")[0].endswith(".py")
-    }
+    files = [argument.partition("::")[0] for argument in config.args]
+    named = {Path(file).resolve() for file in files if file.endswith(".py")}
     chosen = choose(tier(config), items, named)
     left_out = set(items).difference(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])

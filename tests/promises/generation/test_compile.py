@@ -13,19 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import patch_model, settings
 from scripts.coverage import diffusers_models
 
-FAMILIES = [
-    "llama",
-    "qwen3",
-    "gemma3_text",
-    "gpt2",
-    "olmo2",
-    "mistral",
-    "mixtral",
-    "gemma2",
-    "phi3",
-    "qwen2",
-]
-DIFFUSION = ["DiTTransformer2DModel", "FluxTransformer2DModel"]
+FAMILIES = ["llama", "gpt2", "gemma3_text", "olmo2", "mixtral", "phi3", "qwen3"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +53,12 @@ class Graphs(list):
         )
 
 
+def build(family, dtype=torch.float32):
+    """One layer is enough of a graph."""
+    size = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
+    return tiny_models.build(family, dtype, **size)
+
+
 def compiled_nodes(model, run, **options) -> list[str]:
     torch.compiler.reset()
     graphs = Graphs()
@@ -76,11 +70,10 @@ def compiled_nodes(model, run, **options) -> list[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_graph_of_a_patched_model_is_the_graph_of_the_unpatched_one(family):
-    model = tiny_models.build(family, torch.bfloat16)
-    ids = tiny_models.token_ids()
+    model = build(family, torch.bfloat16)
 
     def run(compiled):
-        compiled(ids, use_cache=False)
+        compiled(tiny_models.token_ids(), use_cache=False)
 
     expected = compiled_nodes(model, run)
     patch_model(model)
@@ -89,10 +82,10 @@ def test_the_graph_of_a_patched_model_is_the_graph_of_the_unpatched_one(family):
 
 @pytest.mark.full
 def test_so_is_the_graph_for_any_batch_size():
-    model = tiny_models.build("llama", torch.bfloat16)
+    model = build("llama", torch.bfloat16)
 
     def run(compiled):
-        for batch in (2, 3, 5):
+        for batch in (2, 3):
             compiled(tiny_models.token_ids(batch), use_cache=False)
 
     expected = compiled_nodes(model, run, dynamic=True)
@@ -100,7 +93,13 @@ def test_so_is_the_graph_for_any_batch_size():
     assert compiled_nodes(model, run, dynamic=True) == expected
 
 
-@pytest.mark.parametrize("name", DIFFUSION)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FluxTransformer2DModel",
+        pytest.param("DiTTransformer2DModel", marks=pytest.mark.nightly),
+    ],
+)
 def test_so_is_the_graph_of_a_diffusion_model(name):
     pytest.importorskip("diffusers")
     model, inputs = diffusers_models.build(name, torch.bfloat16)
@@ -135,7 +134,7 @@ def test_so_are_the_graphs_of_layers_that_are_compiled_one_by_one():
     not shutil.which("g++"), reason="Inductor needs a C++ compiler for a CPU"
 )
 def test_a_compiler_gives_the_same_bits_before_and_after_the_patch():
-    model = tiny_models.build("llama", torch.bfloat16, num_hidden_layers=1)
+    model = build("llama", torch.bfloat16)
     ids = tiny_models.token_ids()
     compiled = torch.compile(model, mode="reduce-overhead")
     with torch.no_grad():
@@ -145,15 +144,14 @@ def test_a_compiler_gives_the_same_bits_before_and_after_the_patch():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("choice", ["original", "operator"])
-def test_no_graph_break_and_no_recompile_over_batch_sizes(choice):
-    settings.while_compiling = choice
-    model = tiny_models.build("qwen3")
+def test_no_graph_break_and_no_recompile_over_batch_sizes():
+    settings.while_compiling = "operator"
+    model = build("qwen3")
     patch_model(model)
     graphs = Graphs()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
     with torch.no_grad():
-        for batch, tokens in ((2, 6), (3, 6), (5, 9), (7, 16), (4, 11)):
+        for batch, tokens in ((2, 6), (3, 6), (5, 9)):
             ids = tiny_models.token_ids(batch, tokens)
             torch.testing.assert_close(
                 compiled(ids, use_cache=False).logits,
@@ -163,22 +161,22 @@ def test_no_graph_break_and_no_recompile_over_batch_sizes(choice):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("choice", ["original", "operator"])
-def test_training_compiles_once_too(choice):
-    settings.while_compiling = choice
-    model = tiny_models.build("llama").train()
+def test_training_compiles_once_too():
+    settings.while_compiling = "operator"
+    model = build("llama").train()
     patch_model(model)
     graphs = Graphs()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
-    for batch in (2, 3, 5):
+
+    def step(function, ids):
+        model.zero_grad()
+        function(ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    for batch in (2, 3):
         ids = tiny_models.token_ids(batch, 6)
-        model.zero_grad()
-        compiled(ids, labels=ids, use_cache=False).loss.backward()
-        got = [p.grad.clone() for p in model.parameters()]
-        model.zero_grad()
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        for a, b in zip(got, (p.grad for p in model.parameters()), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        got, expected = step(compiled, ids), step(model, ids)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
     assert len(graphs) == 1
 
 
@@ -213,29 +211,29 @@ def test_what_is_used_twice_has_the_gradients_of_eager(choice, used):
 
 @pytest.mark.full
 def test_each_norm_may_be_one_operator_with_the_kernels_bits():
-    model = tiny_models.build("llama", torch.bfloat16)
+    model = build("llama", torch.bfloat16)
     ids = tiny_models.token_ids()
     patch_model(model)
     expected = model(ids, use_cache=False).logits
-    for choice, operators in (("operator", 5), ("original", 0), ("operator", 5)):
+    for choice, operators in (("operator", 3), ("original", 0), ("operator", 3)):
         settings.while_compiling = choice
         graphs = Graphs()
+        compiled = torch.compile(model, fullgraph=True, backend=graphs)
         with torch.no_grad():
-            logits = torch.compile(model, fullgraph=True, backend=graphs)(
-                ids, use_cache=False
-            ).logits
+            logits = compiled(ids, use_cache=False).logits
         assert graphs.operators() == operators, choice
         assert torch.equal(logits, expected)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("choice", ["original", "operator"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_static_cache_decodes_the_same_tokens_compiled(family, choice):
+@pytest.mark.parametrize(
+    "choice", ["operator", pytest.param("original", marks=pytest.mark.nightly)]
+)
+def test_a_static_cache_decodes_the_same_tokens_compiled(choice):
     settings.while_compiling = choice
-    model = tiny_models.build(family)
+    model = build("qwen3")
     ids = tiny_models.token_ids(1, 6)
-    how = {"max_new_tokens": 12, "do_sample": False}
+    how = {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(ids, **how)
     patch_model(model)
     graphs = Graphs()

@@ -3,14 +3,11 @@ operator where it is asked for.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import tiny_models
 import torch
-from places import PYTHONPATH
+from processes import python
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -79,15 +76,8 @@ def test_a_file_with_the_operator_loads_once_the_operators_are_imported(tmp_path
         program = torch.export.export(model, (X,))
     assert "hf_rmsnorm.norm_forward.default" in operators(program)
     torch.export.save(program, tmp_path / "norms.pt2")
-    command = [sys.executable, "-c", LOAD, str(tmp_path / "norms.pt2")]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    torch.testing.assert_close(torch.tensor(json.loads(done.stdout)), expected)
+    loaded = json.loads(python("-c", LOAD, tmp_path / "norms.pt2"))
+    torch.testing.assert_close(torch.tensor(loaded), expected)
 
 
 @pytest.mark.full
