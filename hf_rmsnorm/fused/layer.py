@@ -75,7 +75,6 @@ def fused_layer_class(base: type, fusion) -> type:
             marks = {
                 "_hf_rmsnorm_layer_base": base,
                 "_hf_rmsnorm_fusion": fusion,
-                "_hf_rmsnorm_original": base.forward,
             }
             always = getattr(fusion, "keeps", False)
             owner: list[type] = []

@@ -16,15 +16,14 @@ from ..patching.converted import (
     conversion_of,
     moved,
     outside_of,
-    recorded_model,
 )
 from ..record import (
     RECORD_KEY,
     TRAINED_AS_RMS,
     ResidualWeights,
-    constraints,
+    centre_,
+    matching,
     own_names,
-    restore_,
 )
 
 TRAINED = (
@@ -132,7 +131,7 @@ class Recentre:
                 if sharded
                 else parameter
             )
-            restore_(tensor, how)
+            centre_(tensor, **how)
             if across:
                 from torch.distributed.tensor import distribute_tensor
 
@@ -168,7 +167,8 @@ def _to_centre(tensors: Weights, record: dict) -> list[tuple[str, dict]]:
     """
     own = own_names(tensors)
     names = {new: old for old, new in own.items()}
-    steps = [(names[name], how) for name, how in constraints(record, names).items()]
+    own_weights = matching(record["residual_weights"], names)
+    steps = [(names[name], how) for name, how in own_weights.items()]
     residual_weights = ResidualWeights(record, names)
     for name in tensors:
         change = None if name in own else residual_weights.changed_by(name)
@@ -204,24 +204,20 @@ def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
     """`train_as_rms`, without the warning; `trained`: the weights are known to be
     trained as RMSNorm already.
     """
-    found = _recorded(model, "train_as_rms")
-    if (
-        why_not := ""
-        if trained or found.followed
-        else conversion_of(model).why_not.removeprefix(STAYS)
-    ):
-        raise ValueError(
-            f"as RMSNorm this model would compute something else than it does now: {why_not}"
-        )
+    recorded = _recorded(model, "train_as_rms")
+    why_not = "" if trained else recorded.why_not.removeprefix(STAYS)
+    if why_not:
+        what = "as RMSNorm this model would compute something else than it does now"
+        raise ValueError(f"{what}: {why_not}")
     for module in model.modules():
         config = getattr(module, "config", None)
-        if getattr(config, RECORD_KEY, None) == found.record:
-            setattr(config, RECORD_KEY, {**found.record, "computes": TRAINED_AS_RMS})
+        if getattr(config, RECORD_KEY, None) == recorded.record:
+            setattr(config, RECORD_KEY, {**recorded.record, "computes": TRAINED_AS_RMS})
 
 
 def _recorded(model: torch.nn.Module, function: str) -> Recorded:
     check_module(function, model)
-    if (found := recorded_model(model)) is None:
+    if (found := conversion_of(model)) is None:
         cure = "make a checkpoint with hf-rmsnorm convert, and load that"
         raise ValueError(
             f"the config of this {type(model).__name__} records no conversion: {cure}"

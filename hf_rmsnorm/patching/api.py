@@ -15,9 +15,9 @@ from ..fused.recipe import Recipe
 from ..paths import compact_paths
 from .layers.fusions import fuse_layers, sums_unknown
 from .numerics import NUMERICS, as_rounded_by
-from .plan import Entry, Globs, is_swapped, make_plan, report_on
-from .report import FusedLayer, PatchReport
-from .swap import fuse, fuse_again, restore, reswap, swap, swap_again
+from .plan import Entry, Globs, make_plan
+from .report import FusedLayer, PatchReport, report_on
+from .swap import Changes, fuse, replaced_forward, set_recipe
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
@@ -34,28 +34,22 @@ class Options:
     memory_efficient: bool | None = None
     numerics: str | None = None
 
-    def recipe(self, recipe: Recipe, module: torch.nn.Module) -> Recipe:
-        """A norm's recipe with the options of this call. Others stay, or have their
-        default.
-        """
-        kept = recipe_of(module) or recipe
-        numerics = kept.numerics if self.numerics is None else self.numerics
-        fuse_residual = (
-            kept.fuse_residual if self.fuse_residual is None else self.fuse_residual
-        )
-        memory_efficient = (
-            kept.memory_efficient
-            if self.memory_efficient is None
-            else self.memory_efficient
-        )
-        rounded = as_rounded_by(numerics, kept)
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Options":
+        """The options that a norm was patched with, or the defaults."""
+        return cls(recipe.fuse_residual, recipe.memory_efficient, recipe.numerics)
+
+    def applied(self, recipe: Recipe, module: torch.nn.Module) -> Recipe:
+        """A norm's recipe with the options of this call. Others stay as they are."""
+        named = {name: value for name, value in vars(self).items() if value is not None}
+        options = replace(Options.of(recipe), **named)
         result = replace(
-            rounded,
-            fuse_residual=fuse_residual,
+            as_rounded_by(options.numerics, recipe),
+            fuse_residual=options.fuse_residual,
             memory_efficient=False,
             input_needed="",
         )
-        return result.saving_memory(module) if memory_efficient else result
+        return result.saving_memory(module) if options.memory_efficient else result
 
 
 def patch_model(
@@ -142,7 +136,11 @@ def is_patched(model: torch.nn.Module) -> bool:
         (False, (), True)
     """
     check_module("is_patched", model)
-    return any(map(is_swapped, model.modules()))
+    for module in model.modules():
+        recipe = recipe_of(module)
+        if recipe is not None and not _why_not_run(module, recipe):
+            return True
+    return False
 
 
 def repatch_model(model: torch.nn.Module) -> None:
@@ -152,11 +150,9 @@ def repatch_model(model: torch.nn.Module) -> None:
     with _changing:
         paths: dict[Options, list[str]] = {}
         for path, module in model.named_modules():
-            if (recipe := recipe_of(module)) is not None:
-                options = Options(
-                    recipe.fuse_residual, recipe.memory_efficient, recipe.numerics
-                )
-                paths.setdefault(options, []).append(path)
+            recipe = recipe_of(module)
+            if recipe is not None:
+                paths.setdefault(Options.of(recipe), []).append(path)
         unpatch_model(model)
         for options, chosen in paths.items():
             _patch(model, chosen, None, False, options, stacklevel=3)
@@ -170,10 +166,13 @@ def unpatch_model(model: torch.nn.Module) -> int:
         TypeError: model is not a module.
     """
     check_module("unpatch_model", model)
+    count = 0
     with _changing:
         for module in model.modules():
             fuse(module, None)
-        return sum([restore(module) for module in model.modules()])
+            count += recipe_of(module) is not None
+            set_recipe(module, None)
+    return count
 
 
 @contextlib.contextmanager
@@ -192,147 +191,142 @@ def patched(
     Args and errors: those of `patch_model`.
     """
     options = Options(fuse_residual, memory_efficient, numerics)
-    report, undo = _patch(model, include, exclude, strict, options, stacklevel=4)
+    report, changes = _patch(model, include, exclude, strict, options, stacklevel=4)
     try:
         yield report
     finally:
         with _changing:
-            undo.close()
+            changes.undo()
 
 
-def _patch(model, include, exclude, strict, options: Options, stacklevel: int):
-    """(the report, what undoes the changes)."""
+def _patch(
+    model, include, exclude, strict, options: Options, stacklevel: int
+) -> tuple[PatchReport, Changes]:
     check_module("patch_model", model)
     check_options(strict=strict, **vars(options))
     with _changing:
-        report, warned, undo = _change(model, include, exclude, strict, options)
+        entries = make_plan(model, include, exclude)
+        changes = Changes(model)
+        try:
+            for entry in entries:
+                _swap(entry, options, changes)
+            _check_served(model, entries, strict)
+            layers = fuse_layers(model)
+            warned = _warnings_of_nothing(model, entries)
+            warned += _warnings_of_sums(model, entries, layers, strict)
+        except BaseException:
+            changes.undo()
+            raise
+        report = report_on(model, entries, layers)
     for warning in warned:
         warnings.warn(warning, stacklevel=stacklevel)
-    return report, undo
+    return report, changes
 
 
-def _change(
-    model, include, exclude, strict, options: Options
-) -> tuple[PatchReport, list[str], contextlib.ExitStack]:
-    """(the report, what to warn of, what undoes the changes)."""
-    entries = make_plan(model, include, exclude)
-    if strict:
-        _must_serve(model, entries)
-    chosen = _with_options(entries, options)
-    returned = [entry.module for entry in entries if entry.excluded and entry.already]
-    with contextlib.ExitStack() as undo:
-        alone = _swap_all(chosen, returned, undo)
-        if returned or alone:  # the fusions that remain are found again
-            for module in model.modules():
-                undo.callback(fuse_again, model, module, fuse(module, None))
-        layers = fuse_layers(model, undo)
-        server, missed = _rounded_first(chosen, layers)
-        if strict and missed:
-            what = f"the sums of {len(missed)} layers are rounded first, {server} reads them unrounded"
-            raise ValueError(
-                f"strict: {what}, first {missed[0].path!r}: {missed[0].reason}"
-            )
-        done = undo.pop_all()
-    warned = [] if returned else _warnings_of_nothing(model, entries)
-    if server is not None:
-        warned += _warnings_of_sums(model, server, missed)
-    return report_on(model, entries, layers), warned, done
-
-
-def _with_options(entries: list[Entry], options: Options) -> list[Entry]:
-    """The norms that are to be patched, with the options of this call in their recipes."""
-    chosen = [entry for entry in entries if entry.recipe is not None and entry.chosen]
-    for entry in chosen:
+def _swap(entry: Entry, options: Options, changes: Changes) -> None:
+    """Carry out what is planned for one norm, or leave it alone with the reason."""
+    module, recipe = entry.module, entry.recipe
+    if entry.excluded:
+        changes.set_recipe(module, None)
+    if recipe is None:
+        return
+    why_not = _why_not_run(module, recipe)
+    if why_not:
+        entry.leave(*why_not)
+        return
+    if not entry.stays:
+        entry.recipe = _with_options(entry, options)
         try:
-            entry.recipe = options.recipe(entry.recipe, entry.module)
-        except ValueError as error:
-            what, cure = (
-                f"numerics={options.numerics!r}: {error}",
-                f"as {entry.paths[0]!r} is: list it in exclude",
-            )
-            raise ValueError(f"{what}, {cure}") from None
-    return chosen
+            changes.set_recipe(module, entry.recipe)
+        except Exception as error:
+            # a metaclass or __init_subclass__ of the user's may refuse in any way
+            what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
+            cure = "let the class be subclassed; until then it runs its own forward"
+            entry.leave(what, cure)
+            return
+    entry.formula = entry.recipe.spec_of(module)
+
+
+def _why_not_run(module: torch.nn.Module, recipe: Recipe) -> tuple[str, str] | None:
+    """(reason, cure) where a norm that is swapped, or to be swapped, would not compute
+    its recipe.
+    """
+    other = replaced_forward(module)
+    if other is not None:
+        reason = f"its forward was replaced on the instance by {other}"
+        cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
+        return reason, cure
+    if recipe.spec_of(module) is None:
+        changed = recipe.changes(module)
+        changed = changed or [f"{recipe.eps} is now {getattr(module, recipe.eps)}"]
+        reason = f"it runs its own forward: {', '.join(changed)}"
+        return reason, "set it back, or unpatch the model and patch it again"
+    return None
+
+
+def _with_options(entry: Entry, options: Options) -> Recipe:
+    try:
+        return options.applied(entry.recipe, entry.module)
+    except ValueError as error:
+        what = f"numerics={options.numerics!r}: {error}, as {entry.paths[0]!r} is"
+        raise ValueError(f"{what}: list it in exclude") from None
+
+
+def _check_served(model: torch.nn.Module, entries: list[Entry], strict: bool) -> None:
+    """A ValueError where a norm that has to be swapped is not, or there is none."""
+    left = [entry for entry in entries if entry.recipe is None and not entry.excluded]
+    for entry in left:
+        if entry.required:
+            what = "by its config this model was trained as RMSNorm"
+            which = f"{entry.paths[0]} ({entry.class_name}) cannot run so"
+            raise ValueError(f"{what}, and {which}: {entry.reason}")
+    if not strict:
+        return
+    if not entries:
+        raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
+    if left:
+        what = f"strict: {len(left)} of the norms cannot be swapped"
+        which = f"first {left[0].paths[0]!r} ({left[0].class_name}): {left[0].reason}"
+        raise ValueError(f"{what}, {which}; list it in exclude to accept that")
 
 
 def _warnings_of_nothing(model: torch.nn.Module, entries: list[Entry]) -> list[str]:
-    """A warning where no norm is patched."""
-    if any(entry.recipe is not None for entry in entries):
-        return []
-    why = (
-        f"none of {len(entries)} could be swapped, print the report"
-        if entries
-        else "there is none"
-    )
+    """A warning where no norm is patched, and none was to be unpatched."""
+    for entry in entries:
+        if entry.recipe is not None or (entry.patched and entry.excluded):
+            return []
+    why = "there is none"
+    if entries:
+        why = f"none of {len(entries)} could be swapped, print the report"
     return [f"patch_model changed no norm of this {type(model).__name__}: {why}"]
 
 
-def _rounded_first(
-    chosen: list[Entry], layers: tuple[FusedLayer, ...]
-) -> tuple[str | None, list[FusedLayer]]:
-    """(the server that reads sums unrounded, or None; the layers whose sums are rounded
-    all the same).
-    """
-    unrounded = [
-        e.recipe for e in chosen if e.recipe.fuse_residual and not e.recipe.rounds_sum
-    ]
-    if not unrounded:
-        return None, []
-    return unrounded[0].numerics, [layer for layer in layers if sums_unknown(layer)]
-
-
 def _warnings_of_sums(
-    model: torch.nn.Module, server: str, missed: list[FusedLayer]
+    model: torch.nn.Module,
+    entries: list[Entry],
+    layers: tuple[FusedLayer, ...],
+    strict: bool,
 ) -> list[str]:
+    """Warnings where norms read sums before they are rounded, and some sums are rounded
+    all the same; under strict a ValueError.
+    """
+    recipes = [entry.recipe for entry in entries if entry.recipe and not entry.stays]
+    unrounded = [r for r in recipes if r.fuse_residual and not r.rounds_sum]
+    if not unrounded:
+        return []
+    server = f"numerics={unrounded[0].numerics!r} reads sums unrounded"
     warned = []
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        warned.append(
-            f"numerics={server!r} reads sums unrounded; those that are copied to another device of this model's "
-            "device_map are rounded first"
-        )
+        where = "copied to another device of this model's device_map"
+        warned.append(f"{server}; those that are {where} are rounded first")
+    missed = [layer for layer in layers if sums_unknown(layer)]
     if missed:
         paths = ", ".join(compact_paths([layer.path for layer in missed]))
-        what = f"numerics={server!r} reads sums unrounded; rounded first are those of {paths}"
-        warned.append(f"{what}: {missed[0].reason}")
+        what = f"{server}; rounded first are those of {paths}: {missed[0].reason}"
+        if strict:
+            raise ValueError(f"strict: {what}")
+        warned.append(what)
     return warned
-
-
-def _must_serve(model: torch.nn.Module, entries: list[Entry]) -> None:
-    """A ValueError where a norm that no glob leaves out cannot be swapped, or there is
-    none.
-    """
-    if not entries:
-        raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
-    unserved = [
-        entry for entry in entries if entry.recipe is None and not entry.excluded
-    ]
-    if unserved:
-        first, cure = unserved[0], "list it in exclude to accept that"
-        which = f"first {first.paths[0]!r} ({type(first.module).__name__})"
-        raise ValueError(
-            f"strict: {len(unserved)} of the norms cannot be swapped, {which}: {first.reason}; {cure}"
-        )
-
-
-def _swap_all(
-    chosen: list[Entry], returned: list[torch.nn.Module], undo: contextlib.ExitStack
-) -> bool:
-    """Swap the chosen norms and give others their class back; True if a norm is fused
-    with its surroundings no more.
-    """
-    alone = False
-    for module in returned:
-        undo.callback(swap_again, module, recipe_of(module))
-        restore(module)
-    for entry in chosen:
-        before = recipe_of(entry.module)
-        if before is None:
-            swap(entry.module, entry.recipe)
-            undo.callback(restore, entry.module)
-        else:
-            undo.callback(reswap, entry.module, before)
-            reswap(entry.module, entry.recipe)
-            alone = alone or (before.fuse_residual and not entry.recipe.fuse_residual)
-    return alone
 
 
 def check_options(

@@ -4,7 +4,7 @@ computed without one.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -58,15 +58,15 @@ class LaunchCount(Counter):
         return () if self._watched is None else tuple(self._watched.pieces())
 
     def __str__(self) -> str:
-        kernels = (
-            ", ".join(f"{count} {name}" for name, count in sorted(self.items()))
-            or "none"
-        )
+        kernels = [f"{count} {name}" for name, count in sorted(self.items())]
+        names = ", ".join(kernels) or "none"
         if self._watched is None:
-            return f"kernels launched: {kernels}"
+            return f"kernels launched: {names}"
         pieces = self.pieces
-        rows = [*_rows(pieces), f"  kernels   {kernels}"]
-        return fitted("\n".join([_verdict(pieces), *rows]), 10)
+        fused = sum(piece.launched > 0 and not piece.missed for piece in pieces)
+        head = f"all {fused}" if fused == len(pieces) else f"{fused} of {len(pieces)}"
+        lines = [f"{head} pieces ran as fused kernels", *_rows(pieces)]
+        return fitted("\n".join([*lines, f"  kernels   {names}"]), 10)
 
 
 @contextmanager
@@ -103,17 +103,12 @@ def count_launches(model: nn.Module | None = None) -> Iterator[LaunchCount]:
         ('1', 'norm', 1)
     """
     launches = LaunchCount()
-    if model is None:
-        with counting_into(launches):
-            yield launches
-        return
-    watched = launches._watched = _Watched(model, launches)
-    watch.watchers.append(watched.note)
-    try:
-        with counting_into(launches):
-            yield launches
-    finally:
-        watch.watchers.remove(watched.note)
+    with counting_into(launches), ExitStack() as stack:
+        if model is not None:
+            launches._watched = _Watched(model, launches)
+            watch.watchers.append(launches._watched.note)
+            stack.callback(watch.watchers.remove, launches._watched.note)
+        yield launches
 
 
 class _Watched:
@@ -121,26 +116,22 @@ class _Watched:
 
     def __init__(self, model: nn.Module, launches: Counter):
         if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"count_launches needs a torch.nn.Module, got {type(model).__name__}: load the model first"
-            )
-        modules = dict(model.named_modules())
-        self.norms = {
-            module: path
-            for path, module in modules.items()
-            if recipe_of(module) is not None
-        }
-        self.layers = {
-            path: module
-            for path, module in modules.items()
-            if layer_part(type(module)) is not None
-        }
-        if not self.norms:
-            raise ValueError(
-                f"no norm of this {type(model).__name__} is patched: call patch_model(model) first"
-            )
-        self.compiled = any(_is_compiled(module) for module in modules.values())
+            what = f"count_launches needs a torch.nn.Module, got {type(model).__name__}"
+            raise TypeError(f"{what}: load the model first")
         self.launches = launches
+        self.norms: dict[nn.Module, str] = {}
+        self.layers: dict[str, nn.Module] = {}
+        self.not_called = NOT_CALLED
+        for path, module in model.named_modules():
+            if recipe_of(module) is not None:
+                self.norms[module] = path
+            if layer_part(type(module)) is not None:
+                self.layers[path] = module
+            if _is_compiled(module):
+                self.not_called = COMPILED
+        if not self.norms:
+            what = f"no norm of this {type(model).__name__} is patched"
+            raise ValueError(f"{what}: call patch_model(model) first")
         self.noted: dict[tuple[str, str], Piece] = {}
         self.called: set[str] = set()
         self._launched_before = 0
@@ -153,57 +144,42 @@ class _Watched:
         self.called.update(paths)
         path = paths[0] if len(paths) == 1 else paths[0].rpartition(".")[0]
         piece = self.noted.setdefault((path, what), Piece(path, what))
-        launched = sum(
-            count for name, count in self.launches.items() if name.endswith("_forward")
-        )
+        counts = [n for name, n in self.launches.items() if name.endswith("_forward")]
+        launched = sum(counts)
         if launched > self._launched_before:
             piece.launched += 1
         else:
             piece.missed += 1
-            piece.reason = reason or why_not_launched(
-                norms[0], x, alone=what == watch.NORM
-            )
+            piece.reason = reason or why_not_launched(norms[0], x, what)
         self._launched_before = launched
 
     def pieces(self) -> Iterator[Piece]:
-        """Those that were called, in the order of the model's modules; then those that
-        were not.
+        """Those that were called, in the order of their calls; then those that were
+        not.
         """
         yield from self.noted.values()
-        not_called = COMPILED if self.compiled else NOT_CALLED
         for path in self.norms.values():
             if path not in self.called:
-                yield Piece(path, watch.NORM, reason=not_called)
+                yield Piece(path, watch.NORM, reason=self.not_called)
         for path, layer in self.layers.items():
             yield from self._unreached(path, layer)
 
     def _unreached(self, path: str, layer: nn.Module) -> Iterator[Piece]:
         """The fused pieces of a layer whose norms were all called one by one."""
-        inside = {
-            self.norms[child]: child
-            for child in layer.children()
-            if child in self.norms
-        }
-        noted = [
-            piece
-            for piece in self.noted.values()
-            if piece.path == path or piece.path in inside
-        ]
-        alone = [piece for piece in noted if piece.what == watch.NORM]
-        if not alone or len(alone) < len(noted):
+        inside = [norm for norm in layer.children() if norm in self.norms]
+        places = [path, *(self.norms[norm] for norm in inside)]
+        noted = [piece for piece in self.noted.values() if piece.path in places]
+        if not noted or any(piece.what != watch.NORM for piece in noted):
             return
         what = in_words(str(layer_part(type(layer))._hf_rmsnorm_fusion))
-        calls = max(piece.launched + piece.missed for piece in alone)
-        reasons = [piece.reason or _why_called(inside[piece.path]) for piece in alone]
-        yield Piece(
-            path, what, missed=calls, reason=next(filter(None, reasons), UNKNOWN)
-        )
+        calls = max(piece.launched + piece.missed for piece in noted)
+        reasons = [*(piece.reason for piece in noted), *map(_why_called, inside)]
+        reason = next(filter(None, reasons), UNKNOWN)
+        yield Piece(path, what, missed=calls, reason=reason)
 
 
-def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
-    """Why no kernel was launched for a patched norm of x; with `alone` False, for the
-    norm and its surroundings.
-    """
+def why_not_launched(norm: nn.Module, x, piece: str = watch.NORM) -> str:
+    """Why no kernel was launched for a piece with a patched norm, of x."""
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
     if not isinstance(x, torch.Tensor):
@@ -215,7 +191,9 @@ def why_not_launched(norm: nn.Module, x, alone: bool = True) -> str:
         return (
             f"a {type(x).__name__} under torch.func, forward-mode gradients or tracing"
         )
-    return recipe_of(norm).notes() if alone else _why_called(norm) or UNKNOWN
+    if piece == watch.NORM:
+        return recipe_of(norm).notes()
+    return _why_called(norm) or UNKNOWN
 
 
 def _why_not_computed(norm: nn.Module, x: torch.Tensor) -> str | None:
@@ -226,25 +204,24 @@ def _why_not_computed(norm: nn.Module, x: torch.Tensor) -> str | None:
     spec = recipe.spec_of(norm)
     if spec is None:
         return ", ".join(recipe.changes(norm)) or "its eps is no number any more"
-    weight, bias = (
-        None if name is None else tensor_of(norm, name)
-        for name in (recipe.weight, recipe.bias)
-    )
+    names = recipe.weight, recipe.bias
+    tensors = [None if name is None else tensor_of(norm, name) for name in names]
     gate = x if spec.gate is not None else None
     rows = x.movedim(1, -1) if recipe.layout == "channels_first" and x.dim() > 1 else x
-    return why_not(spec, rows, weight, bias, gate)
+    return why_not(spec, rows, *tensors, gate)
 
 
 def _why_called(norm: nn.Module) -> str:
     """Why a patched norm has to be called as a module; "" if nothing about the norm
     requires it.
     """
-    if (
-        norm._forward_hooks
-        or norm._forward_pre_hooks
-        or norm._backward_hooks
-        or norm._backward_pre_hooks
-    ):
+    hooks = (
+        *norm._forward_hooks,
+        *norm._forward_pre_hooks,
+        *norm._backward_hooks,
+        *norm._backward_pre_hooks,
+    )
+    if hooks:
         return "the norm has a hook, which sees what the norm is called with"
     if "forward" in norm.__dict__ or "_hf_hook" in norm.__dict__:
         return "the norm's forward is wrapped, by accelerate for example"
@@ -252,40 +229,26 @@ def _why_called(norm: nn.Module) -> str:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return (
-        isinstance(module, torch._dynamo.OptimizedModule)
-        or module._compiled_call_impl is not None
-    )
-
-
-def _verdict(pieces: tuple[Piece, ...]) -> str:
-    fused = sum(piece.launched > 0 and not piece.missed for piece in pieces)
-    if fused == len(pieces):
-        return f"all {fused} pieces ran as fused kernels"
-    return f"{fused} of {len(pieces)} pieces ran as fused kernels"
+    compiled = isinstance(module, torch._dynamo.OptimizedModule)
+    return compiled or module._compiled_call_impl is not None
 
 
 def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
     """A line for all pieces of a kind with the same result, with their paths below."""
     alike: dict[tuple, list[Piece]] = {}
     for piece in pieces:
-        alike.setdefault((piece.what, piece.launched > 0, piece.reason), []).append(
-            piece
-        )
-    for (what, launched, reason), group in alike.items():
-        calls = (
-            sum(piece.launched for piece in group),
-            sum(piece.missed for piece in group),
-        )
-        yield f"  {'fused' if launched else 'not fused':<9} {len(group)} x {what}: {_result(*calls, reason)}"
-        yield from (
-            f"      {path}" for path in compact_paths([piece.path for piece in group])
-        )
-
-
-def _result(launched: int, missed: int, reason: str) -> str:
-    calls = f"{missed} {'call' if missed == 1 else 'calls'}"
-    if not launched:
-        return f"{reason} ({calls})" if missed else reason
-    launches = f"{launched} {'launch' if launched == 1 else 'launches'}"
-    return f"{launches}; {calls} not fused: {reason}" if missed else launches
+        key = piece.what, piece.launched > 0, piece.reason
+        alike.setdefault(key, []).append(piece)
+    for (what, is_launched, reason), group in alike.items():
+        launched = sum(piece.launched for piece in group)
+        missed = sum(piece.missed for piece in group)
+        calls = f"{missed} {'call' if missed == 1 else 'calls'}"
+        launches = f"{launched} {'launch' if launched == 1 else 'launches'}"
+        if is_launched:
+            result = f"{launches}; {calls} not fused: {reason}" if missed else launches
+        else:
+            result = f"{reason} ({calls})" if missed else reason
+        kind = "fused" if is_launched else "not fused"
+        yield f"  {kind:<9} {len(group)} x {what}: {result}"
+        for path in compact_paths([piece.path for piece in group]):
+            yield f"      {path}"

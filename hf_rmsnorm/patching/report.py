@@ -1,16 +1,17 @@
 """The report of a patch: a record for each module path, printed as a short table."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
+import torch
+
 from ..formula import NormSpec
-from ..ops.backend import where_norms_run
+from ..ops.backend import runs_on, where_norms_run
 from ..ops.settings import settings
 from ..paths import compact_paths, fitted
-
-MOST_PATHS = 8  # of one group that are printed
-
+from .numerics import SERVERS
+from .plan import Entry
 
 WHILE_COMPILING = {
     "original": "torch.compile traces the model's own code, as without the patch",
@@ -105,62 +106,31 @@ class PatchReport:
             plain["formula"] = {**record.formula.to_dict(), "text": str(record.formula)}
         return data
 
-    def groups(self) -> list[tuple[str, str, str, list[str]]]:
-        """(``"swapped"`` or ``"skipped"``, class names, formula or reason, paths) for
-        each group.
-
-        Swapped modules share a group if they compute the same formula, skipped ones if
-        class and reason are equal.
-        """
-        swapped = _alike(self.swapped, lambda record: record.text)
-        skipped = _alike(
-            self.skipped, lambda record: (record.class_name, record.reason)
-        )
-        groups = []
-        for text, records in swapped.items():
-            names = ", ".join(dict.fromkeys(record.class_name for record in records))
-            groups.append(("swapped", names, text, [record.path for record in records]))
-        for (name, reason), records in skipped.items():
-            groups.append(
-                ("skipped", name, reason, [record.path for record in records])
-            )
-        return groups
-
-    def to_text(self, verbose: bool = False) -> str:
-        """The report as it is printed; verbose: with every path of a long list."""
+    def to_text(self) -> str:
+        """The report as it is printed."""
         count = len(self.swapped)
-        lines = [
-            f"{count} {'norm' if count == 1 else 'norms'} swapped, {len(self.skipped)} skipped"
-        ]
-        cures = {
-            (record.class_name, record.reason): record.cure for record in self.skipped
-        }
-        for kind, names, text, paths in self.groups():
-            cure = cures.get((names, text)) if kind == "skipped" else ""
-            lines += _entry(kind, names, text, paths, verbose)
+        norms = "norm" if count == 1 else "norms"
+        lines = [f"{count} {norms} swapped, {len(self.skipped)} skipped"]
+        for (text,), records in _alike(self.swapped, "text"):
+            names = ", ".join(dict.fromkeys(record.class_name for record in records))
+            lines += _group("swapped", names, text, records)
+        alike = _alike(self.skipped, "class_name", "reason", "cure")
+        for (name, reason, cure), records in alike:
+            lines += _group("skipped", name, reason, records)
             lines += [f"      what to do: {cure}"] if cure else []
-        alike = _alike(
-            self.layers,
-            lambda record: (bool(record.fused), record.class_name, record.text),
-        )
-        for (fused, name, text), records in alike.items():
-            paths = [record.path for record in records]
-            lines += _entry(
-                "fused" if fused else "not fused", name, text, paths, verbose
-            )
+        alike = _alike(self.layers, "class_name", "fused", "text")
+        for (name, fused, text), records in alike:
+            lines += _group("fused" if fused else "not fused", name, text, records)
         lines += [f"  {'runs on':<9} {text}" for text in self._runs_on()]
         if any(record["backend"] == "triton" for record in self.devices):
-            lines.append(
-                f"  {'compiled':<9} {WHILE_COMPILING[settings.while_compiling]}"
-            )
+            compiled = WHILE_COMPILING[settings.while_compiling]
+            lines.append(f"  {'compiled':<9} {compiled}")
         return fitted("\n".join(lines), 10)
 
     def _runs_on(self) -> list[str]:
         sentences = where_norms_run(self.devices)
-        if sentences and all(
-            record["device"] == "cpu" and record["backend"] == "original"
-            for record in self.devices
-        ):
+        places = {(record["device"], record["backend"]) for record in self.devices}
+        if places == {("cpu", "original")}:
             sentences[-1] += "; on an NVIDIA GPU the norms run fused"
         return sentences
 
@@ -168,25 +138,72 @@ class PatchReport:
         return self.to_text()
 
 
+def report_on(
+    model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedLayer, ...]
+) -> PatchReport:
+    """The report of a model that was patched by this plan."""
+    swapped, skipped = [], []
+    for entry in entries:
+        for path in entry.paths:
+            if entry.formula is None:
+                skipped.append(
+                    Skipped(path, entry.class_name, entry.reason, entry.cure)
+                )
+            else:
+                swapped.append(_swapped(path, entry))
+    devices = map(runs_on, _devices(model)) if swapped else ()
+    return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(devices))
+
+
+def _swapped(path: str, entry: Entry) -> Swapped:
+    recipe = entry.recipe
+    notes = [recipe.notes()]
+    if recipe.numerics != "model":
+        notes.append(f"as {SERVERS[recipe.numerics]} rounds")
+    notes.append(recipe.memory_note())
+    if len(entry.paths) > 1:
+        notes.append(f"one module at {len(entry.paths)} paths")
+    notes.append(entry.note)
+    return Swapped(
+        path,
+        entry.class_name,
+        entry.formula,
+        notes="; ".join(filter(None, notes)),
+        converted=recipe.as_rms,
+        numerics=recipe.numerics,
+    )
+
+
+def _devices(model: torch.nn.Module) -> list[torch.device]:
+    """The devices that hold the model, or run its offloaded modules; never meta."""
+    held, running = [], []
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        execution_device = getattr(hook, "execution_device", None)
+        for parameter in module.parameters(recurse=False):
+            if not parameter.is_meta:
+                held.append(parameter.device)
+            elif execution_device is not None:
+                running.append(torch.device(execution_device))
+    return list(dict.fromkeys([*held, *running]))
+
+
 def in_words(fused: str) -> str:
     """The fused pieces of a layer, with the residual adds named."""
     return re.sub(r"(^|, )\+ ", r"\1residual add + ", fused)
 
 
-def _entry(
-    kind: str, names: str, text: str, paths: list[str], verbose: bool
-) -> list[str]:
+def _group(kind: str, names: str, text: str, records: list) -> list[str]:
     """The lines of one group: a heading, then its paths."""
-    shown = compact_paths(paths)
-    more = 0 if verbose else max(0, len(shown) - MOST_PATHS)
-    lines = [f"  {kind:<9} {len(paths)} x {names}: {text}"]
-    lines += [f"      {path}" for path in shown[: len(shown) - more]]
-    return [*lines, f"      and {more} more"] if more else lines
+    paths = compact_paths([record.path for record in records])
+    head = f"  {kind:<9} {len(records)} x {names}: {text}"
+    return [head, *(f"      {path}" for path in paths)]
 
 
-def _alike(records: tuple, key: Callable) -> dict:
-    """The records with the same key, by that key, in their order."""
-    groups: dict = {}
+def _alike(records: tuple, *names: str) -> Iterable[tuple[tuple, list]]:
+    """The values of these attributes, and the records that have them."""
+    groups: dict[tuple, list] = {}
     for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return groups
+        key = tuple(getattr(record, name) for name in names)
+        groups.setdefault(key, []).append(record)
+    return groups.items()

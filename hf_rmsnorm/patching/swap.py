@@ -24,53 +24,35 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
 
     The forward of the class would not run. accelerate's hooks do not count, and neither
     do wrappers around the module's own forward, as in Transformers' tensor parallelism:
-    `swap` exchanges the forward that they call.
+    `set_recipe` exchanges the forward that they call.
     """
     stored = module.__dict__.get("forward")
     if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
         stored = module.__dict__.get("_old_forward")
     own = type(module).forward
-    if (
-        stored is None
-        or _is_own(stored, module, own)
-        or _own_cells(stored, module, own)
-    ):
+    if stored is None or _is_own(stored, module, own):
+        return None
+    if _own_cells(stored, module, own):
         return None
     function = getattr(stored, "__func__", stored)
-    return f"{getattr(function, '__module__', type(function).__module__)}.{getattr(function, '__qualname__', '?')}"
+    where = getattr(function, "__module__", type(function).__module__)
+    return f"{where}.{getattr(function, '__qualname__', '?')}"
 
 
-def swap(module: torch.nn.Module, recipe: Recipe) -> None:
-    """Give module a fused subclass of its current class; a TypeError, with nothing
-    changed, if there can be none.
+def set_recipe(norm: torch.nn.Module, recipe: Recipe | None) -> None:
+    """Give a norm the class that computes a recipe, in place of one that it has; None:
+    its own class.
+
+    A class derived from the fused one derives from the original afterwards. Whatever a
+    class raises that refuses to be subclassed passes; the norm has its own class then.
     """
-    base, cls = type(module), fused_class(type(module), recipe)
-    _change_class(module, cls, base.forward, cls.forward)
-
-
-def restore(module: torch.nn.Module) -> bool:
-    """Undo `swap`; returns whether there was one. A class derived from the fused one
-    derives from the original then.
-    """
-    if (fused := fused_part(type(module))) is not None:
-        base = fused._hf_rmsnorm_base
-        _change_class(
-            module, exchanged(type(module), fused, base), fused.forward, base.forward
-        )
-    return fused is not None
-
-
-def swap_again(module: torch.nn.Module, recipe: Recipe) -> None:
-    """Give a module the recipe back that it had, unless it has one."""
-    if recipe_of(module) is None:
-        swap(module, recipe)
-
-
-def reswap(module: torch.nn.Module, recipe: Recipe) -> None:
-    """Give a module, if it is swapped, another recipe in place of the one that it has."""
-    if recipe_of(module) not in (None, recipe):
-        restore(module)
-        swap(module, recipe)
+    if recipe == recipe_of(norm):
+        return
+    part = fused_part(type(norm))
+    if part is not None:
+        _take_off(norm, part, part._hf_rmsnorm_base)
+    if recipe is not None:
+        _put_on(norm, fused_class(type(norm), recipe))
 
 
 def fuse(layer: torch.nn.Module, fusion):
@@ -83,32 +65,57 @@ def fuse(layer: torch.nn.Module, fusion):
     """
     part = layer_part(type(layer))
     before = None if part is None else part._hf_rmsnorm_fusion
-    if fusion != before:
-        if part is not None:
-            _change_class(
-                layer,
-                unfused(type(layer)),
-                part.forward,
-                part._hf_rmsnorm_layer_base.forward,
-            )
-        if fusion is not None:
-            base, cls = type(layer), fused_layer_class(type(layer), fusion)
-            _change_class(layer, cls, base.forward, cls.forward)
+    if fusion == before:
+        return before
+    if part is not None:
+        _take_off(layer, part, part._hf_rmsnorm_layer_base)
+    if fusion is not None:
+        _put_on(layer, fused_layer_class(type(layer), fusion))
     return before
-
-
-def fuse_again(model: torch.nn.Module, layer: torch.nn.Module, fusion) -> None:
-    """Give a layer its earlier fusion back, or none if no norm of the model is patched
-    any more.
-    """
-    patched = any(recipe_of(module) is not None for module in model.modules())
-    fuse(layer, fusion if patched else None)
 
 
 def unfused(cls: type) -> type:
     """A layer's class as it is without a fusion."""
     part = layer_part(cls)
     return cls if part is None else exchanged(cls, part, part._hf_rmsnorm_layer_base)
+
+
+class Changes:
+    """What one call changes in a model, and how to undo it.
+
+    To begin with no layer is fused, as its norms may change.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.layers = [(layer, fuse(layer, None)) for layer in model.modules()]
+        # (norm, its recipe before, its recipe now)
+        self.norms: list[tuple[torch.nn.Module, Recipe | None, Recipe | None]] = []
+
+    def set_recipe(self, norm: torch.nn.Module, recipe: Recipe | None) -> None:
+        self.norms.append((norm, recipe_of(norm), recipe))
+        set_recipe(norm, recipe)
+
+    def undo(self) -> None:
+        """Give norms and layers their earlier classes; what was unpatched or patched
+        anew since then stays so.
+        """
+        for norm, before, now in self.norms:
+            is_swapped = recipe_of(norm) is not None
+            if before is None or is_swapped == (now is not None):
+                set_recipe(norm, before)
+        any_swapped = any(recipe_of(norm) is not None for norm in self.model.modules())
+        for layer, fusion in self.layers:
+            fuse(layer, fusion if any_swapped else None)
+
+
+def _take_off(module: torch.nn.Module, part: type, base: type) -> None:
+    cls = exchanged(type(module), part, base)
+    _change_class(module, cls, part.forward, base.forward)
+
+
+def _put_on(module: torch.nn.Module, cls: type) -> None:
+    _change_class(module, cls, type(module).forward, cls.forward)
 
 
 def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
@@ -128,20 +135,21 @@ def _own_cells(stored, module: torch.nn.Module, function) -> list[types.CellType
     """The cells of a wrapper, and of the wrappers in those, that hold the module's own
     forward.
     """
-    found, waiting, seen = [], [stored], set()
+    cells, waiting, seen = [], [stored], set()
     while waiting:
         wrapper = waiting.pop()
-        wrapper = wrapper.__func__ if isinstance(wrapper, types.MethodType) else wrapper
+        if isinstance(wrapper, types.MethodType):
+            wrapper = wrapper.__func__
         if not isinstance(wrapper, types.FunctionType) or wrapper in seen:
             continue
         seen.add(wrapper)
         for cell in wrapper.__closure__ or ():
             with contextlib.suppress(ValueError):  # nothing is in it yet
                 if _is_own(cell.cell_contents, module, function):
-                    found.append(cell)
+                    cells.append(cell)
                 else:
                     waiting.append(cell.cell_contents)
-    return found
+    return cells
 
 
 def _is_own(stored, module: torch.nn.Module, function) -> bool:

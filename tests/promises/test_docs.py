@@ -23,7 +23,7 @@ import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
 from hf_rmsnorm.ops import backend
-from hf_rmsnorm.patching import plan
+from hf_rmsnorm.patching import report
 from scripts.coverage.__main__ import parser as coverage_parser
 from scripts.real_configs import build_parser as real_configs_parser
 from scripts.trainers import ROWS, TRAINERS
@@ -77,7 +77,7 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(
     block, tmp_path, monkeypatch, on_a_cpu
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "runs_on", lambda device: on_a_cpu)
+    monkeypatch.setattr(report, "runs_on", lambda device: on_a_cpu)
     if "BitsAndBytesConfig" in block.code:
         pytest.importorskip(
             "bitsandbytes",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ... import __version__
-from ...patching.plan import make_plan
+from ...patching.plan import list_norms
 from ...record import RECORD_KEY, make_record
 from ...verification.context import is_float, one_line
 from ..plan import CentringPlan, ConversionRefused, Copy, NormRecord, rms_norms
@@ -118,7 +118,7 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
 def _nothing_to_convert(model: torch.nn.Module) -> str:
     """The reason to refuse a model without a LayerNorm."""
     recipes = [
-        entry.recipe for entry in make_plan(model.float()) if entry.recipe is not None
+        entry.recipe for entry in list_norms(model.float()) if entry.recipe is not None
     ]
     if any(not recipe.spec.centered for recipe in recipes):
         return "it uses RMSNorm already: nothing to convert; to fuse its norms, use patch_model"

@@ -2,17 +2,15 @@
 others have not.
 """
 
-import contextlib
 import re
 
 from torch import nn
 
-from ...fused.layer import layer_part
 from ...fused.norm import fusible_recipe
 from ...fused.source import CannotRewrite
 from ...ops.backend import MAX_HEAD_DIM
 from ..report import FusedLayer
-from ..swap import fuse, fuse_again, replaced_forward, unfused
+from ..swap import fuse, replaced_forward, unfused
 from .qk import QKRefusal, find_qk
 from .sums import adds, find_sums
 
@@ -21,9 +19,9 @@ ADDS_NOTHING = "its forward adds nothing"
 _ROWS = nn.ModuleList, nn.Sequential
 
 
-def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLayer, ...]:
+def fuse_layers(model: nn.Module) -> tuple[FusedLayer, ...]:
     """Compile the forwards of a patched model again where they show what surrounds a
-    norm; `undo` is told how to undo.
+    norm; none is fused yet.
 
     Returns:
         What was done to each module that repeats in the model, or to its parts, and why
@@ -35,9 +33,7 @@ def fuse_layers(model: nn.Module, undo: contextlib.ExitStack) -> tuple[FusedLaye
         if not finder.looks_at(module):
             continue
         choice = finder.choice(module)
-        reason = (
-            choice if isinstance(choice, str) else _fuse(model, module, choice, undo)
-        )
+        reason = choice if isinstance(choice, str) else _fuse(module, choice)
         if not reason:
             records[path] = FusedLayer(path, type(module).__name__, str(choice))
         elif (module in finder.layers and norms_of(module)) or isinstance(
@@ -112,12 +108,6 @@ class _FusionFinder:
 
     def choice(self, module: nn.Module) -> object:
         """What is fused in a module, or why nothing is, in words."""
-        part = layer_part(type(module))
-        if (
-            part is not None
-            and part._hf_rmsnorm_layer_base.forward is not part._hf_rmsnorm_original
-        ):
-            return "its class was given another forward: unpatch the model and patch it again"
         if other := replaced_forward(module):
             return f"its forward was replaced on the instance by {other}"
         inside = module in self.repeated and module not in self.layers
@@ -158,16 +148,9 @@ def structure(module: nn.Module) -> tuple:
     return cls, cls.forward, children, shapes
 
 
-def _fuse(
-    model: nn.Module, module: nn.Module, fusion, undo: contextlib.ExitStack
-) -> str:
-    """Give a module its fusion in place of one of an earlier patch; returns why that
-    cannot be, or "".
-    """
+def _fuse(module: nn.Module, fusion) -> str:
+    """Give a module its fusion; returns why that cannot be, or ""."""
     try:
-        undo.callback(
-            fuse_again, model, module, getattr(type(module), "_hf_rmsnorm_fusion", None)
-        )
         fuse(module, fusion)
     except CannotRewrite as error:
         return str(error)

@@ -417,6 +417,6 @@ def test_sums_that_are_not_found_are_warned_of():
     ):
         patch_model(Stack(InPlace), numerics="vllm")
     with pytest.raises(
-        ValueError, match="strict: the sums of 3 layers are rounded first"
+        ValueError, match="strict: numerics='vllm' reads sums unrounded"
     ):
         patch_model(Stack(InPlace), numerics="vllm", strict=True)

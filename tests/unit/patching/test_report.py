@@ -54,16 +54,6 @@ def test_print_is_compact(report):
     assert len(text.splitlines()) == 18
 
 
-def test_a_long_list_of_paths_is_cut_unless_verbose():
-    report = patch_model(
-        nn.ModuleDict({f"norm_{letter}": LlamaRMSNorm(8) for letter in "abcdefghijkl"})
-    )
-    assert "      and 4 more" in str(report) and "norm_l" not in str(report)
-    assert "norm_l" in report.to_text(verbose=True) and "more" not in report.to_text(
-        verbose=True
-    )
-
-
 def test_what_was_skipped_says_what_to_do():
     model = nn.ModuleDict({
         "norm": LlamaRMSNorm(8),
