@@ -46,9 +46,6 @@ class Recipe:
         only_float32: in half precision the module rounds in an order that no `NormSpec`
             has.
         not_under_autocast: under autocast the module computes something else.
-        input_written: something writes to the input in place once the norm has read it,
-            which the module's own backward bears in half precision, where it keeps a
-            float32 copy, and the kernels' does not.
         row_major: the output is contiguous whatever the strides of the input.
         as_rms: the module's own forward computes something else, a LayerNorm where a
             converted checkpoint says RMSNorm: it is never run, and where no kernel
@@ -83,7 +80,6 @@ class Recipe:
     dims: tuple[int, ...] | None = None
     only_float32: bool = False
     not_under_autocast: bool = False
-    input_written: bool = False
     row_major: bool = False
     as_rms: bool = False
     numerics: str = "model"
@@ -132,8 +128,8 @@ class Recipe:
     @cached_property
     def restricted(self) -> bool:
         """Whether more than the operands' shapes decides if a call can be served."""
-        limits = (self.only_float32, self.not_under_autocast, self.input_written)
-        return self.layout != "last" or self.dims is not None or any(limits)
+        is_limited = self.only_float32 or self.not_under_autocast
+        return self.layout != "last" or self.dims is not None or is_limited
 
     @cached_property
     def is_simple(self) -> bool:
@@ -180,16 +176,11 @@ class Recipe:
         """x as a view (or copy) of rows along its last dimension; None if this call is
         for the module itself.
         """
-        if (
-            (self.dims is not None and x.dim() not in self.dims)
-            or (self.only_float32 and x.dtype != torch.float32)
-            or (
-                self.input_written
-                and x.dtype != torch.float32
-                and torch.is_grad_enabled()
-            )
-            or (self.not_under_autocast and autocast_enabled(x.device.type))
-        ):
+        if self.dims is not None and x.dim() not in self.dims:
+            return None
+        if self.only_float32 and x.dtype != torch.float32:
+            return None
+        if self.not_under_autocast and autocast_enabled(x.device.type):
             return None
         if self.layout == "channels_first":
             return x.movedim(1, -1)
@@ -203,7 +194,6 @@ class Recipe:
             "over dimension 1": self.layout == "channels_first",
             "in float32 only: in half precision it rounds in its own order, by its own forward": self.only_float32,
             "under autocast it runs its own forward": self.not_under_autocast,
-            "in half-precision training, where its input is written to, it runs its own forward": self.input_written,
             f"calls that give {self.other_input!r} run its own forward": self.other_input
             is not None,
             "as the converted checkpoint says": self.as_rms,
@@ -219,15 +209,9 @@ class Recipe:
         """Return this recipe under `memory_efficient`, for a module with the parameters
         that it has now.
         """
-        weight, bias = (
-            None if name is None else tensor_of(module, name)
-            for name in (self.weight, self.bias)
-        )
-        return replace(
-            self,
-            memory_efficient=True,
-            input_needed=input_needed(weight, bias, self.spec),
-        )
+        weight, bias = tensor_of(module, self.weight), tensor_of(module, self.bias)
+        needed = input_needed(weight, bias, self.spec)
+        return replace(self, memory_efficient=True, input_needed=needed)
 
     def memory_note(self) -> str:
         """The tensor that the module saves for the backward under `memory_efficient`,
@@ -244,23 +228,22 @@ def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
     """(weight, bias, formula) of a module as it stands, for a call on its input alone;
     None where it has not all.
     """
-    weight = None if recipe.weight is None else tensor_of(module, recipe.weight)
-    bias = None if recipe.bias is None else tensor_of(module, recipe.bias)
-    spec = recipe.spec_of(module)
-    if (
-        spec is None
-        or (weight is None and recipe.weight)
-        or (bias is None and recipe.bias)
-    ):
+    weight, bias = tensor_of(module, recipe.weight), tensor_of(module, recipe.bias)
+    if (weight is None) != (recipe.weight is None):
         return None
-    return weight, bias, spec
+    if (bias is None) != (recipe.bias is None):
+        return None
+    spec = recipe.spec_of(module)
+    return None if spec is None else (weight, bias, spec)
 
 
-def tensor_of(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+def tensor_of(module: torch.nn.Module, name: str | None) -> torch.Tensor | None:
     # nn.Module's own attribute look-up takes as long as a kernel launch's bookkeeping;
     # most weights are parameters.
-    found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
+    if name is None:
+        return None
+    parameter = module._parameters.get(name)
+    return getattr(module, name) if parameter is None else parameter
 
 
 def shapes_fit(x, weight, bias, gate, spec: NormSpec) -> bool:

@@ -3,7 +3,7 @@ norms.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -13,7 +13,6 @@ from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe
 from .converted import follow_conversion
 from .formula.recognise import Verdict, class_name, recognise
-from .layers.writes import written_inputs
 
 Globs = str | Iterable[str] | None
 
@@ -69,7 +68,6 @@ def make_plan(
     for entry in entries:
         _choose(entry, include, exclude or [])
     follow_conversion(model, entries)
-    _note_written_inputs(model, entries)
     return entries
 
 
@@ -130,15 +128,3 @@ def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None
     else:
         entry.excluded = True
         entry.leave("not in include")
-
-
-def _note_written_inputs(model: torch.nn.Module, entries: list[Entry]) -> None:
-    """Mark the norms whose input is written to in place after them.
-
-    Torch's own norms keep the input that they were given, as the kernels do.
-    """
-    new = [entry for entry in entries if entry.recipe is not None and not entry.patched]
-    with_copies = {e.module: e for e in new if not e.recipe.spec.functional}
-    for module in written_inputs(model, set(with_copies)):
-        entry = with_copies[module]
-        entry.recipe = replace(entry.recipe, input_written=True)

@@ -1,11 +1,10 @@
-"""Models that write in place to what a norm has read train patched as they do
-unpatched.
+"""Models that write in place to what a norm has read: an error that names the write,
+and no wrong gradient.
 """
 
 import copy
 
 import pytest
-import tiny_models
 import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -25,19 +24,13 @@ class AddsInPlace(Base):
         return x
 
 
-class CallsAMethod(Base):
-    def forward(self, x):
-        residual = x
-        y = self.linear(self.norm(x))
-        residual.add_(y)
-        return residual
+class SumInPlace(Base):
+    """A sum is normalised, and then written to."""
 
-
-class WritesToAView(Base):
     def forward(self, x):
-        y = self.linear(self.norm(x))
-        x.view(-1, 64)[:, :32] += y.view(-1, 64)[:, :32]
-        return x
+        h = x + self.linear(x)
+        h += self.linear(self.norm(h))
+        return h
 
 
 class ParentWrites(nn.Module):
@@ -56,15 +49,6 @@ class ParentWrites(nn.Module):
         return x
 
 
-class SumInPlace(Base):
-    """A sum is normalised, and then written to."""
-
-    def forward(self, x):
-        h = x + self.linear(x)
-        h += self.linear(self.norm(h))
-        return h
-
-
 class WritesBefore(Base):
     """Written to before the norm reads it: nothing is lost."""
 
@@ -72,9 +56,6 @@ class WritesBefore(Base):
         x = x * 1
         x += 1
         return x + self.linear(self.norm(x))
-
-
-WRITERS = [AddsInPlace, CallsAMethod, WritesToAView, SumInPlace]
 
 
 def train(model, dtype):
@@ -89,24 +70,9 @@ def gradients(model, x):
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("fuse_residual", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layer", WRITERS)
-def test_half_precision_trains_as_unpatched(layer, dtype, fuse_residual):
-    torch.manual_seed(0)
-    model = nn.Sequential(layer(), layer())
-    expected = gradients(*train(model, dtype))
-    patched_copy, x = train(model, dtype)
-    report = patch_model(patched_copy, fuse_residual=fuse_residual)
-    assert "its input is written to" in str(report)
-    got = gradients(patched_copy, x)
-    for ours, theirs in zip(got, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)
-
-
-def test_a_write_in_another_module_than_the_norms_is_an_error():
-    model, x = train(ParentWrites(), torch.bfloat16)
+@pytest.mark.parametrize("layer", [AddsInPlace, SumInPlace, ParentWrites])
+def test_a_write_behind_a_norm_is_an_error_that_exclude_cures(layer):
+    model, x = train(layer(), torch.bfloat16)
     patch_model(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(model, x)
@@ -136,12 +102,7 @@ def test_without_gradients_such_norms_are_fused():
 
 def test_what_is_written_to_before_the_norm_reads_it_is_fused_in_training():
     model = nn.Sequential(WritesBefore()).bfloat16()
-    assert "written to" not in str(patch_model(model))
+    patch_model(model)
     with count_launches() as launches, use_backend("triton"):
         model(torch.randn(2, 5, 64).bfloat16()).sum().backward()
     assert launches["norm_backward"] == 1
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "phi3", "olmo2"])
-def test_no_norm_of_a_usual_model_is_left_to_its_own_forward(family):
-    assert "written to" not in str(patch_model(tiny_models.build(family)))

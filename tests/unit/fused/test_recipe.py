@@ -53,7 +53,7 @@ def test_which_rows_a_call_normalises():
 
 @pytest.mark.parametrize(
     "how", [{"layout": "channels_first"}, {"dims": (2,)}, {"only_float32": True}, {"gate": "gate"},
-            {"other_input": "mask"}, {"row_major": True}, {"not_under_autocast": True}, {"input_written": True}],
+            {"other_input": "mask"}, {"row_major": True}, {"not_under_autocast": True}],
 )  # fmt: skip
 def test_a_norm_with_anything_besides_is_not_simple(how):
     assert RECIPE.is_simple and not Recipe(SPEC, **how).is_simple
@@ -75,24 +75,16 @@ X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
     [
         ({"dims": (3, 4)}, X, X[0]),
         ({"only_float32": True}, X, HALF),
-        ({"input_written": True}, X, HALF),
         ({"not_under_autocast": True}, X, None),
         ({"layout": "channels_first"}, X, None),
     ],
-    ids=["dims", "float32", "input written", "autocast", "channels first"],
+    ids=["dims", "float32", "autocast", "channels first"],
 )
 def test_each_restriction_alone_serves_what_it_allows(how, served, refused):
     recipe = Recipe(NormSpec(centered=False, eps=1e-6, group_size=4), **how)
     assert recipe.restricted and not Recipe(SPEC).restricted
     assert recipe.rows_of(served) is not None
     assert refused is None or recipe.rows_of(refused) is None
-
-
-def test_an_input_that_is_written_to_is_served_where_there_is_no_backward():
-    recipe = Recipe(SPEC, input_written=True)
-    assert recipe.rows_of(HALF) is None
-    with torch.no_grad():
-        assert recipe.rows_of(HALF) is HALF
 
 
 def test_a_norm_of_groups_is_not_simple():
