@@ -3,7 +3,8 @@ one launch.
 
 A forward calls these functions once it was compiled again from its own source, by
 `patching.layers.qk`. The norms wait for the rotation: only transposes stand between,
-and those do not move the last dimension, along which both work.
+and those do not move the last dimension, along which both work. So a norm that has to
+be called, as it has a hook, is called with what it would have got at its own place.
 """
 
 import types
@@ -13,41 +14,25 @@ from typing import NamedTuple
 
 import torch
 
-from ..formula import NormSpec
-from ..ops.direct import under_transform
 from ..ops.qk import run_qk
 from .layer import operands_ahead
 from .norm import launches_for
 from .watch import QK, note, watchers
 
-_is_compiling = torch.compiler.is_compiling
-# a rotary function that takes q and k; others take one tensor and the dimension of its
-# heads, 1 or 2
-IN_PAIRS = 0
-
-
-class NormPair(NamedTuple):
-    """Two norms that wait for the rotation, with their weights and formula."""
-
-    q_norm: torch.nn.Module
-    k_norm: torch.nn.Module
-    q_weight: torch.Tensor | None
-    k_weight: torch.Tensor | None
-    spec: NormSpec
-
 
 class RotaryProof(NamedTuple):
     """What running a rotary function has shown.
 
-    code, defaults: those that were run. ways: by the dimension of the heads, or
-    `IN_PAIRS`: the way of `reference.rotated` in which it rotates, None where
-        it is none of these. The key within is (fewer columns rotate than there are, the
-        tables have another dtype).
+    Args:
+        code, defaults: those that were run.
+        ways: the way of `reference.rotated` in which it rotates, None where it is none
+            of these; by (it takes one tensor, and not q and k; fewer columns rotate
+            than there are; the tables have another dtype).
     """
 
     code: types.CodeType
     defaults: tuple | None
-    ways: dict[int, dict[tuple[bool, bool], str | None]]
+    ways: dict[tuple[bool, bool, bool], str | None]
 
     def still_holds(self, function: Callable) -> bool:
         return function.__code__ is self.code and function.__defaults__ is self.defaults
@@ -56,87 +41,74 @@ class RotaryProof(NamedTuple):
 rotary_proofs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def pair_to_rotate(q_norm, k_norm) -> NormPair | None:
-    """The two norms, if they may be computed where q and k are rotated; None if they
-    are to be called where they stand.
+def norm_and_rotate(
+    norms: tuple | None, transposed: bool, rotate: Callable, q, k, cos, sin
+) -> tuple:
+    """(q, k), normalised by two norms, and rotated as ``rotate(q, k, cos, sin)`` does.
 
-    A norm that has a hook is called at its place in the forward, because the hook sees
-    its input there.
+    Args:
+        norms: None where the forward did not come to them.
+        transposed: the forward transposed q and k behind the norms.
     """
-    if _is_compiling() or under_transform():
-        return None
-    of_q, of_k = operands_ahead(q_norm), operands_ahead(k_norm)
-    if of_q is None or of_k is None:
-        return None
-    (q_weight, _, spec), (k_weight, _, k_spec) = of_q, of_k
-    if spec != k_spec or spec.functional or spec.has_bias:
-        return None
-    return NormPair(q_norm, k_norm, q_weight, k_weight, spec)
-
-
-def norm_and_rotate(pair: NormPair | None, rotate: Callable, q, k, cos, sin) -> tuple:
-    """(q, k), normalised by a pair that waits, and rotated as ``rotate(q, k, cos,
-    sin)`` does.
-    """
-    if pair is None:
+    if norms is None:
         return rotate(q, k, cos, sin)
-    rotated = _in_one_launch(pair, rotate, IN_PAIRS, q, k, cos, sin)
+    rotated = _in_one_launch(norms, rotate, False, q, k, cos, sin)
     if watchers:
-        note(QK, (pair.q_norm, pair.k_norm), q)
+        note(QK, norms, q)
     if rotated is not None:
         return rotated
-    return rotate(pair.q_norm(q), pair.k_norm(k), cos, sin)
+    return rotate(*norm_each(norms, transposed, q, k), cos, sin)
 
 
-def norm_both(pair: NormPair | None, q, k) -> tuple:
-    """(q, k), normalised by a pair that waits, where the forward does not come to
-    rotate them.
+def norm_and_rotate_one(norms: tuple, transposed: bool, rotate: Callable, x, cos, sin):
+    """``rotate(norm(x), cos, sin, unsqueeze_dim=2)`` by the one norm, in one launch
+    where that gives the same bits.
     """
-    return (q, k) if pair is None else (pair.q_norm(q), pair.k_norm(k))
-
-
-def norm_and_rotate_one(norm, rotate: Callable, heads_at: int, x, cos, sin):
-    """``rotate(norm(x), cos, sin, unsqueeze_dim=heads_at)``, in one launch where that
-    gives the same bits.
-    """
-    pair = pair_to_rotate(norm, norm)
-    if pair is not None and type(x) is torch.Tensor and x.dim() == 4:
-        q = x.transpose(1, 2) if heads_at == 2 else x
+    rotated = None
+    if type(x) is torch.Tensor and x.dim() == 4:
+        q = x.transpose(1, 2)
         no_heads = q.detach()[:, :0]
-        rotated = _in_one_launch(pair, rotate, heads_at, q, no_heads, cos, sin)
-        if watchers:
-            note(QK, (norm,), q)
-        if rotated is not None:
-            return rotated[0].transpose(1, 2) if heads_at == 2 else rotated[0]
-    return rotate(norm(x), cos, sin, unsqueeze_dim=heads_at)
+        rotated = _in_one_launch(norms * 2, rotate, True, q, no_heads, cos, sin)
+    if watchers:
+        note(QK, norms, x)
+    if rotated is not None:
+        return rotated[0].transpose(1, 2)
+    (normed,) = norm_each(norms, transposed, x)
+    return rotate(normed, cos, sin, unsqueeze_dim=2)
+
+
+def norm_each(norms: tuple | None, transposed: bool, *tensors) -> tuple:
+    """The tensors, each normalised by its own norm."""
+    if norms is None:
+        return tensors
+    pairs = zip(norms, tensors, strict=True)
+    if transposed:
+        return tuple(norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in pairs)
+    return tuple(norm(x) for norm, x in pairs)
 
 
 def _in_one_launch(
-    pair: NormPair, rotate: Callable, heads_at: int, q, k, cos, sin
+    norms: tuple, rotate: Callable, one: bool, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that with the
     same bits.
     """
     if not all(type(t) is torch.Tensor for t in (q, k, cos, sin)):
         return None
-    q_weight, k_weight, spec = pair.q_weight, pair.k_weight, pair.spec
-    way = _way_of(rotate, heads_at, q, q_weight, spec, cos)
-    if way is None:
+    of_q, of_k = (operands_ahead(norm) for norm in norms)
+    if of_q is None or of_k is None:
         return None
-    return run_qk(
-        launches_for(pair.q_norm, spec), (q, k, q_weight, k_weight, cos, sin), way
-    )
-
-
-def _way_of(
-    rotate: Callable, heads_at: int, q, weight, spec: NormSpec, cos
-) -> str | None:
-    """How a function rotates such operands; None if that is not proven."""
-    proof = (
-        rotary_proofs.get(rotate) if isinstance(rotate, types.FunctionType) else None
-    )
+    (q_weight, _, spec), (k_weight, _, k_spec) = of_q, of_k
+    if spec != k_spec or spec.functional or spec.has_bias:
+        return None
+    proof = rotary_proofs.get(rotate) if type(rotate) is types.FunctionType else None
     if proof is None or not proof.still_holds(rotate):
         return None
     in_part = cos.shape[-1] != q.shape[-1]
-    normed_dtype = spec.output_dtype(q.dtype, None if weight is None else weight.dtype)
-    return proof.ways.get(heads_at, {}).get((in_part, normed_dtype != cos.dtype))
+    weight_dtype = None if q_weight is None else q_weight.dtype
+    dtypes_differ = spec.output_dtype(q.dtype, weight_dtype) != cos.dtype
+    way = proof.ways.get((one, in_part, dtypes_differ))
+    if way is None:
+        return None
+    operands = q, k, q_weight, k_weight, cos, sin
+    return run_qk(launches_for(norms[0], spec), operands, way)

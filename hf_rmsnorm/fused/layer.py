@@ -7,7 +7,7 @@ import threading
 import torch
 
 from .recipe import operands
-from .source import CannotRewrite, guarded, wrapped_alike
+from .source import CannotRewrite, guarded, wrappers
 from .subclass import derive, marked
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
@@ -81,7 +81,7 @@ def fused_layer_class(base: type, fusion) -> type:
             forward = guarded(fusion.rewrite(base), base, owner, always)
             cls = derive(base, forward, marks, fused_layer_class, fusion)
             owner.append(cls)
-            if not wrapped_alike(cls.forward, base.forward):
+            if wrappers(cls.forward) != wrappers(base.forward):
                 raise CannotRewrite(
                     "something has wrapped its forward that its source does not show"
                 )

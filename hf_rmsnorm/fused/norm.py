@@ -6,7 +6,6 @@ parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not ch
 """
 
 import inspect
-import math
 import threading
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -76,30 +75,21 @@ class PatchedNorm:
         self.signature = inspect.signature(base.forward)
         self.input_name = list(self.signature.parameters)[1]
         self.launches = Launches(recipe.spec, recipe.suits)
-        # The attribute of eps and its value when it was recognised, if nothing else can
-        # change. No name: absent.
-        only_eps = not (recipe.settings or recipe.absent) and (
-            recipe.eps is None or recipe.eps_value is not None
-        )
-        self.eps, self.eps_value = (
-            (recipe.eps, recipe.eps_value) if only_eps else (None, math.nan)
-        )
         # Not asked of the recipe in a call: Dynamo does not trace its cached
         # properties.
-        self.replaces, self.restricted, self.keeps_output = (
-            recipe.replaces,
-            recipe.restricted,
-            recipe.keeps_output,
-        )
+        self.replaces = recipe.replaces
+        self.restricted = recipe.restricted
+        self.keeps_output = recipe.keeps_output
         self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         in_weight_dtype = (
             recipe.numerics == "vllm" and recipe.spec.rounding == "before_weight"
         )
         self.mixes = in_weight_dtype and recipe.gate is None
-        self.is_usual = not (
-            self.mixes or recipe.gate or recipe.restricted or recipe.row_major
-        )
+        is_unusual = self.mixes or recipe.gate or recipe.restricted or recipe.row_major
+        without_eps = recipe.eps is not None and recipe.eps_value is None
+        others = recipe.settings or recipe.absent or without_eps
+        self.is_usual = not (is_unusual or others)
 
     def is_ours(self, module: torch.nn.Module) -> bool:
         """Whether the module is still patched, and its class and that class's code as
@@ -167,18 +157,13 @@ def read(
         return None
     if not norm.is_ours(module):
         return None
-    parameters = module._parameters  # the look-up of attributes of nn.Module takes long
-    weight = parameters.get(recipe.weight)
-    if weight is None and recipe.weight is not None:
-        weight = tensor_of(module, recipe.weight)
-        if weight is None:
-            return None
-    bias = parameters.get(recipe.bias)
-    if bias is None and recipe.bias is not None:
-        bias = tensor_of(module, recipe.bias)
-        if bias is None:
-            return None
-    if norm.is_usual and module.__dict__.get(norm.eps) is norm.eps_value:
+    weight, bias = tensor_of(module, recipe.weight), tensor_of(module, recipe.bias)
+    if (weight is None) != (recipe.weight is None):
+        return None
+    if (bias is None) != (recipe.bias is None):
+        return None
+    eps = module.__dict__.get(recipe.eps)
+    if norm.is_usual and eps is recipe.eps_value:
         return norm.launches, x, weight, bias, gate, None, norm.keeps_output
     return _read_unusual(norm, module, x, weight, bias, gate)
 
@@ -202,7 +187,7 @@ def _read_unusual(
     rows = recipe.rows_of(x) if norm.restricted else x
     if rows is None:
         return None
-    launches = launches_with(norm.launches, recipe, spec)
+    launches = launches_for(module, spec)
     return launches, rows, weight, bias, gate, None, norm.keeps_output
 
 
@@ -246,16 +231,13 @@ def lay_out(norm: PatchedNorm, call: tuple, y: torch.Tensor) -> torch.Tensor:
 
 
 def launches_for(norm: torch.nn.Module, spec: NormSpec) -> Launches:
-    """The launches of a patched norm, with the formula that it has now."""
-    cls = type(norm)
-    return launches_with(cls._hf_rmsnorm_launches, cls._hf_rmsnorm_recipe, spec)
-
-
-def launches_with(launches: Launches, recipe: Recipe, spec: NormSpec) -> Launches:
-    """The launches of a recipe's norms, of another formula where the module holds
-    another eps.
+    """The launches of a patched norm, of another formula where the module holds another
+    eps.
     """
-    return launches if spec is launches.spec else _of_another_formula(recipe, spec)
+    launches = type(norm)._hf_rmsnorm_launches
+    if spec is launches.spec:
+        return launches
+    return _of_another_formula(type(norm)._hf_rmsnorm_recipe, spec)
 
 
 @lru_cache(1_024)
@@ -288,15 +270,14 @@ def _inputs(args: tuple, kwargs: dict, input_name: str, gate_name: str | None) -
     if len(args) == 1 and not kwargs:
         return args[0], None
     names = (input_name,) if gate_name is None else (input_name, gate_name)
-    if len(args) > len(names):
+    operands_by_name = dict(zip(names, args, strict=False))
+    operands_by_name.update(kwargs)
+    is_whole = len(operands_by_name) == len(args) + len(kwargs)
+    if not is_whole or input_name not in operands_by_name:
         return None, None
-    by_name = dict(zip(names, args, strict=False))
-    if kwargs.keys() - set(names[len(args) :]):
+    if not operands_by_name.keys() <= set(names):
         return None, None
-    by_name.update(kwargs)
-    if input_name not in by_name:
-        return None, None
-    return by_name[input_name], by_name.get(gate_name)
+    return operands_by_name[input_name], operands_by_name.get(gate_name)
 
 
 @cache

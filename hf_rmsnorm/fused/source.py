@@ -5,6 +5,8 @@ Nothing else changes: the same statements run in the same order, with the global
 defaults, decorators and line numbers of the original.
 """
 
+import __future__
+
 import ast
 import copy
 import functools
@@ -74,10 +76,6 @@ def definition_of(code: types.CodeType) -> ast.FunctionDef:
         used = getattr(node, "attr", getattr(node, "id", ""))
         if isinstance(used, str) and used.startswith("__") and not used.endswith("__"):
             raise CannotRewrite(f"its forward uses the private name {used}")
-        if isinstance(node, ast.Name) and used in ("locals", "vars", "eval", "exec"):
-            raise CannotRewrite(
-                f"its forward calls {used}, which may see that it is another"
-            )
     if now is None or _gist(now) != _gist(code):
         raise CannotRewrite(
             "the source of its forward has changed since it was imported"
@@ -145,12 +143,11 @@ def guarded(
             # as many of diffusers' are.
             return super(owner[0], self).forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if getattr(x, "is_cpu", False) and not always and left_alone(x):
-            return base.forward(self, *args, **kwargs)
-        if base.forward is not original or inner.__code__ is not code:
-            # autoreload exchanges the code alone
-            return base.forward(self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
+        # autoreload exchanges the code alone
+        is_another = base.forward is not original or inner.__code__ is not code
+        is_unserved = getattr(x, "is_cpu", False) and not always and left_alone(x)
+        runs = base.forward if is_another or is_unserved else forward
+        return runs(self, *args, **kwargs)
 
     return stepping_aside
 
@@ -185,7 +182,13 @@ def compiled_again(
     """
     function, definition = forward_source(cls)
     definition = change(copy.deepcopy(definition), name_of_self(function))
-    _without_annotations(definition)
+    # Defaults may use names of the class's body: the original's are set below, and so
+    # are annotations, which this flag leaves alone.
+    flags = __future__.annotations.compiler_flag
+    parameters = definition.args
+    parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
+    defaults = parameters.kw_defaults
+    parameters.kw_defaults = [d and ast.Constant(None) for d in defaults]
     # A function around it gives `super()` its class, and keeps the new names out of the
     # module's globals.
     names = ["__class__", *helpers]
@@ -198,18 +201,12 @@ def compiled_again(
     )
     tree = ast.fix_missing_locations(ast.Module([factory], []))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    owner = next(
-        (
-            c
-            for c in cls.__mro__
-            if inspect.unwrap(c.__dict__.get("forward")) is function
-        ),
-        cls,
-    )
+    owners = [c for c in cls.__mro__ if "forward" in c.__dict__]
+    owner = next((c for c in owners if inspect.unwrap(c.forward) is function), cls)
     made: dict = {}
     try:
         with _syntax_trees:
-            code = compile(tree, function.__code__.co_filename, "exec")
+            code = compile(tree, function.__code__.co_filename, "exec", flags)
         exec(code, function.__globals__, made)
         forward = made[_FACTORY](owner, *helpers.values())
     except Exception as error:
@@ -218,57 +215,21 @@ def compiled_again(
             f"its forward cannot be compiled again: {type(error).__name__}: {error}"
         ) from error
     inner = inspect.unwrap(forward)
-    inner.__defaults__, inner.__kwdefaults__ = (
-        function.__defaults__,
-        function.__kwdefaults__,
-    )
-    inner.__qualname__, inner.__annotations__ = (
-        function.__qualname__,
-        function.__annotations__,
-    )
+    for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__annotations__"):
+        setattr(inner, name, getattr(function, name))
     return forward
 
 
-def _without_annotations(definition: ast.FunctionDef) -> None:
-    """Take off annotations and defaults, which may use names of the class's body; the
-    original's are set later.
+def wrappers(forward: Callable) -> list:
+    """The code of each function around the innermost one, but for `guarded`'s.
+
+    Each counts once: what `__init_subclass__` wraps around the forward of every subclass
+    is around a guarded forward twice.
     """
-    arguments = definition.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-        argument.annotation = None
-    definition.returns = None
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [
-        None if d is None else ast.Constant(None) for d in arguments.kw_defaults
-    ]
-
-
-def wrapped_alike(made: Callable, original: Callable) -> bool:
-    """Whether the same functions are around a `guarded` forward as around the original.
-
-    A wrapper that `__init_subclass__` puts around the forward of each subclass counts
-    once.
-    """
-    codes, ours = _wrappers(original), _wrappers(made)
-    added = ours[: next((i for i, code in enumerate(ours) if _is_guard(code)), 0)]
-
-    def once(codes: list) -> list:
-        codes = [code for code in codes if not _is_guard(code)]
-        while added and codes[: 2 * len(added)] == 2 * added:
-            codes = codes[len(added) :]
-        return codes
-
-    return once(ours) == once(codes)
-
-
-def _wrappers(forward: Callable) -> list:
-    """The code of each function around the innermost one."""
-    codes = []
+    codes = {}
     while hasattr(forward, "__wrapped__"):
-        codes.append(getattr(forward, "__code__", type(forward)))
+        code = getattr(forward, "__code__", type(forward))
+        if getattr(code, "co_name", "") != _GUARD:
+            codes[code] = None
         forward = forward.__wrapped__
-    return codes
-
-
-def _is_guard(code) -> bool:
-    return getattr(code, "co_name", "") == _GUARD
+    return list(codes)

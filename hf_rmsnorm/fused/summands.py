@@ -1,8 +1,8 @@
 """The two summands of a residual sum, kept for a norm that reads their sum before it is
 rounded.
 
-They are kept with the storage of the sum. So views, `detach` and the tensors that a
-checkpoint saved lead to them, and they are freed with the sum.
+They are kept with the storage of the sum. So `detach` and the tensors that a checkpoint
+saved lead to them, and they are freed with the sum.
 """
 
 import warnings
@@ -59,13 +59,13 @@ def keep_summands(
 def summands_of(
     norm: torch.nn.Module, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The summands of x, in its shape; None if none were kept, with one warning if they
-    were kept before.
+    """The summands of x; None if none were kept, with one warning if they were kept
+    before.
     """
     if x.dtype not in HALF_DTYPES or type(x) not in DIRECT_TYPES or under_transform():
         return None
     kept = vars(x.untyped_storage()).get(_HELD)
-    if kept is None or kept.version != version(x):
+    if kept is None or (kept.version, kept.place) != (version(x), _place(x)):
         if norm in _readers and norm not in _warned:
             _warned.add(norm)
             warnings.warn(
@@ -75,26 +75,8 @@ def summands_of(
             )
         return None
     _readers.add(norm)
-    if _place(x) == kept.place:
-        return kept.left, kept.right
-    return _seen_as(x, kept.left, *kept.place), _seen_as(x, kept.right, *kept.place)
+    return kept.left, kept.right
 
 
 def _place(t: torch.Tensor) -> tuple:
     return t.shape, t.stride(), t.storage_offset()
-
-
-def _seen_as(
-    x: torch.Tensor,
-    t: torch.Tensor,
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    offset: int,
-) -> torch.Tensor:
-    """The part of the summand t that x, a view of the sum in this layout, is of the
-    sum.
-    """
-    laid_out = torch.empty_strided(shape, stride, dtype=t.dtype, device=t.device).copy_(
-        t
-    )
-    return laid_out.as_strided(x.shape, x.stride(), x.storage_offset() - offset)

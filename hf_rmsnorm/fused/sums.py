@@ -12,38 +12,31 @@ from ..ops.direct import under_transform
 from ..ops.norm import run
 from .layer import operands_ahead
 from .norm import launches_for
-from .recipe import Recipe
 from .summands import keep_summands
 from .watch import SUM, note, watchers
 
 _is_compiling = torch.compiler.is_compiling
 
 
-def add_and_norm(left, right, norm):
-    """(``left + right``, ``norm(left + right)``)."""
-    both = _in_one_launch(left, right, norm)
-    if watchers:
-        note(SUM, (norm,), right)
-    return _one_by_one(left, right, norm) if both is None else both
+def add_and_norm(left, right, norm, seen: bool = False):
+    """(``left + right``, ``norm(left + right)``).
 
-
-def add_and_norm_of_seen(left, right, norm):
-    """`add_and_norm` of a sum that something else gets hold of: one by one where
-    gradients are asked for.
-
-    In one launch a hook on the sum would see a gradient without the part that comes
-    through the norm.
+    Args:
+        seen: something else gets hold of the sum. Then they are computed one by one
+            where gradients are asked for: in one launch a hook on the sum would see a
+            gradient without the part that comes through the norm.
     """
-    if not torch.is_grad_enabled():
-        return add_and_norm(left, right, norm)
+    apart = seen and torch.is_grad_enabled()
+    both = None if apart else _in_one_launch(left, right, norm)
     if watchers:
-        note(SUM, (norm,), right, "something else reads the sum, and gradients are on")
-    return _one_by_one(left, right, norm)
-
-
-def norm_of_sum(left, right, norm):
-    """``norm(left + right)``."""
-    return add_and_norm(left, right, norm)[1]
+        reason = "something else reads the sum, and gradients are on" if apart else ""
+        note(SUM, (norm,), right, reason)
+    if both is not None:
+        return both
+    recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
+    unrounded = recipe is not None and not recipe.rounds_sum
+    total = add_unrounded(left, right, norm, False) if unrounded else left + right
+    return total, norm(total)
 
 
 def add_unrounded(left, right, module: torch.nn.Module, returned: bool = True):
@@ -72,28 +65,14 @@ def add_unrounded(left, right, module: torch.nn.Module, returned: bool = True):
     return total
 
 
-def _one_by_one(left, right, norm) -> tuple:
-    recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
-    rounds = recipe is None or recipe.rounds_sum
-    total = left + right if rounds else add_unrounded(left, right, norm, returned=False)
-    return total, norm(total)
-
-
 def _in_one_launch(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
-    if (
-        _is_compiling()
-        or type(left) is not torch.Tensor
-        or type(right) is not torch.Tensor
-    ):
+    if type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return None
-    parameters = operands_ahead(norm)
-    if parameters is None:
+    operands = operands_ahead(norm)
+    if operands is None or not type(norm)._hf_rmsnorm_recipe.rounds_sum:
         return None
-    weight, bias, spec = parameters
-    recipe: Recipe = type(norm)._hf_rmsnorm_recipe
-    if not recipe.rounds_sum:
-        return None
-    return run(
-        launches_for(norm, spec), right, weight, bias, None, left, recipe.keeps_output
-    )
+    weight, bias, spec = operands
+    keeps_output = type(norm)._hf_rmsnorm_recipe.keeps_output
+    launches = launches_for(norm, spec)
+    return run(launches, right, weight, bias, None, left, keeps_output)

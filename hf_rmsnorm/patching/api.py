@@ -13,7 +13,7 @@ import torch
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe
 from ..paths import compact_paths
-from .layers.fusions import fuse_layers, sums_unknown
+from .layers.fusions import fuse_layers
 from .numerics import NUMERICS, as_rounded_by
 from .plan import Entry, Globs, make_plan
 from .report import FusedLayer, PatchReport, report_on
@@ -319,7 +319,7 @@ def _warnings_of_sums(
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         where = "copied to another device of this model's device_map"
         warned.append(f"{server}; those that are {where} are rounded first")
-    missed = [layer for layer in layers if sums_unknown(layer)]
+    missed = [layer for layer in layers if layer.reason]
     if missed:
         paths = ", ".join(compact_paths([layer.path for layer in missed]))
         what = f"{server}; rounded first are those of {paths}: {missed[0].reason}"

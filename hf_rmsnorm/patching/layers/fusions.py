@@ -2,7 +2,7 @@
 others have not.
 """
 
-import re
+from typing import NamedTuple
 
 from torch import nn
 
@@ -11,11 +11,10 @@ from ...fused.source import CannotRewrite
 from ...ops.backend import MAX_HEAD_DIM
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward, unfused
-from .qk import QKRefusal, find_qk
-from .sums import adds, find_sums
+from .qk import QKFusion, find_qk
+from .sums import SumFusion, find_sums
 
-NO_NORM_NEXT = "its last addition is not followed directly by a patched norm"
-ADDS_NOTHING = "its forward adds nothing"
+NO_SUM = "no sum in its forward is followed directly by a patched norm of its own"
 _ROWS = nn.ModuleList, nn.Sequential
 
 
@@ -28,55 +27,80 @@ def fuse_layers(model: nn.Module) -> tuple[FusedLayer, ...]:
         nothing was.
     """
     finder = _FusionFinder(model)
+    modules = dict(model.named_modules())
     records: dict[str, FusedLayer] = {}
-    for path, module in model.named_modules():
+    rotated: set[str] = set()
+    for path, module in modules.items():
         if not finder.looks_at(module):
             continue
-        choice = finder.choice(module)
-        reason = choice if isinstance(choice, str) else _fuse(module, choice)
-        if not reason:
-            records[path] = FusedLayer(path, type(module).__name__, str(choice))
-        elif (module in finder.layers and norms_of(module)) or isinstance(
-            reason, QKRefusal
-        ):
-            records[path] = FusedLayer(path, type(module).__name__, "", reason)
-    for path, reason in _norms_further_in(model, finder.layers, set(records)).items():
-        records[path] = FusedLayer(
-            path, type(model.get_submodule(path)).__name__, "", reason
-        )
-    paths = [path for path, _ in model.named_modules() if path in records]
-    return tuple(
-        records[path] for path in paths if not _is_served_inside(path, records)
-    )
+        fusion, reason = _fused(module, finder)
+        if fusion is not None or (reason and module in finder.layers):
+            words = "" if fusion is None else str(fusion)
+            records[path] = FusedLayer(path, type(module).__name__, words, reason)
+        if isinstance(fusion, QKFusion):
+            rotated.add(path)
+    for path, module in reversed(modules.items()):
+        inside = {inner for inner in records if f"{inner}.".startswith(f"{path}.")}
+        if module in finder.layers and _holds_norms(module) and not inside - rotated:
+            records[path] = FusedLayer(path, type(module).__name__, "", NO_SUM)
+    return tuple(records[path] for path in modules if path in records)
 
 
-def _is_served_inside(path: str, records: dict[str, FusedLayer]) -> bool:
-    """Whether a module is not fused, and a module in it has a fused sum."""
-    if records[path].fused:
-        return False
-    inside = (
-        record for inner, record in records.items() if inner.startswith(f"{path}.")
-    )
-    return any(record.fused.startswith("+") for record in inside)
+def _fused(
+    module: nn.Module, finder: "_FusionFinder"
+) -> tuple[SumFusion | QKFusion | None, str]:
+    """(the fusion that a module was given, why it could not be given one)."""
+    try:
+        fusion = finder.choice(module)
+        if fusion is not None:
+            fuse(module, fusion)
+    except CannotRewrite as error:
+        return None, str(error)
+    except Exception as error:
+        # whatever a user's class does, its norms are swapped
+        return None, f"{type(error).__name__}: {error}"
+    return fusion, ""
 
 
-def sums_unknown(layer: FusedLayer) -> bool:
-    """Whether norms may read sums of this layer, or in it, of which nothing is known."""
-    return bool(layer.reason) and not isinstance(layer.reason, QKRefusal)
+def _holds_norms(module: nn.Module) -> bool:
+    """Whether a module that is no norm itself holds patched norms."""
+    first, *parts = module.modules()
+    is_norm = fusible_recipe(first) is not None
+    return not is_norm and any(fusible_recipe(part) is not None for part in parts)
 
 
-def norms_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The module's children that are patched norms of one input, and may be computed
-    with what surrounds them.
+class _Norms(NamedTuple):
+    """The names of a module's children that are patched norms.
+
+    Args:
+        simple: those that may be computed with a sum.
+        of_rows: those that may be computed with a modulation.
+        of_heads: those that may be computed with a rotation: one weight for all heads,
+            and no bias. What `F.rms_norm` and `F.layer_norm` return is contiguous, and
+            computed behind a transpose it would lie otherwise.
     """
-    norms = (
-        (name, child, fusible_recipe(child)) for name, child in module.named_children()
-    )
-    return {
-        name: child
-        for name, child, recipe in norms
-        if recipe is not None and recipe.is_simple
-    }
+
+    simple: frozenset[str]
+    of_rows: frozenset[str]
+    of_heads: frozenset[str]
+
+
+def _norms_of(module: nn.Module) -> _Norms:
+    simple, of_rows, of_heads = set(), set(), set()
+    for name, norm in module.named_children():
+        recipe = fusible_recipe(norm)
+        if recipe is None:
+            continue
+        if recipe.is_of_rows:
+            of_rows.add(name)
+        if not recipe.is_simple:
+            continue
+        simple.add(name)
+        shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
+        is_short = all(len(s) == 1 and s[0] <= MAX_HEAD_DIM for s in shapes)
+        if is_short and not (recipe.spec.functional or recipe.spec.has_bias):
+            of_heads.add(name)
+    return _Norms(frozenset(simple), frozenset(of_rows), frozenset(of_heads))
 
 
 class _FusionFinder:
@@ -84,140 +108,36 @@ class _FusionFinder:
 
     Attributes:
         layers: the modules of its lists, in their wrappers.
-        repeated: these, and all that is in them.
         unrounded: norms of the model read sums before they are rounded.
     """
 
     def __init__(self, model: nn.Module):
         rows = [row for row in model.modules() if isinstance(row, _ROWS)]
         # a place may hold None
-        self.layers = {
-            _inner(module) for row in rows for module in row if module is not None
-        }
-        self.repeated = {module for layer in self.layers for module in layer.modules()}
+        items = [module for row in rows for module in row if module is not None]
+        self.layers = {_inner(module) for module in items}
         recipes = filter(None, map(fusible_recipe, model.modules()))
         self.unrounded = any(not recipe.rounds_sum for recipe in recipes)
-        self._known: dict[tuple, object] = {}
+        self._known: dict[tuple, SumFusion | QKFusion | None] = {}
 
     def looks_at(self, module: nn.Module) -> bool:
         # Not at the wrappers around a norm or a layer: FSDP's forward would gather
         # weights, on one rank before another.
         if isinstance(module, nn.ModuleList) or _inner(module) is not module:
             return False
-        return bool(_of_rows(module)) or (self.unrounded and module in self.layers)
+        is_layer = self.unrounded and module in self.layers
+        return is_layer or bool(_norms_of(module).of_rows)
 
-    def choice(self, module: nn.Module) -> object:
-        """What is fused in a module, or why nothing is, in words."""
+    def choice(self, module: nn.Module) -> SumFusion | QKFusion | None:
+        """What is fused in a module; a `CannotRewrite` says why nothing can be."""
         if other := replaced_forward(module):
-            return f"its forward was replaced on the instance by {other}"
-        inside = module in self.repeated and module not in self.layers
-        if shared := _shared_norms(module):
-            names = " and ".join(shared)
-            reason = f"its {names} are one norm: sums and q/k norms are fused where each place has its own"
-            return QKRefusal(reason) if inside else reason
-        key = inside, *structure(module)
+            raise CannotRewrite(f"its forward was replaced on the instance by {other}")
+        cls, norms = unfused(type(module)), _norms_of(module)
+        key = cls, cls.forward, norms
         if key not in self._known:
-            self._known[key] = self._find(module, inside)
+            sums = find_sums(cls, norms.simple, norms.of_rows, self.unrounded)
+            self._known[key] = sums or find_qk(cls, norms.of_heads)
         return self._known[key]
-
-    def _find(self, module: nn.Module, inside: bool) -> object:
-        cls = unfused(type(module))
-        try:
-            fusion = find_sums(
-                cls, norms_of(module).keys(), _of_rows(module), self.unrounded
-            )
-            return fusion or _pair_of(module, cls, inside)
-        except CannotRewrite as error:
-            return str(error)
-        except Exception as error:
-            # whatever a user's class does, its norms are swapped
-            return f"it could not be examined: {type(error).__name__}: {error}"
-
-
-def structure(module: nn.Module) -> tuple:
-    """What modules alike have in common: their class and its forward, the classes of
-    their children, norms' shapes.
-    """
-    cls = unfused(type(module))
-    children = tuple((name, type(child)) for name, child in module.named_children())
-    shapes = tuple(
-        tuple(p.shape)
-        for norm in norms_of(module).values()
-        for p in norm.parameters(recurse=False)
-    )
-    return cls, cls.forward, children, shapes
-
-
-def _fuse(module: nn.Module, fusion) -> str:
-    """Give a module its fusion; returns why that cannot be, or ""."""
-    try:
-        fuse(module, fusion)
-    except CannotRewrite as error:
-        return str(error)
-    except Exception as error:
-        # a metaclass or __init_subclass__ of the user's may refuse in any way
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _pair_of(module: nn.Module, cls: type, inside: bool):
-    """What is fused of a module's norms of q and k, or why nothing of it is."""
-    norms = norms_of(module)
-    try:
-        return find_qk(
-            cls,
-            {name for name, norm in norms.items() if _is_of_heads(norm)},
-            module._modules.keys(),
-        )
-    except CannotRewrite as error:
-        if inside and len(norms) > 1:
-            return QKRefusal(error)
-    return NO_NORM_NEXT if adds(cls) else ADDS_NOTHING
-
-
-def _is_of_heads(norm: nn.Module) -> bool:
-    """Whether a norm may be computed with a rotation: one weight for all heads, and no
-    bias.
-
-    What `F.rms_norm` and `F.layer_norm` return is contiguous. Computed behind a
-    transpose it would lie otherwise.
-    """
-    spec = fusible_recipe(norm).spec
-    shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
-    short = all(len(shape) == 1 and shape[0] <= MAX_HEAD_DIM for shape in shapes)
-    return short and not (spec.functional or spec.has_bias)
-
-
-def _norms_further_in(
-    model: nn.Module, layers: set[nn.Module], recorded: set[str]
-) -> dict[str, str]:
-    """Of the layers that hold patched norms, and have no record: path -> why none of their sums is fused."""
-    names = {path for path, module in model.named_modules() if module in layers}
-    holders: dict[str, list[str]] = {}
-    for path in (
-        path
-        for path, module in model.named_modules()
-        if fusible_recipe(module) is not None
-    ):
-        parents = [path[: dot.start()] for dot in re.finditer(r"\.", path)]
-        layer = next((parent for parent in reversed(parents) if parent in names), None)
-        if layer is not None and recorded.isdisjoint(
-            parent for parent in parents if parent.startswith(layer)
-        ):
-            holders.setdefault(layer, []).append(
-                path[len(layer) + 1 :].rpartition(".")[0]
-            )
-    return {layer: _why_apart(inside) for layer, inside in holders.items()}
-
-
-def _why_apart(holders: list[str]) -> str:
-    """Why no sum of a layer is fused: the paths in it of the modules that hold its
-    norms say so.
-    """
-    if "" in holders:
-        return "no launch serves a sum with norms like its own, as their formula or notes say"
-    where = ", ".join(dict.fromkeys(holders))
-    return f"its norms are in {where}: sums are fused where the forward that adds calls the norm directly after"
 
 
 def _inner(module: nn.Module) -> nn.Module:
@@ -230,19 +150,3 @@ def _inner(module: nn.Module) -> nn.Module:
             break
         module = child
     return module
-
-
-def _shared_norms(module: nn.Module) -> list[str]:
-    """The names under which a module holds one patched norm more than once."""
-    names: dict[nn.Module, list[str]] = {}
-    for name, child in module._modules.items():
-        if child is not None and fusible_recipe(child) is not None:
-            names.setdefault(child, []).append(name)
-    return next((shared for shared in names.values() if len(shared) > 1), [])
-
-
-def _of_rows(module: nn.Module) -> set[str]:
-    recipes = ((name, fusible_recipe(child)) for name, child in module.named_children())
-    return {
-        name for name, recipe in recipes if recipe is not None and recipe.is_of_rows
-    }

@@ -26,7 +26,7 @@ FUSED = {
     "gpt2": "+ ln_2",
     "olmo2": "",
 }
-APART = "its last addition is not followed directly by a patched norm"
+APART = "no sum in its forward is followed directly by a patched norm of its own"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.fused import sums
-from hf_rmsnorm.fused.sums import add_and_norm, add_and_norm_of_seen
+from hf_rmsnorm.fused.sums import add_and_norm
 
 D = 16
 
@@ -27,7 +26,7 @@ def fused(fused_sums):
     launch.
     """
 
-    def run(norm, left=None, right=None, both=add_and_norm):
+    def run(norm, left=None, right=None, seen=False):
         left = (
             torch.randn(2, D, requires_grad=torch.is_grad_enabled())
             if left is None
@@ -35,7 +34,7 @@ def fused(fused_sums):
         )
         right = torch.randn(2, D) if right is None else right
         fused_sums.clear()
-        total, y = both(left, right, norm)
+        total, y = add_and_norm(left, right, norm, seen)
         torch.testing.assert_close(total, left + right, rtol=0, atol=0)
         torch.testing.assert_close(y, norm(left + right))
         assert type(total) is type(left + right)
@@ -55,9 +54,9 @@ def test_a_sum_is_computed_with_the_norm_that_reads_it(norm, fused):
 
 
 def test_a_sum_that_is_seen_is_fused_without_gradients_alone(norm, fused):
-    assert not fused(norm, both=add_and_norm_of_seen)
+    assert not fused(norm, seen=True)
     with torch.no_grad():
-        assert fused(norm, both=add_and_norm_of_seen)
+        assert fused(norm, seen=True)
 
 
 def hook(*args):
@@ -227,11 +226,6 @@ def test_a_launch_is_kept_for_each_layout_of_both_operands(norm, monkeypatch):
             assert len(kept) == count
         monkeypatch.setattr(type(launches), "keep", None)  # what is not called
         add_and_norm(x, x, norm)
-
-
-def test_while_compiling_sums_are_torchs(norm, fused, monkeypatch):
-    monkeypatch.setattr(sums, "_is_compiling", lambda: True)
-    assert not fused(norm)
 
 
 def test_other_code_in_the_modules_own_forward_keeps_its_norm_apart(

@@ -62,8 +62,6 @@ class NormInTheIf(Block):
     def forward(self, x):
         h = x + self.a(self.n1(x))
         if self.cross:
-            if not hasattr(self, "a"):
-                raise ValueError("it has no a")
             residual = h
             h = self.n2(h)
             h = residual + self.b(h)
