@@ -81,10 +81,11 @@ def norm_each(norms: tuple | None, transposed: bool, *tensors) -> tuple:
     """The tensors, each normalised by its own norm."""
     if norms is None:
         return tensors
-    pairs = zip(norms, tensors, strict=True)
-    if transposed:
-        return tuple(norm(x.transpose(1, 2)).transpose(1, 2) for norm, x in pairs)
-    return tuple(norm(x) for norm, x in pairs)
+    results = []
+    for norm, x in zip(norms, tensors, strict=True):
+        y = norm(x.transpose(1, 2) if transposed else x)
+        results.append(y.transpose(1, 2) if transposed else y)
+    return tuple(results)
 
 
 def _in_one_launch(

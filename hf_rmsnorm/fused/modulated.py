@@ -14,13 +14,6 @@ from .layer import operands_ahead
 from .watch import MODULATED_SUM, MODULATION, note, watchers
 
 
-class Product(NamedTuple):
-    """``left * right``, one side of a sum, which is computed with the sum."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-
-
 class Factor(NamedTuple):
     """In the place of a scale: ``1 + scale``, which the forward has computed before."""
 
@@ -43,45 +36,28 @@ def modulated(x, norm, scale, *shift):
     return y + shift[0] if shift else y
 
 
-def add_and_modulate(left, right, norm, scale, *shift, seen: bool = False) -> tuple:
-    """(``left + right``, ``norm(left + right) * (1 + scale) + shift``), in one launch
+def add_and_modulate(left, right, factor, norm, scale, *shift, seen=False) -> tuple:
+    """(``left + right * factor``, ``norm(that) * (1 + scale) + shift``), in one launch
     where that gives the same bits.
 
     Args:
-        left, right: summands; at most one is a `Product`.
+        factor: None where the forward adds no product.
         seen: as of `sums.add_and_norm`.
     """
+    x, gate = right, factor
+    if type(x) is type(gate) is torch.Tensor:
+        # A gate is smaller, or a part of a larger tensor.
+        sizes = [(t.numel(), t.is_contiguous()) for t in (x, gate)]
+        x, gate = (gate, x) if sizes[1] > sizes[0] else (x, gate)
     if not (seen and torch.is_grad_enabled()):
-        x, residual, gate = _parts(left, right)
-        both = None
-        if residual is not None:
-            both = _in_one_launch(norm, x, residual, gate, scale, *shift)
+        operands = norm, x, left, gate, scale, *shift
+        both = _in_one_launch(*operands)
         if watchers:
-            launched = both is not None
-            _note(MODULATED_SUM, launched, norm, x, residual, gate, scale, *shift)
+            _note(MODULATED_SUM, both is not None, *operands)
         if both is not None:
             return both
-    total = _computed(left) + _computed(right)
+    total = left + (right if factor is None else right * factor)
     return total, modulated(total, norm, scale, *shift)
-
-
-def _computed(summand):
-    return summand.left * summand.right if type(summand) is Product else summand
-
-
-def _parts(left, right) -> tuple:
-    """(x, residual, gate of x or None) of a sum; residual is None where a summand is no
-    plain tensor.
-    """
-    if type(left) is Product:
-        left, right = right, left
-    if type(right) is not Product:
-        return right, left, None
-    if not all(type(t) is torch.Tensor for t in (left, *right)):
-        return None, None, None
-    # A gate is smaller, or a part of a larger tensor.
-    x, gate = sorted(right, key=lambda t: (t.numel(), t.is_contiguous()), reverse=True)
-    return x, left, gate
 
 
 def _in_one_launch(norm, x, residual, gate, scale, *shift) -> tuple | None:

@@ -18,7 +18,7 @@ from ..ops.backend import compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run
 from ..ops.unrounded import norm_of_summands
-from .recipe import Recipe, operands, shapes_fit, tensor_of
+from .recipe import Recipe, operands, parameters_of, shapes_fit
 from .subclass import derive, marked
 from .summands import summands_of
 from .watch import NORM, note, watchers
@@ -157,11 +157,10 @@ def read(
         return None
     if not norm.is_ours(module):
         return None
-    weight, bias = tensor_of(module, recipe.weight), tensor_of(module, recipe.bias)
-    if (weight is None) != (recipe.weight is None):
+    parameters = parameters_of(module, recipe)
+    if parameters is None:
         return None
-    if (bias is None) != (recipe.bias is None):
-        return None
+    weight, bias = parameters
     eps = module.__dict__.get(recipe.eps)
     if norm.is_usual and eps is recipe.eps_value:
         return norm.launches, x, weight, bias, gate, None, norm.keeps_output

@@ -228,13 +228,21 @@ def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
     """(weight, bias, formula) of a module as it stands, for a call on its input alone;
     None where it has not all.
     """
-    weight, bias = tensor_of(module, recipe.weight), tensor_of(module, recipe.bias)
-    if (weight is None) != (recipe.weight is None):
-        return None
-    if (bias is None) != (recipe.bias is None):
-        return None
+    parameters = parameters_of(module, recipe)
     spec = recipe.spec_of(module)
-    return None if spec is None else (weight, bias, spec)
+    if parameters is None or spec is None:
+        return None
+    return *parameters, spec
+
+
+def parameters_of(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
+    """(weight, bias) of a module as it stands; None where it lacks one."""
+    weight, bias = tensor_of(module, recipe.weight), tensor_of(module, recipe.bias)
+    if weight is None and recipe.weight is not None:
+        return None
+    if bias is None and recipe.bias is not None:
+        return None
+    return weight, bias
 
 
 def tensor_of(module: torch.nn.Module, name: str | None) -> torch.Tensor | None:

@@ -87,17 +87,15 @@ def _is_repeatable(decorator: ast.expr) -> bool:
     """Whether a decorator is the same when it is evaluated again: a dotted name, or a
     call of one with constants.
     """
+    arguments = []
     if isinstance(decorator, ast.Call):
-        arguments = (
-            *decorator.args,
-            *(keyword.value for keyword in decorator.keywords),
-        )
-        return all(isinstance(a, ast.Constant) for a in arguments) and _is_repeatable(
-            decorator.func
-        )
+        keywords = [keyword.value for keyword in decorator.keywords]
+        arguments = decorator.args + keywords
+        decorator = decorator.func
     while isinstance(decorator, ast.Attribute):
         decorator = decorator.value
-    return isinstance(decorator, ast.Name)
+    are_constant = all(isinstance(argument, ast.Constant) for argument in arguments)
+    return isinstance(decorator, ast.Name) and are_constant
 
 
 @functools.lru_cache(maxsize=8)

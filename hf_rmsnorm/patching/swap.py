@@ -74,12 +74,6 @@ def fuse(layer: torch.nn.Module, fusion):
     return before
 
 
-def unfused(cls: type) -> type:
-    """A layer's class as it is without a fusion."""
-    part = layer_part(cls)
-    return cls if part is None else exchanged(cls, part, part._hf_rmsnorm_layer_base)
-
-
 class Changes:
     """What one call changes in a model, and how to undo it.
 

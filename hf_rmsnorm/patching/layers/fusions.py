@@ -10,7 +10,7 @@ from ...fused.norm import fusible_recipe
 from ...fused.source import CannotRewrite
 from ...ops.backend import MAX_HEAD_DIM
 from ..report import FusedLayer
-from ..swap import fuse, replaced_forward, unfused
+from ..swap import fuse, replaced_forward
 from .qk import QKFusion, find_qk
 from .sums import SumFusion, find_sums
 
@@ -31,18 +31,21 @@ def fuse_layers(model: nn.Module) -> tuple[FusedLayer, ...]:
     records: dict[str, FusedLayer] = {}
     rotated: set[str] = set()
     for path, module in modules.items():
-        if not finder.looks_at(module):
-            continue
         fusion, reason = _fused(module, finder)
-        if fusion is not None or (reason and module in finder.layers):
-            words = "" if fusion is None else str(fusion)
-            records[path] = FusedLayer(path, type(module).__name__, words, reason)
+        name = type(module).__name__
+        if fusion is not None:
+            records[path] = FusedLayer(path, name, str(fusion))
+        elif reason and module in finder.layers:
+            records[path] = FusedLayer(path, name, "", reason)
         if isinstance(fusion, QKFusion):
             rotated.add(path)
     for path, module in reversed(modules.items()):
-        inside = {inner for inner in records if f"{inner}.".startswith(f"{path}.")}
-        if module in finder.layers and _holds_norms(module) and not inside - rotated:
-            records[path] = FusedLayer(path, type(module).__name__, "", NO_SUM)
+        if module not in finder.layers or not _holds_norms(module):
+            continue
+        inside = [p for p in records if p == path or p.startswith(f"{path}.")]
+        if rotated.issuperset(inside):
+            name = type(module).__name__
+            records[path] = FusedLayer(path, name, "", NO_SUM)
     return tuple(records[path] for path in modules if path in records)
 
 
@@ -50,6 +53,8 @@ def _fused(
     module: nn.Module, finder: "_FusionFinder"
 ) -> tuple[SumFusion | QKFusion | None, str]:
     """(the fusion that a module was given, why it could not be given one)."""
+    if not finder.looks_at(module):
+        return None, ""
     try:
         fusion = finder.choice(module)
         if fusion is not None:
@@ -132,7 +137,7 @@ class _FusionFinder:
         """What is fused in a module; a `CannotRewrite` says why nothing can be."""
         if other := replaced_forward(module):
             raise CannotRewrite(f"its forward was replaced on the instance by {other}")
-        cls, norms = unfused(type(module)), _norms_of(module)
+        cls, norms = type(module), _norms_of(module)
         key = cls, cls.forward, norms
         if key not in self._known:
             sums = find_sums(cls, norms.simple, norms.of_rows, self.unrounded)

@@ -35,7 +35,8 @@ def is_rotary(function: Callable | None, one: bool = False) -> bool:
         case = one, in_part, dtypes_differ
         if case not in proof.ways:
             proof.ways[case] = _way_of(_rotating(function, one), in_part, dtypes_differ)
-    return any(proof.ways[one, in_part, False] is not None for in_part in (False, True))
+    whole, part = proof.ways[one, False, False], proof.ways[one, True, False]
+    return whole is not None or part is not None
 
 
 def _rotating(function: Callable, one: bool) -> Callable:

@@ -6,22 +6,61 @@ from collections.abc import Callable, Iterable
 MODULATED = "_hf_rmsnorm_modulated"  # the name of `fused.modulated.modulated`
 FACTS = {"shape", "dtype", "device", "ndim"}  # asked without getting hold of the tensor
 _METHODS = {
-    "chunk", "clamp", "contiguous", "expand", "flatten", "float", "index_select",
-    "permute", "reshape", "size", "squeeze", "tanh", "to", "transpose", "type_as",
-    "unbind", "unsqueeze", "view", "where",
-}  # fmt: skip
+    "chunk",
+    "clamp",
+    "contiguous",
+    "expand",
+    "flatten",
+    "float",
+    "index_select",
+    "permute",
+    "reshape",
+    "size",
+    "squeeze",
+    "tanh",
+    "to",
+    "transpose",
+    "type_as",
+    "unbind",
+    "unsqueeze",
+    "view",
+    "where",
+}
 # What is evaluated whole, and changes nothing.
 _ARITHMETIC = (
-    ast.BinOp, ast.Constant, ast.List, ast.Name, ast.Slice, ast.Starred, ast.Subscript,
-    ast.Tuple, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context,
-)  # fmt: skip
+    ast.BinOp,
+    ast.Constant,
+    ast.List,
+    ast.Name,
+    ast.Slice,
+    ast.Starred,
+    ast.Subscript,
+    ast.Tuple,
+    ast.UnaryOp,
+    ast.operator,
+    ast.unaryop,
+    ast.expr_context,
+)
 _COMPUTING = (
-    *_ARITHMETIC, ast.Assign, ast.BoolOp, ast.Compare, ast.GeneratorExp, ast.If,
-    ast.boolop, ast.cmpop, ast.comprehension,
-)  # fmt: skip
+    *_ARITHMETIC,
+    ast.Assign,
+    ast.BoolOp,
+    ast.Compare,
+    ast.GeneratorExp,
+    ast.If,
+    ast.boolop,
+    ast.cmpop,
+    ast.comprehension,
+)
 _EVALUATED = (
-    *_ARITHMETIC, ast.Assign, ast.Attribute, ast.Call, ast.Expr, ast.Return, ast.keyword,
-)  # fmt: skip
+    *_ARITHMETIC,
+    ast.Assign,
+    ast.Attribute,
+    ast.Call,
+    ast.Expr,
+    ast.Return,
+    ast.keyword,
+)
 _LEAVING = ast.Return, ast.Break, ast.Continue
 
 

@@ -13,7 +13,7 @@ without `else` may stand between: sum and norm are then put on both of its ways.
 scales and shifts the norm's result (`modulation`) is computed with it, and so is a gate
 of one summand:
 
-    y = gate * y                h, y = add_and_modulate(h, Product(gate, y), self.norm, scale, shift)
+    y = gate * y                h, y = add_and_modulate(h, gate, y, self.norm, scale, shift)
     h = h + y             ->
     y = self.norm(h)
     y = y * (1 + scale) + shift
@@ -50,13 +50,11 @@ _PREFIX = "_hf_rmsnorm_"
 _ADD_AND_NORM = f"{_PREFIX}add_and_norm"
 _ADD_AND_MODULATE = f"{_PREFIX}add_and_modulate"
 _ADD_UNROUNDED = f"{_PREFIX}add_unrounded"
-_PRODUCT = f"{_PREFIX}product"
 _SIMPLE = ast.Assign, ast.Return, ast.Expr
 _HELPERS = {
     _ADD_AND_NORM: sums.add_and_norm,
     _ADD_AND_MODULATE: modulated.add_and_modulate,
     _ADD_UNROUNDED: sums.add_unrounded,
-    _PRODUCT: modulated.Product,
     MODULATED: modulated.modulated,
     FACTOR: modulated.Factor,
 }
@@ -308,11 +306,10 @@ def _of_both(total: ast.BinOp, norm: ast.Call) -> ast.Call:
     left, right = total.left, total.right
     if not is_modulated(norm):
         return call(_ADD_AND_NORM, total, left, right, norm.func)
+    factors = [right, ast.Constant(None)]
     if is_product(right):
-        right = call(_PRODUCT, right, right.left, right.right)
-    elif is_product(left):
-        left = call(_PRODUCT, left, left.left, left.right)
-    return call(_ADD_AND_MODULATE, total, left, right, *norm.args[1:])
+        factors = [right.left, right.right]
+    return call(_ADD_AND_MODULATE, total, left, *factors, *norm.args[1:])
 
 
 def _keep_summands(definition: ast.FunctionDef, itself: str) -> int:
