@@ -21,6 +21,7 @@ from .device import (
     hat_of_output,
     known,
     load,
+    load32,
     round_hat,
     row_offsets,
     scale_of,
@@ -77,20 +78,9 @@ def hats(
         scale = None
         if W is not None:
             scale = weight_scale(
-                w,
-                W,
-                X,
-                at,
-                col_mask,
-                tile,
-                tiles,
-                WHOLE,
-                OFFSET,
-                ROUND_OFFSET,
-                RELOAD_W,
-                None,
-                STAGES,
-            )
+                w, W, X, at, col_mask, tile, tiles, WHOLE, OFFSET, ROUND_OFFSET,
+                RELOAD_W, None, STAGES,
+            )  # fmt: skip
         xhat = hat_of_output(x, scale, B, at, col_mask, WHOLE)
     else:
         if CENTERED:
@@ -126,7 +116,7 @@ def store_gate_gradient(
             w, W, X, at, col_mask, 0, 0, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W, GATE, 1
         )
     if B is not None:
-        y = y + load(B + at, col_mask, WHOLE).to(tl.float32)
+        y = y + load32(B + at, col_mask, WHOLE)
     store(DG_AT, g * y * slope, mask, DENSE)
 
 
@@ -279,45 +269,20 @@ def norm_backward(
         if DX is not None or (DG is not None and not AFTER):
             if W is not None:
                 g = g * weight_scale(
-                    w,
-                    W,
-                    X,
-                    tile_cols,
-                    col_mask,
-                    tile,
-                    tiles,
-                    BLOCK == N,
-                    OFFSET,
-                    ROUND_OFFSET,
-                    RELOAD_W,
-                    GATE,
-                    STAGES,
-                )
+                    w, W, X, tile_cols, col_mask, tile, tiles, BLOCK == N, OFFSET,
+                    ROUND_OFFSET, RELOAD_W, GATE, STAGES,
+                )  # fmt: skip
             dh = None
             if EARLY_DH:
                 dh = load(DH + other_at + cols[None, :], mask, DENSE)
             dx = input_gradient(
-                g,
-                dh,
-                x,
-                xhat,
-                rstd,
-                filled,
-                eps,
-                N,
-                GAPS,
-                CENTERED,
-                EPS_OUTSIDE,
-                BY_X,
-                SCALED,
-                EARLY_DH,
-            )
+                g, dh, x, xhat, rstd, filled, eps, N, GAPS, CENTERED, EPS_OUTSIDE,
+                BY_X, SCALED, EARLY_DH,
+            )  # fmt: skip
             if GATE == "silu_before":
                 dx = through_gate(dx, factor, slope, DG, first, dx_at, mask, DENSE)
             if DH is not None and not EARLY_DH:
-                dx = dx + load(DH + other_at + cols[None, :], mask, DENSE).to(
-                    tl.float32
-                )
+                dx = dx + load32(DH + other_at + cols[None, :], mask, DENSE)
             if DX is not None:
                 store(DX + first + dx_at, dx, mask, DENSE)
     partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N

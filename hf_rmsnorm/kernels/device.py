@@ -50,6 +50,18 @@ def load(pointers, mask, DENSE: tl.constexpr, always=True):
 
 
 @triton.jit
+def load32(pointers, mask, DENSE: tl.constexpr):
+    """`load` in float32."""
+    return load(pointers, mask, DENSE).to(tl.float32)
+
+
+@triton.jit
+def rounded(value, X):
+    """float32 values, rounded as a tensor of x's dtype holds them."""
+    return value.to(X.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
 def wide(x):
     """x in float32. A bfloat16 is its upper half: written so, the assembler takes one
     instruction, not two.
@@ -95,7 +107,7 @@ def reciprocal_root(square, eps, EPS_OUTSIDE: tl.constexpr):
 def normalised(x, rstd, X, ROUNDING: tl.constexpr):
     """x over its root, in the operators of the formula; rstd broadcasts against x."""
     if ROUNDING == "rstd":
-        return x * rstd.to(X.dtype.element_ty).to(tl.float32)
+        return x * rounded(rstd, X)
     else:
         return x * rstd
 
@@ -106,9 +118,9 @@ def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
     returns float32 values.
     """
     if ROUNDING == "weight_dtype":
-        xhat = xhat.to(W.dtype.element_ty).to(tl.float32)
+        xhat = rounded(xhat, W)
     elif ROUNDING != "once":
-        xhat = xhat.to(X.dtype.element_ty).to(tl.float32)
+        xhat = rounded(xhat, X)
     return xhat
 
 
@@ -118,9 +130,9 @@ def round_product(y, X, W, ROUNDING: tl.constexpr):
     factors.
     """
     if ROUNDING == "weight_dtype":
-        y = y.to(W.dtype.element_ty).to(tl.float32)
+        y = rounded(y, W)
     elif ROUNDING != "once" and W.dtype.element_ty == X.dtype.element_ty:
-        y = y.to(X.dtype.element_ty).to(tl.float32)
+        y = rounded(y, X)
     return y
 
 
@@ -133,7 +145,7 @@ def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
     if OFFSET != 0.0:
         scale = scale + OFFSET
         if ROUND_OFFSET:
-            scale = scale.to(W.dtype.element_ty).to(tl.float32)
+            scale = rounded(scale, W)
     return scale
 
 
@@ -145,7 +157,7 @@ def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr):
     A scale of zero counts as one: y has lost xhat there, and xhat is then zero.
     """
     if B is not None:
-        y = y - load(B + cols, col_mask, DENSE).to(tl.float32)
+        y = y - load32(B + cols, col_mask, DENSE)
     if scale is not None:
         y = y / tl.where(scale == 0.0, 1.0, scale)
     return y
@@ -158,7 +170,7 @@ def activation(z, G, GATE: tl.constexpr):
     """
     sigmoid = tl.sigmoid(z)
     if GATE == "modulate_after":
-        factor = (1.0 + z).to(G.dtype.element_ty).to(tl.float32)
+        factor = rounded(1.0 + z, G)
         slope = tl.full(z.shape, 1.0, tl.float32)
     elif GATE == "multiply_after":
         factor = z

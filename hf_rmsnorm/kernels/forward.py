@@ -11,10 +11,12 @@ import triton.language as tl
 from .device import (
     activation,
     load,
+    load32,
     normalised,
     reciprocal_root,
     round_hat,
     round_product,
+    rounded,
     row_offsets,
     scale_of,
     store,
@@ -27,7 +29,7 @@ def plus_residual(x, RES, at, mask, H, DENSE: tl.constexpr):
     """residual + x, of float32 x: with an H, rounded once to its dtype as PyTorch's
     addition rounds it.
     """
-    h = load(RES + at, mask, DENSE).to(tl.float32) + x
+    h = load32(RES + at, mask, DENSE) + x
     return h if H is None else h.to(H.dtype.element_ty)
 
 
@@ -129,20 +131,15 @@ def norm_forward(
     )
     if RES is not None:
         if FACTOR is not None:
-            x = (
-                (x * load(FACTOR + other_at, mask, DENSE).to(tl.float32))
-                .to(X.dtype.element_ty)
-                .to(tl.float32)
-            )
-        h = plus_residual(
-            x, RES, other_at if G is None else first + y_at, mask, H, DENSE
-        )
+            x = rounded(x * load32(FACTOR + other_at, mask, DENSE), X)
+        res_at = other_at if G is None else first + y_at
+        h = plus_residual(x, RES, res_at, mask, H, DENSE)
         if H is not None:
             store(H + first + y_at, h, mask, DENSE)
             X = H  # its dtype is that of the normalised tensor
         x = h.to(tl.float32)
     if G is not None:
-        factor, _ = activation(load(G + other_at, mask, DENSE).to(tl.float32), G, GATE)
+        factor, _ = activation(load32(G + other_at, mask, DENSE), G, GATE)
         if GATE == "silu_before":
             x = x * factor
     # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and
@@ -175,28 +172,16 @@ def norm_forward(
         tl.store(MEAN + rows, mean, mask=row_mask)
     xhat = normalised(x, rstd[:, None], X, ROUNDING)
     y = affine(
-        xhat,
-        X,
-        W,
-        B,
-        tile,
-        col_mask[None, :],
-        BLOCK == N,
-        OFFSET,
-        ROUND_OFFSET,
+        xhat, X, W, B, tile, col_mask[None, :], BLOCK == N, OFFSET, ROUND_OFFSET,
         ROUNDING,
-    )
+    )  # fmt: skip
     if G is not None and GATE != "silu_before":
         if W is not None:
             y = round_product(y, X, W, ROUNDING)
         if GATE == "modulate_after" or GATE == "multiply_after":  # each operator rounds
-            y = (
-                (y.to(Y.dtype.element_ty).to(tl.float32) * factor)
-                .to(Y.dtype.element_ty)
-                .to(tl.float32)
-            )
+            y = rounded(rounded(y, Y) * factor, Y)
             if SHIFT is not None:
-                y = y + load(SHIFT + other_at, mask, DENSE).to(tl.float32)
+                y = y + load32(SHIFT + other_at, mask, DENSE)
         else:
             y = y * factor
     store(Y + first + y_at, y, mask, DENSE)

@@ -11,7 +11,7 @@ has its own copy of the code, so that the compiler knows the pointer of each acc
 import triton
 import triton.language as tl
 
-from .device import load, reciprocal_root, round_product
+from .device import load32, reciprocal_root, round_product, rounded, store
 from .forward import affine
 
 
@@ -57,12 +57,6 @@ def mean_of_rows(values, N: tl.constexpr):
 
 
 @triton.jit
-def rounded(value, X):
-    """float32 values, rounded as a tensor of x's dtype holds them."""
-    return value.to(X.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
 def as_output(y, X, W, ROUNDING: tl.constexpr):
     """A norm's result, in float32, with the rounding of a tensor that holds it before
     it is rotated.
@@ -91,6 +85,12 @@ def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
+def load_halves(at, low, high, low_mask, high_mask):
+    """Both halves of rows in float32."""
+    return load32(at + low, low_mask, False), load32(at + high, high_mask, False)
+
+
+@triton.jit
 def turned(value, other, cos, sin, Y, PLUS: tl.constexpr, ONCE: tl.constexpr):
     """value * cos +- other * sin, every operator rounded to Y's dtype; ONCE: none of
     them rounded.
@@ -113,10 +113,8 @@ def rotated(
     which takes a gradient back.
     """
     mask = mask & turns
-    cos = load(COS + at + low, mask, False).to(tl.float32)
-    cos_z = load(COS + at + high, mask, False).to(tl.float32)
-    sin = load(SIN + at + low, mask, False).to(tl.float32)
-    sin_z = load(SIN + at + high, mask, False).to(tl.float32)
+    cos, cos_z = load_halves(COS + at, low, high, mask, mask)
+    sin, sin_z = load_halves(SIN + at, low, high, mask, mask)
     new_x = turned(x, z, cos, sin_z if BACK else sin, Y, BACK, ONCE)
     new_z = turned(z, x, cos_z, sin if BACK else sin_z, Y, not BACK, ONCE)
     if R < N:  # the columns behind them pass
@@ -144,10 +142,8 @@ def rows_forward(
     low_mask = row_mask[:, None] & low_cols
     high_mask = row_mask[:, None] & high_cols
     place = places(rows, length, heads, None, None)
-    x_at = X + offsets(place, of_x, UNIT)
-    x = load(x_at + low, low_mask, False).to(tl.float32)
-    # the other half, as everywhere below
-    z = load(x_at + high, high_mask, False).to(tl.float32)
+    # z is the other half of x
+    x, z = load_halves(X + offsets(place, of_x, UNIT), low, high, low_mask, high_mask)
     square = mean_of_rows(x * x + z * z, N)
     rstd = reciprocal_root(square, eps, False)
     if RSTD is not None:
@@ -155,29 +151,13 @@ def rows_forward(
     DENSE: tl.constexpr = 2 * BLOCK == N
     ROUND_OFFSET: tl.constexpr = ROUNDING != "once"
     y = affine(
-        x * rstd[:, None],
-        X,
-        W,
-        None,
-        low,
-        low_cols,
-        DENSE,
-        OFFSET,
-        ROUND_OFFSET,
+        x * rstd[:, None], X, W, None, low, low_cols, DENSE, OFFSET, ROUND_OFFSET,
         ROUNDING,
-    )
+    )  # fmt: skip
     z = affine(
-        z * rstd[:, None],
-        X,
-        W,
-        None,
-        high,
-        high_cols,
-        DENSE,
-        OFFSET,
-        ROUND_OFFSET,
+        z * rstd[:, None], X, W, None, high, high_cols, DENSE, OFFSET, ROUND_OFFSET,
         ROUNDING,
-    )
+    )  # fmt: skip
     y = as_output(y, X, W, ROUNDING)
     z = as_output(z, X, W, ROUNDING)
     at = offsets(place, of_tables, UNIT)
@@ -185,8 +165,8 @@ def rows_forward(
         y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, False, ONCE
     )
     y_at = Y + offsets(place, of_y, UNIT)
-    tl.store(y_at + low, y.to(Y.dtype.element_ty), mask=low_mask)
-    tl.store(y_at + high, z.to(Y.dtype.element_ty), mask=high_mask)
+    store(y_at + low, y, low_mask, False)
+    store(y_at + high, z, high_mask, False)
 
 
 @triton.jit

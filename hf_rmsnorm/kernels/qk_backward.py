@@ -6,8 +6,16 @@ import triton
 import triton.language as tl
 
 from .backward import reduce_partials
-from .device import load, round_hat, scale_of
-from .qk import halves, mean_of_rows, offsets, places, rotated, rounded
+from .device import load, round_hat, scale_of, store
+from .qk import (
+    halves,
+    load_halves,
+    mean_of_rows,
+    offsets,
+    places,
+    rotated,
+    rounded,
+)
 
 
 @triton.jit
@@ -46,29 +54,14 @@ def rows_backward(
         high_mask = row_mask[:, None] & high_cols
         place = places(rows, length, heads, inverse_length, inverse_heads)
         x_at = X + offsets(place, of_x, UNIT)
-        x = load(x_at + low, low_mask, False).to(tl.float32)
-        # the other half, as in the forward
-        z = load(x_at + high, high_mask, False).to(tl.float32)
+        x, z = load_halves(x_at, low, high, low_mask, high_mask)
         dy_at = DY + offsets(place, of_dy, UNIT)
-        g = load(dy_at + low, low_mask, False).to(tl.float32)
-        g_z = load(dy_at + high, high_mask, False).to(tl.float32)
+        g, g_z = load_halves(dy_at, low, high, low_mask, high_mask)
         at = offsets(place, of_tables, UNIT)
         g, g_z = rotated(
-            g,
-            g_z,
-            COS,
-            SIN,
-            at,
-            low,
-            high,
-            cols < R // 2,
-            low_mask,
-            DY,
-            N,
-            R,
-            True,
+            g, g_z, COS, SIN, at, low, high, cols < R // 2, low_mask, DY, N, R, True,
             ONCE,
-        )
+        )  # fmt: skip
         if ONCE:
             g = rounded(g, DY)
             g_z = rounded(g_z, DY)
@@ -88,12 +81,12 @@ def rows_backward(
             dx = tl.fma(xhat, -along, g)
             dz = tl.fma(zhat, -along, g_z)
             dx_at = DX + offsets(place, of_dx, UNIT)
-            tl.store(dx_at + low, (dx * rstd).to(DX.dtype.element_ty), mask=low_mask)
-            tl.store(dx_at + high, (dz * rstd).to(DX.dtype.element_ty), mask=high_mask)
+            store(dx_at + low, dx * rstd, low_mask, False)
+            store(dx_at + high, dz * rstd, high_mask, False)
     if DW is not None:
         low, high, low_cols, high_cols = halves(tl.arange(0, BLOCK), BLOCK, N, R)
-        tl.store(DW + low, tl.sum(dw, axis=0), mask=low_cols)
-        tl.store(DW + high, tl.sum(dw_z, axis=0), mask=high_cols)
+        store(DW + low, tl.sum(dw, axis=0), low_cols, False)
+        store(DW + high, tl.sum(dw_z, axis=0), high_cols, False)
 
 
 @triton.jit
