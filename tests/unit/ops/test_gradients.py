@@ -97,36 +97,6 @@ def test_gradients_of_queries_and_keys(dq_strides, dk_strides, turned):
     compare(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "asked", [a for a in itertools.product((True, False), repeat=4) if any(a)]
-)
-def test_operands_of_queries_and_keys(asked):
-    operands = (
-        rows(2, 4, 3, D),
-        rows(2, 2, 3, D, seed=1),
-        rows(D) + 2.0,
-        rows(D, seed=2) + 2.0,
-    )
-    dys = rows(2, 4, 3, D, seed=5), rows(2, 2, 3, D, seed=6)
-
-    def run(of):
-        leaves = [
-            t.detach().requires_grad_(wanted)
-            for t, wanted in zip(operands, asked, strict=True)
-        ]
-        outputs = of(*leaves, PAIRED, rows(1, 3, D, seed=3), rows(1, 3, D, seed=4))
-        given = [(y, dy) for y, dy in zip(outputs, dys, strict=True) if y.requires_grad]
-        outputs, of_outputs = zip(*given, strict=True)
-        return torch.autograd.grad(
-            outputs,
-            [t for t in leaves if t.requires_grad],
-            of_outputs,
-            allow_unused=True,
-        )
-
-    compare(run(fused_qk_norm), run(reference_qk_norm))
-
-
 class Tagged(torch.Tensor):
     """What nobody may read directly."""
 

@@ -168,29 +168,6 @@ def test_what_functorch_leaves_behind_is_unwrapped():
     torch.testing.assert_close(norm(left[0]), original(left[0]), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "norm", [LlamaRMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)], ids=["RMSNorm", "LayerNorm"]
-)
-def test_a_backward_of_another_gradient(norm):
-    norm, original = patched(norm)
-    x = rows().requires_grad_()
-    dense = torch.randn(2, 3, HIDDEN)
-    for dy in (
-        dense,
-        dense.transpose(0, 1).contiguous().transpose(0, 1),
-        torch.ones(()).expand(2, 3, HIDDEN),
-    ):
-        wanted = [x, *norm.parameters()]
-        for inputs in (wanted, [x], wanted[1:]):
-            found, expected = (
-                torch.autograd.grad(f(x), inputs, dy) for f in (norm, original)
-            )
-            for ours, theirs in zip(found, expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    again = torch.autograd.grad(norm(x), x, dense, create_graph=True)[0]
-    assert again.requires_grad
-
-
 def test_functions_check_each_new_kind_of_operand():
     weight = torch.rand(HIDDEN)
     for _ in range(2):
