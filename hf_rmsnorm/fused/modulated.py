@@ -88,7 +88,7 @@ def _operands(norm, x, residual, gate, scale, *shift) -> tuple | None:
     if recipe.row_major and residual is None:
         # as the norm's result is, whatever the strides of x
         x = x.contiguous()
-    return x, weight, bias, spec, scale, *(shift or [None]), residual, gate
+    return spec, (x, weight, bias, scale, *(shift or [None]), gate, residual)
 
 
 def _note(piece: str, launched: bool, norm, x, *others) -> None:

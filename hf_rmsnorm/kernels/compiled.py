@@ -57,18 +57,15 @@ class Kernel:
             name for name in self.fixed if parameters[name].annotation is tl.int64
         ]
         self.variants = {True: function, False: function}
-        self._failed_on: set[torch.device] = set()
-        if not INTERPRETED:
-            constants = [
-                name
-                for name in self.fixed
-                if parameters[name].annotation is tl.constexpr
-            ]
-            numbers = [name for name in self.fixed if name not in constants]
-            self.variants[True] = triton.jit(function.fn, do_not_specialize=numbers)
-            self.variants[False] = triton.jit(
-                function.fn, do_not_specialize=[*self.pointers, *numbers]
-            )
+        if INTERPRETED:
+            return
+        numbers = [
+            name
+            for name in self.fixed
+            if parameters[name].annotation is not tl.constexpr
+        ]
+        for aligned, unknown in ((True, numbers), (False, [*self.pointers, *numbers])):
+            self.variants[aligned] = triton.jit(function.fn, do_not_specialize=unknown)
 
     def bind(
         self,
@@ -84,47 +81,22 @@ class Kernel:
             named: by name, every parameter but the pointers and UNIT; strides in
                 elements.
             aligned: all pointers will be multiples of 16 bytes.
-
-        Raises:
-            TypeError: a parameter is missing, or a name is none of a parameter.
         """
-        unlike = {*named, "UNIT"} ^ {*self.fixed, "UNIT"}
-        if unlike:
-            raise TypeError(f"{self.name} is not bound by {', '.join(sorted(unlike))}")
-        aligned = aligned and all(
-            named[name] % VECTOR == 0 for name in ("N", *self.strides)
-        )
+        in_vectors = all(named[name] % VECTOR == 0 for name in ("N", *self.strides))
+        aligned = aligned and in_vectors
         unit = VECTOR if aligned else 1
         values = {**named, "UNIT": unit}
         for name in self.strides:
             values[name] = named[name] // unit
-        return Start(
-            self,
-            grid,
-            num_warps,
-            tuple(values[name] for name in self.fixed),
-            device,
-            aligned,
-        )
-
-    def available(self, device: torch.device) -> None:
-        """Raise `KernelUnavailable` if loading this kernel has failed before."""
-        if device in self._failed_on and device in failed:
-            raise KernelUnavailable(failed[device])
-
-    def fail(self, device: torch.device, error: Exception) -> KernelUnavailable:
-        """The `KernelUnavailable` for an error of loading this kernel, which is not
-        tried again.
-        """
-        self._failed_on.add(device)
-        return unavailable(error)
+        tail = tuple(values[name] for name in self.fixed)
+        return Start(self, grid, num_warps, tail, device, aligned)
 
     def load(self, start: "Start", operands: tuple) -> Callable[[tuple], None]:
         """Compile this kernel, load it on the current device, and return the function
         that launches it.
         """
-        grid, tail, options = start.grid, start.tail, self.options(start)
         variant = self.variants[start.aligned]
+        grid, tail = start.grid, start.tail
         if INTERPRETED:
             return _interpreted(variant[grid], tail)
         compiled = self.compile(start, operands)
@@ -136,6 +108,7 @@ class Kernel:
             compiled._run = None
             raise
         if not KNOWN_COMPILED:
+            options = self.options(start)
             return lambda operands: variant[grid](*operands, *tail, **options)
         if KNOWN_LAUNCHERS and _is_plain(run):
             start.on = _by_launcher(start, compiled, run)
@@ -204,13 +177,14 @@ class Start:
         self._launch(operands)
 
     def _loaded(self, operands: tuple) -> Callable[[tuple], None]:
-        self.kernel.available(self.device)
+        if self.device in failed:
+            raise KernelUnavailable(failed[self.device])
         try:
             return self.kernel.load(self, operands)
         except Exception as error:
             if is_of_the_device(error):
                 raise
-            raise self.kernel.fail(self.device, error) from error
+            raise unavailable(error) from error
 
 
 def _interpreted(function: Callable, tail: tuple) -> Callable[[tuple], None]:

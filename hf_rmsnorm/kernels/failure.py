@@ -108,14 +108,9 @@ def _cause(error: Exception) -> str:
 
 
 def _failed_command(error: subprocess.CalledProcessError) -> str:
-    command = (
-        [error.cmd] if isinstance(error.cmd, str) else [str(word) for word in error.cmd]
-    )
-    said = f"{command[0]} ended with exit code {error.returncode}"
+    command = error.cmd if isinstance(error.cmd, str) else str(error.cmd[0])
+    said = f"{command} ended with exit code {error.returncode}"[:_MOST]
     header = Path(sysconfig.get_path("include"), "Python.h")
-    builds_for_python = "ptxas" not in command[0]
-    return (
-        f"{said}: {header} is not there"
-        if builds_for_python and not header.exists()
-        else said[:_MOST]
-    )
+    if "ptxas" in command or header.exists():
+        return said
+    return f"{said}: {header} is not there"

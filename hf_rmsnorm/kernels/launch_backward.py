@@ -8,18 +8,18 @@ from torch import Tensor
 
 from ..formula import NormSpec
 from . import compiled
-from .launch import MODULATE, NORM_BACKWARD, REDUCE_PARTIALS, formula_constants, gate_of
+from .launch import MODULATE, NORM_BACKWARD, REDUCE_PARTIALS, formula_constants
 from .rows import (
-    RowAddress,
+    addresses,
+    allocator,
     blank,
-    copied_in_order,
-    flat_like,
     heads_of,
-    in_order,
-    output_layout,
+    output_like,
+    row_order,
+    start_on_copies,
 )
 from .serves import require
-from .sizes import BackwardCase, BackwardConfig, backward_config, reduce_config
+from .sizes import BackwardCase, backward_config, reduce_config
 
 
 class BackwardOperands(NamedTuple):
@@ -48,14 +48,6 @@ class BackwardOperands(NamedTuple):
         return self.gate if self.dh is None else self.dh
 
 
-def reads_bias(
-    spec: NormSpec, gate: Tensor | None, need: tuple, from_output: bool
-) -> bool:
-    """Whether a backward reads the values of the bias; else only how many there are."""
-    after = (gate_of(spec, gate, MODULATE) or "").endswith("_after")
-    return from_output or (after and need[3])
-
-
 class NormBackward:
     """The backward of a formula on operands of this layout.
 
@@ -77,54 +69,60 @@ class NormBackward:
     ):  # fmt: skip
         require(spec, "rows", *(("from the output",) if from_output else ()))
         operands = BackwardOperands(*operands)
-        x, weight = operands.x, operands.weight
-        size, heads = x.shape[-1], heads_of(weight, operands.bias)
-        self.rows, self.modulation = math.prod(x.shape[:-1]), modulation
+        dy, x, weight, bias, gate, *_ = operands
+        size, heads = x.shape[-1], heads_of(weight, bias)
+        constants = formula_constants(spec, weight, gate, modulation)
+        rows = math.prod(x.shape[:-1])
         self.need_x, self.need_weight, self.need_bias, self.need_gate = need
-        self.reads_bias = reads_bias(spec, operands.gate, need, from_output)
-        self.order, self.memory_format, self.flat_output = output_layout(
-            x, spec, weight, heads
+        gates_y = (constants["GATE"] or "").endswith("_after")
+        # else only how many there are
+        self.reads_bias = from_output or (gates_y and self.need_gate)
+        self.order = row_order(x, spec, heads)
+        dx = output_like(x, spec, weight, heads, x.dtype)
+        dg = dx if gate is None else dx.to(gate.dtype)
+        self.empty_dx, self.empty_dg = allocator(x, dx), allocator(x, dg)
+        self.in_place, flat, addressed = addresses(
+            self.order, [dx], dy=dy, x=x, other=operands.other
         )
-        self.like_input = self.memory_format == torch.preserve_format
-        self.dy_rows = RowAddress.of(operands.dy, self.order)
-        self.x_rows = RowAddress.of(x, self.order)
-        self.other_rows = RowAddress.of(operands.other, self.order)
-        copies = self.dy_rows.copy or self.x_rows.copy or self.other_rows.copy
-        self.in_place = self.flat_output and not copies
-        config = self._config(spec, operands, from_output)
-        sms, _ = compiled.device_limits(x.device.type, x.device.index)
-        tiles = -(-self.rows // (config.rows * heads))
+        sms, shared = compiled.device_limits(x.device.type, x.device.index)
+        config = backward_config(self._case(spec, operands, from_output, shared))
+        tiles = -(-rows // (config.rows * heads))
         parts = max(1, min(tiles, sms * config.programs_per_sm // heads))
-        self.partials = blank(x.device, parts, heads * size)
-        needs_sums = self.need_weight or self.need_bias
-        self.sums_apart = (
-            config.sums_apart and needs_sums and (self.need_x or self.need_gate)
-        )
-        self.sum_weight = self.sum_bias = None
-        if self.rows:
-            named = self._arguments(spec, operands, config, heads)
-            bound = (
-                (parts, heads, 1),
-                config.num_warps,
-                {**named, "FROM_OUTPUT": from_output},
-                x.device,
-                aligned,
-            )
-            self.starts = [
-                NORM_BACKWARD.bind(*bound) for _ in range(1 + self.sums_apart)
-            ]
-            self.sum_weight, self.sum_bias = (
-                _sum_of_partials(x.device, parts, heads * size) for _ in range(2)
-            )
+        named = {
+            "N": size,
+            "BLOCK": config.block,
+            "ROWS": config.rows,
+            "HEADS": heads,
+            "STAGES": config.stages,
+            "RELOAD_W": config.reload_weight,
+            "GAPS": config.gaps,
+            "FROM_OUTPUT": from_output,
+            "FLAT": size if flat and config.flat else 0,
+            "rows_total": rows,
+            **constants,
+            **addressed,
+        }
+        grid = (parts, heads, 1)
 
-    def _config(
-        self, spec: NormSpec, operands: BackwardOperands, from_output: bool
-    ) -> BackwardConfig:
+        def bound():
+            return NORM_BACKWARD.bind(grid, config.num_warps, named, x.device, aligned)
+
+        needs_sums = self.need_weight or self.need_bias
+        needs_rows = self.need_x or self.need_gate
+        self.start, self.sums_apart = bound(), None
+        if config.sums_apart and needs_sums and needs_rows:
+            self.sums_apart = bound()
+        self.partials = blank(x.device, parts, heads * size)
+        self.sum_weight = _sum_of_partials(x.device, parts, heads * size)
+        self.sum_bias = _sum_of_partials(x.device, parts, heads * size)
+
+    def _case(
+        self, spec: NormSpec, operands: BackwardOperands, from_output: bool, shared: int
+    ) -> BackwardCase:
         x, weight = operands.x, operands.weight
-        _, shared = compiled.device_limits(x.device.type, x.device.index)
         shift = operands.bias if self.reads_bias else None
         read = (x, operands.dy, weight, shift, operands.other)
-        case = BackwardCase(
+        return BackwardCase(
             hidden_size=x.shape[-1],
             centered=spec.centered,
             itemsize=max(t.element_size() for t in read if t is not None),
@@ -135,95 +133,37 @@ class NormBackward:
             from_output=from_output,
             mixed=weight is not None and weight.dtype != x.dtype,
         )
-        return backward_config(case)
 
-    def _arguments(
-        self,
-        spec: NormSpec,
-        operands: BackwardOperands,
-        config: BackwardConfig,
-        heads: int,
-    ) -> dict:
-        size = operands.x.shape[-1]
-        addresses = self.dy_rows, self.x_rows, self.other_rows
-        flat = config.flat and all(rows.flat(self.rows, size) for rows in addresses)
-        return {
-            "N": size,
-            "BLOCK": config.block,
-            "ROWS": config.rows,
-            "HEADS": heads,
-            "STAGES": config.stages,
-            "RELOAD_W": config.reload_weight,
-            "GAPS": config.gaps,
-            "GATE": gate_of(spec, operands.gate, self.modulation),
-            "FLAT": size if flat else 0,
-            "rows_total": self.rows,
-            **formula_constants(spec, operands.weight),
-            **self.dy_rows.arguments("dy"),
-            **self.x_rows.arguments("x"),
-            **self.other_rows.arguments("other"),
-        }
-
-    def launch(self, dy, x, weight, bias, gate, dh, rstd, mean):
+    def launch(self, *operands):
         """(dx, dweight, dbias, dgate), None where not wanted; the sums of those of
         parameters have a fixed order.
         """
-        dx = dw = db = dg = None
-        if self.need_x:
-            dx = (
-                torch.empty_like(x)
-                if self.like_input
-                else torch.empty_like(x, memory_format=self.memory_format)
-            )
-        if self.need_gate:
-            dg = torch.empty_like(x, dtype=gate.dtype, memory_format=self.memory_format)
-        if not self.rows:
-            dw = torch.zeros_like(weight) if self.need_weight else None
-            db = torch.zeros_like(bias) if self.need_bias else None
-            return dx, dw, db, dg
-        if self.need_weight:
-            dw = torch.empty_like(self.partials)
-        if self.need_bias:
-            db = torch.empty_like(self.partials)
+        dy, x, weight, bias, gate, dh, rstd, mean = operands
+        dx = self.empty_dx(x) if self.need_x else None
+        dg = self.empty_dg(x) if self.need_gate else None
+        dw = torch.empty_like(self.partials) if self.need_weight else None
+        db = torch.empty_like(self.partials) if self.need_bias else None
         shift = bias if self.reads_bias else None
         read = dy, x, weight, shift, gate, dh, rstd, mean
+        written = dx, dw, db, dg
         if self.in_place:
-            self._start(read, dx, dw, db, dg)
+            self._start((*read, *written))
         else:
-            self._start_on_copies(read, dx, dw, db, dg)
+            start_on_copies(self._start, read, written, x.shape, self.order)
         if self.need_weight:
             dw = _summed(self.sum_weight, dw, weight)
         if self.need_bias:
             db = _summed(self.sum_bias, db, bias)
         return dx, dw, db, dg
 
-    def _start(self, read: tuple, dx, dw, db, dg) -> None:
-        if not self.sums_apart:
-            self.starts[0].on((*read, dx, dw, db, dg))
+    def _start(self, operands: tuple) -> None:
+        if self.sums_apart is None:
+            self.start.on(operands)
             return
-        of_rows, of_sums = self.starts
-        of_rows.on((*read, dx, None, None, dg))
-        of_sums.on((*BackwardOperands(*read)._replace(dh=None), None, dw, db, None))
-
-    def _start_on_copies(self, read: tuple, dx, dw, db, dg) -> None:
-        read, order = BackwardOperands(*read), self.order
-        if self.dy_rows.copy:
-            read = read._replace(dy=copied_in_order(read.dy, order))
-        if self.x_rows.copy:
-            read = read._replace(x=copied_in_order(read.x, order))
-        if self.other_rows.copy:
-            read = read._replace(
-                gate=copied_in_order(read.gate, order),
-                dh=copied_in_order(read.dh, order),
-            )
-        if self.flat_output:
-            self._start(read, dx, dw, db, dg)
-            return
-        rows_of_dx, rows_of_dg = flat_like(dx, order), flat_like(dg, order)
-        self._start(read, rows_of_dx, dw, db, rows_of_dg)
-        for result, rows in ((dx, rows_of_dx), (dg, rows_of_dg)):
-            if rows is not None:
-                in_order(result, order).copy_(rows)
+        *read, dx, dw, db, dg = operands
+        self.start.on((*read, dx, None, None, dg))
+        without_dh = BackwardOperands(*read)._replace(dh=None)
+        self.sums_apart.on((*without_dh, None, dw, db, None))
 
 
 def _sum_of_partials(device: torch.device, parts: int, hidden_size: int):

@@ -7,14 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec, promoted
 from . import compiled, qk, qk_backward
 from .compiled import Kernel
-from .launch import Nothing
-from .rows import without_data
-from .saved import Saved, require_saved, saved_as
+from .rows import allocator, blank, without_data
 from .serves import require
 from .sizes import QK_PROGRAMS_PER_SM, qk_config, qk_stages, reduce_config
 
@@ -79,33 +76,28 @@ def _arguments(spec: NormSpec, operands: QKOperands) -> dict:
     }
 
 
-def _strides(name: str, x: Tensor, strides: tuple[int, ...]) -> dict[str, int]:
-    """The strides of a tensor of x's shape, by the names of the kernels' parameters.
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """The strides of tensors, by the names of the kernels' parameters.
 
     A dimension of one element may have any stride, also one that no vector divides; 0
     takes its place.
     """
-    real = [
-        stride if size > 1 else 0 for stride, size in zip(strides, x.shape, strict=True)
-    ]
-    batch, head, position, _ = real
-    return {f"{name}_batch": batch, f"{name}_head": head, f"{name}_position": position}
+    named = {}
+    for name, t in tensors.items():
+        for at, dimension in enumerate(("batch", "head", "position")):
+            named[f"{name}_{dimension}"] = t.stride(at) if t.shape[at] > 1 else 0
+    return named
 
 
-def _output_strides(x: Tensor, cos: Tensor, way: str) -> tuple[int, ...]:
-    """The strides that eager's operators give a rotated x."""
-    with _disable_current_modes():
-        # `rotate_half` ends in a concatenation, and so does a rotary embedding of fewer
-        # columns.
-        concatenated = torch.empty(x.shape, device="meta", dtype=x.dtype)
-        if cos.shape[-1] != x.shape[-1] or way == "joined":
-            return concatenated.stride()
-        product = without_data(x) * without_data(cos).unsqueeze(1)
-        return (product + concatenated).stride()
-
-
-def _empty(x: Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+def _rotated_like(x: Tensor, cos: Tensor, dtype: torch.dtype, way: str) -> Tensor:
+    """A meta tensor with the strides that eager's operators give a rotated x."""
+    # `rotate_half` ends in a concatenation, and so does a rotary embedding of fewer
+    # columns.
+    concatenated = torch.empty(x.shape, device="meta", dtype=dtype)
+    if cos.shape[-1] != x.shape[-1] or way == "joined":
+        return concatenated
+    product = without_data(x) * without_data(cos).unsqueeze(1)
+    return (product + concatenated).to(dtype)
 
 
 class QKForward:
@@ -123,82 +115,36 @@ class QKForward:
     """
 
     def __init__(
-        self,
-        spec: NormSpec,
-        operands: tuple,
-        aligned: bool,
-        stats: bool = True,
+        self, spec: NormSpec, operands: tuple, aligned: bool, stats: bool = True,
         way: str = "",
-    ):
+    ):  # fmt: skip
         require(spec, "queries and keys")
         operands = QKOperands(*operands)
         q, k, cos = operands.q, operands.k, operands.cos
         normed = operands.normed_dtype(spec)
-        self.dtype = normed if way == "once" else promoted(normed, cos.dtype)
-        self.q_strides = _output_strides(q, cos, way)
-        self.k_strides = _output_strides(k, cos, way)
-        self.device = q.device
-        self.rows = sum(operands.rows())
-        self.stats = stats
-        names = "q", "k", "the weight of q", "the weight of k", "cos", "sin"
-        self.saved = saved_as(dict(zip(names, operands, strict=True)), self.rows)
-        self.start = Nothing
-        if self.rows:
-            named = {
-                **_arguments(spec, operands),
-                **_strides("q", q, q.stride()),
-                **_strides("k", k, k.stride()),
-                **_strides("yq", q, self.q_strides),
-                **_strides("yk", k, self.k_strides),
-                "eps": spec.eps,
-                "ONCE": way == "once",
-            }
-            grid = (sum(operands.tiles()), 1, 1)
-            self.start = QK_NORM_FORWARD.bind(
-                grid, qk_config(q.shape[-1]).num_warps, named, q.device, aligned
-            )
+        dtype = normed if way == "once" else promoted(normed, cos.dtype)
+        yq, yk = (_rotated_like(x, cos, dtype, way) for x in (q, k))
+        self.empty_yq, self.empty_yk = allocator(q, yq), allocator(k, yk)
+        rows = sum(operands.rows())
+        self.stats, self.blank = stats, blank(q.device, rows)
+        named = {
+            **_arguments(spec, operands),
+            **_strides(q=q, k=k, yq=yq, yk=yk),
+            "eps": spec.eps,
+            "ONCE": way == "once",
+        }
+        grid, warps = (sum(operands.tiles()), 1, 1), qk_config(q.shape[-1]).num_warps
+        self.start = QK_NORM_FORWARD.bind(grid, warps, named, q.device, aligned)
 
     def launch(self, *operands):
         """(q', k', rstd): rstd is float32, one for each row of q and then of k; or
         None.
         """
         q, k = operands[:2]
-        yq = _empty(q, self.q_strides, self.dtype)
-        yk = _empty(k, self.k_strides, self.dtype)
-        rstd = (
-            torch.empty(self.rows, dtype=torch.float32, device=self.device)
-            if self.stats
-            else None
-        )
+        yq, yk = self.empty_yq(q), self.empty_yk(k)
+        rstd = torch.empty_like(self.blank) if self.stats else None
         self.start.on((*operands, yq, yk, rstd))
         return yq, yk, rstd
-
-    def as_saved(self, saved: tuple, dq: Tensor | None, dk: Tensor | None) -> tuple:
-        """The operands and rstd as the kernels read them: columns of unit stride, the
-        others without gaps.
-
-        Raises:
-            RuntimeError: one has another shape, dtype or device than the forward read.
-        """
-        of_q, of_k, *_ = self.saved
-        gradients = (
-            Saved("the gradient of q", of_q.shape),
-            Saved("the gradient of k", of_k.shape),
-        )
-        require_saved(self.device, (*gradients, *self.saved), (dq, dk, *saved))
-        q, k, q_weight, k_weight, cos, sin, rstd = saved
-        q, k = unit_stride(q), unit_stride(k)
-        q_weight, k_weight = (
-            t if t is None else t.contiguous() for t in (q_weight, k_weight)
-        )
-        if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-            cos, sin = cos.contiguous(), sin.contiguous()
-        return q, k, q_weight, k_weight, cos, sin, rstd.contiguous()
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """x, or a copy of it, with columns of unit stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class QKBackward:
@@ -215,57 +161,34 @@ class QKBackward:
     """
 
     def __init__(
-        self,
-        spec: NormSpec,
-        operands: tuple,
-        aligned: bool,
-        need: tuple[bool, ...],
+        self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...],
         way: str = "",
-    ):
+    ):  # fmt: skip
         dq, dk, *read, _ = operands
         read = QKOperands(*read)
         q, k, cos = read.q, read.k, read.cos
         self.need = need
-        self.rows = sum(read.rows())
-        self.q_strides, self.k_strides = (
-            without_data(q).stride(),
-            without_data(k).stride(),
-        )
-        if not self.rows:
-            return
-        head_dim = q.shape[-1]
-        sms, shared = compiled.device_limits(q.device.type, q.device.index)
-        self.parts = q_parts, k_parts = shares(read.tiles(), sms * QK_PROGRAMS_PER_SM)
+        head_dim, device = q.shape[-1], q.device
+        sms, shared = compiled.device_limits(device.type, device.index)
+        q_parts, k_parts = shares(read.tiles(), sms * QK_PROGRAMS_PER_SM)
+        parts = {"q_parts": q_parts, "k_parts": k_parts}
+        self.partials = blank(device, q_parts + k_parts, head_dim)
+        dxq, dxk = without_data(q), without_data(k)
         itemsize = max(t.element_size() for t in (q, cos, dq, dk))
         named = {
             **_arguments(spec, read),
-            **_strides("dyq", q, dq.stride()),
-            **_strides("dyk", k, dk.stride()),
-            **_strides("q", q, q.stride()),
-            **_strides("k", k, k.stride()),
-            **_strides("dxq", q, self.q_strides),
-            **_strides("dxk", k, self.k_strides),
+            **_strides(dyq=dq, dyk=dk, q=q, k=k, dxq=dxq, dxk=dxk),
             "q_parts": q_parts,
             # Else autograd rounds each product, to the dtype that the tables promote.
             "ONCE": way == "once" and cos.dtype == read.normed_dtype(spec),
             "STAGES": qk_stages(itemsize, shared),
         }
-        grid = (q_parts + k_parts, 1, 1)
-        self.start = QK_NORM_BACKWARD.bind(
-            grid, qk_config(head_dim).num_warps, named, q.device, aligned
-        )
+        grid, warps = (q_parts + k_parts, 1, 1), qk_config(head_dim).num_warps
+        self.start = QK_NORM_BACKWARD.bind(grid, warps, named, device, aligned)
         config = reduce_config(head_dim)
-        named = {
-            "q_parts": q_parts,
-            "k_parts": k_parts,
-            "N": head_dim,
-            "BLOCK": config.block,
-            "ROWS": config.rows,
-        }
+        named = {**parts, "N": head_dim, "BLOCK": config.block, "ROWS": config.rows}
         grid = (-(-head_dim // config.block), 2, 1)
-        self.sum = QK_REDUCE_PARTIALS.bind(
-            grid, config.num_warps, named, q.device, True
-        )
+        self.sum = QK_REDUCE_PARTIALS.bind(grid, config.num_warps, named, device, True)
 
     def launch(self, *operands):
         """The gradients of q, k and their weights, None where not wanted; the sums have
@@ -275,22 +198,15 @@ class QKBackward:
         need_q, need_k, need_q_weight, need_k_weight = self.need
         dxq = dxk = partials = None
         if need_q or need_k:
-            dxq = _empty(q, self.q_strides, q.dtype)
-            dxk = _empty(k, self.k_strides, k.dtype)
+            dxq, dxk = torch.empty_like(q), torch.empty_like(k)
         dwq = torch.empty_like(q_weight) if need_q_weight else None
         dwk = torch.empty_like(k_weight) if need_k_weight else None
-        weights = [dw for dw in (dwq, dwk) if dw is not None]
-        if self.rows:
-            if weights:
-                partials = torch.empty(
-                    sum(self.parts), q.shape[-1], dtype=torch.float32, device=q.device
-                )
-            self.start.on((*operands, dxq, dxk, partials))
-            if weights:
-                self.sum.on((partials, dwq, dwk))
-        else:
-            for dw in weights:
-                dw.zero_()
+        sums = need_q_weight or need_k_weight
+        if sums:
+            partials = torch.empty_like(self.partials)
+        self.start.on((*operands, dxq, dxk, partials))
+        if sums:
+            self.sum.on((partials, dwq, dwk))
         return dxq if need_q else None, dxk if need_k else None, dwq, dwk
 
 

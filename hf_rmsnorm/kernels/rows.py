@@ -5,11 +5,12 @@ packed projection) need no copy.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor
 
 from ..formula import NormSpec
 
@@ -17,39 +18,43 @@ Shape = tuple[int, ...]
 
 
 class RowAddress(NamedTuple):
-    """Row r starts at (r // length) * outer + (r % length) * inner elements: in place,
-    or in a `copy` made first.
-    """
+    """Row r starts at (r // length) * outer + (r % length) * inner elements."""
 
     length: int = 1
     outer: int = 0
     inner: int = 0
-    copy: bool = False
 
-    @classmethod
-    def of(cls, t: torch.Tensor | None, order: Shape | None) -> RowAddress:
-        """Where the kernels read the rows of t, taken in `order`; a t of None has no
-        rows.
-        """
-        if t is None:
-            return cls()
-        address = row_address(t.shape, t.stride(), order)
-        if address is not None:
-            return address
-        rows = math.prod(t.shape[:-1])
-        return cls(max(1, rows), 0, t.shape[-1], copy=True)
 
-    def flat(self, rows: int, hidden_size: int) -> bool:
-        """Whether no gaps are between the rows; True of one row, and of no tensor."""
-        return self == RowAddress() or self[:3] == (rows, 0, hidden_size)
+def addresses(
+    order: Shape | None, outputs: list[Tensor], **tensors: Tensor | None
+) -> tuple[bool, bool, dict[str, int]]:
+    """(whether kernels read these tensors and write these outputs where they lie,
+    whether no gaps are between the rows of all tensors, the kernels' parameters).
 
-    def arguments(self, name: str) -> dict[str, int]:
-        """The address as the kernels' parameters."""
-        return {
-            f"{name}_len": self.length,
-            f"{name}_outer": self.outer,
-            f"{name}_inner": self.inner,
-        }
+    Args:
+        order: in which rows are taken; None is that of the dimensions.
+        outputs: meta tensors.
+    """
+    *of_rows, size = outputs[0].shape
+    one_by_one = RowAddress(math.prod(of_rows), 0, size)
+    read = {name: _address(t, order) for name, t in tensors.items()}
+    written_flat = all(in_order(t, order).is_contiguous() for t in outputs)
+    in_place = written_flat and None not in read.values()
+    if not in_place:
+        read = dict.fromkeys(read, one_by_one)
+    # one row, or no tensor, has the address RowAddress()
+    flat = all(address in (RowAddress(), one_by_one) for address in read.values())
+    arguments = {}
+    for name, address in read.items():
+        for part, value in zip(("len", "outer", "inner"), address, strict=True):
+            arguments[f"{name}_{part}"] = value
+    return in_place, flat, arguments
+
+
+def _address(t: Tensor | None, order: Shape | None) -> RowAddress | None:
+    if t is None:
+        return RowAddress()
+    return row_address(t.shape, t.stride(), order)
 
 
 def memory_order(shape: Shape, strides: Shape) -> Shape | None:
@@ -90,21 +95,7 @@ def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress
     return RowAddress(size, levels[0][1] if len(levels) == 2 else 0, stride)
 
 
-def flat_strides(shape: Shape, strides: Shape, order: Shape | None) -> bool:
-    """Whether no gaps are between the rows, taken in `order` (None: that of the
-    dimensions).
-    """
-    expected = shape[-1]
-    if strides[-1] != 1 and shape[-1] != 1:
-        return False
-    for d in reversed(order or range(len(shape) - 1)):
-        if shape[d] != 1 and strides[d] != expected:
-            return False
-        expected *= shape[d]
-    return True
-
-
-def row_order(x: torch.Tensor, spec: NormSpec, heads: int) -> Shape | None:
+def row_order(x: Tensor, spec: NormSpec, heads: int) -> Shape | None:
     """The leading dimensions of x in the order in which the kernels number its rows, or
     None if they have it already.
 
@@ -116,7 +107,7 @@ def row_order(x: torch.Tensor, spec: NormSpec, heads: int) -> Shape | None:
     return memory_order(tuple(x.shape), x.stride())
 
 
-def heads_of(*parameters: torch.Tensor | None) -> int:
+def heads_of(*parameters: Tensor | None) -> int:
     """How many rows of parameters there are: each row of x takes the next."""
     for parameter in parameters:
         if parameter is not None and parameter.dim() == 2:
@@ -124,71 +115,103 @@ def heads_of(*parameters: torch.Tensor | None) -> int:
     return 1
 
 
-def output_layout(
-    x: torch.Tensor, spec: NormSpec, weight: torch.Tensor | None, heads: int
-):
-    """(order in which rows are numbered, memory format of the output, whether that
-    output is flat in this order).
+def output_like(
+    x: Tensor, spec: NormSpec, weight: Tensor | None, heads: int, dtype: torch.dtype
+) -> Tensor:
+    """A meta tensor with the strides of the norm's result, which its gradients have
+    too.
     """
     if spec.functional:
-        return None, torch.contiguous_format, True
-    order = row_order(x, spec, heads)
-    output = without_data(x)
+        return torch.empty(x.shape, dtype=dtype, device="meta")
+    output = without_data(x, dtype)
     if heads > 1 and weight is not None:
         # a weight of heads takes part in the order of the product
-        with _disable_current_modes():
-            product = without_data(weight) * output
-        if product.is_contiguous():
-            return order, torch.contiguous_format, True
-    return (
-        order,
-        torch.preserve_format,
-        flat_strides(tuple(x.shape), output.stride(), order),
-    )
+        return without_data(weight, dtype) * output
+    return output
 
 
-def without_data(x: torch.Tensor) -> torch.Tensor:
+def without_data(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``empty_like(x)`` on the meta device, for its strides."""
-    with _disable_current_modes():  # a mode of the caller is not to see the operator
-        return torch.empty_like(x, device="meta")
+    return torch.empty_like(x, device="meta", dtype=dtype)
 
 
-def sum_without_data(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def sum_without_data(x: Tensor, residual: Tensor) -> Tensor:
     """``residual + x`` on the meta device, for its strides and dtype."""
-    with _disable_current_modes():
-        left, right = (
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            for t in (residual, x)
-        )
-        return left + right
+    left, right = (
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        for t in (residual, x)
+    )
+    return left + right
 
 
-def blank(device: torch.device, *shape: int) -> torch.Tensor:
+def allocator(x: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """``allocate(x)``, which makes an empty tensor with the dtype and strides of `like`
+    on x's device.
+    """
+    dtype, strides = like.dtype, like.stride()
+    if x.dtype == dtype and without_data(x).stride() == strides:
+        # Without options, which take as long again as a dictionary look-up.
+        return torch.empty_like
+
+    def allocate(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+
+    return allocate
+
+
+def blank(device: torch.device, *shape: int) -> Tensor:
     """A tensor of float32 in the memory of one element: ``empty_like`` it is the
     quickest way to one of this shape.
     """
-    with _disable_current_modes(), torch.inference_mode(False):
-        return _element(device).expand(shape)
+    return _element(device).expand(shape)
 
 
 @cache
-def _element(device: torch.device) -> torch.Tensor:
+def _element(device: torch.device) -> Tensor:
     return torch.empty(1, dtype=torch.float32, device=device)
 
 
-def in_order(t: torch.Tensor, order: Shape | None) -> torch.Tensor:
+def in_order(t: Tensor, order: Shape | None) -> Tensor:
     """t with its leading dimensions in this order."""
     return t if order is None else t.permute(*order, -1)
 
 
-def copied_in_order(t: torch.Tensor | None, order: Shape | None) -> torch.Tensor | None:
-    """A copy of t with its rows in this order, without gaps."""
-    return None if t is None else in_order(t, order).contiguous()
+def start_on_copies(
+    start: Callable[[tuple], None],
+    operands: tuple,
+    outputs: tuple,
+    shape: Shape,
+    order: Shape | None,
+) -> None:
+    """Start a kernel on copies of the tensors of this shape, whose rows lie one behind
+    the other in `order`, and copy its outputs back.
+    """
+    tensors = *operands, *outputs
+    copies = [
+        in_order(t, order).contiguous() if t is not None and t.shape == shape else t
+        for t in tensors
+    ]
+    start(tuple(copies))
+    written = zip(outputs, copies[len(operands) :], strict=True)
+    for output, copy in written:
+        if copy is not output:
+            in_order(output, order).copy_(copy)
 
 
-def flat_like(t: torch.Tensor | None, order: Shape | None) -> torch.Tensor | None:
-    """An empty tensor for the rows of t in this order, without gaps."""
-    if t is None:
-        return None
-    shape = in_order(t, order).shape
-    return torch.empty(shape, dtype=t.dtype, device=t.device)
+def by_row(stats: Tensor, x: Tensor, spec: NormSpec, heads: int) -> Tensor:
+    """Statistics as the kernels number rows, in the shape of x's rows."""
+    order = row_order(x, spec, heads)
+    if order is None:
+        return stats.view(x.shape[:-1])
+    result = stats.new_empty(x.shape[:-1])
+    ordered = result.permute(order)
+    ordered.copy_(stats.view(ordered.shape))
+    return result
+
+
+def as_numbered(stats: Tensor, x: Tensor, spec: NormSpec, heads: int) -> Tensor:
+    """The inverse of `by_row`; statistics of one dimension are returned unchanged."""
+    order = row_order(x, spec, heads)
+    if stats.dim() > 1 and order is not None:
+        stats = stats.permute(order)
+    return stats.reshape(-1)

@@ -1,7 +1,7 @@
 """Which backend computes a call: the Triton kernels, the formula in plain torch, or the
 module's own forward.
 
-`runs_on` answers that of a device, `why_not` and `why_not_qk` of a call, in words.
+`runs_on` answers that of a device, `why_not` and `serves_qk` of a call.
 """
 
 import os
@@ -108,11 +108,9 @@ def left_alone(x: torch.Tensor) -> bool:
     """
     if chosen.backend != "auto" or type(x) is not _Tensor:
         return False
-    return (
-        device_refusal("cpu")
-        if x.is_cpu
-        else device_refusal(x.device.type, x.device.index)
-    ) is not None
+    if x.is_cpu:
+        return device_refusal("cpu") is not None
+    return device_refusal(x.device.type, x.device.index) is not None
 
 
 def runs_on(device: torch.device | str) -> dict[str, str]:
@@ -125,19 +123,12 @@ def runs_on(device: torch.device | str) -> dict[str, str]:
     """
     device = torch.device(device)
     refusal = device_refusal(device.type, device.index)
+    backend, reason = "triton", "fused Triton kernels"
     if refusal is not None:
-        return {
-            "device": str(device),
-            "backend": "original",
-            "reason": f"plain PyTorch ({refusal})",
-        }
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    reason = (
-        "Triton kernels in Triton's interpreter, exact but slow"
-        if interpreted
-        else "fused Triton kernels"
-    )
-    return {"device": str(device), "backend": "triton", "reason": reason}
+        backend, reason = "original", f"plain PyTorch ({refusal})"
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        reason = "Triton kernels in Triton's interpreter, exact but slow"
+    return {"device": str(device), "backend": backend, "reason": reason}
 
 
 def where_norms_run(records: Iterable[dict[str, str]]) -> list[str]:
@@ -176,92 +167,81 @@ def why_not(spec: NormSpec, x, weight, bias, gate=None, residual=None) -> str | 
     """
     if x.is_nested:
         return "x is a nested tensor"
+    named = {"weight": weight, "bias": bias, "gate": gate, "residual": residual}
+    operands = {name: t for name, t in named.items() if t is not None}
     return (
-        _why_not_rows(spec, x)
-        or _why_not_formula(spec, gate, residual)
-        or _why_not_parameter("weight", weight, x, spec)
-        or _why_not_parameter("bias", bias, x, spec)
-        or _why_not_both(weight, bias, residual)
-        or _why_not_other(x, gate, residual)
-        or _why_not_so_many(spec, x, weight, bias)
+        _why_not_formula(spec, x, operands)
+        or _why_not_operands(x, operands)
+        or _why_not_heads(spec, x, operands)
+        or _why_not_so_many(spec, x, operands)
         or device_refusal(x.device.type, x.device.index)
     )
 
 
-def _why_not_rows(spec: NormSpec, x) -> str | None:
-    if x.dtype not in KERNEL_DTYPES:
-        return f"x is {x.dtype}; the kernels serve float32, float16 and bfloat16"
+def _why_not_formula(spec: NormSpec, x, operands: dict) -> str | None:
     if not x.shape or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
         return f"the last dimension of x, shape {tuple(x.shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
     if spec.group_size is not None and x.shape[-1] % spec.group_size:
         return f"groups of {spec.group_size} do not divide rows of {x.shape[-1]}"
-    return None
-
-
-def _why_not_formula(spec: NormSpec, gate, residual) -> str | None:
-    families = ("rows",) if residual is None else ("rows", "residual sum")
-    grouped = spec.group_size is not None and residual is None
+    families = ("rows", "residual sum") if "residual" in operands else ("rows",)
+    grouped = spec.group_size is not None and "residual" not in operands
     missing = unserved(spec.ungrouped if grouped else spec, *families)
     if missing is not None:
         return f"{missing}, which the kernels do not compute"
-    if (gate is None) != (spec.gate is None):
+    if ("gate" in operands) != (spec.gate is not None):
         return "its formula has a gate and the call has none, or the other way round"
     return None
 
 
-def _why_not_parameter(name: str, parameter, x, spec: NormSpec) -> str | None:
-    if parameter is None:
-        return None
-    if parameter.dtype not in KERNEL_DTYPES:
-        return f"{name} is {parameter.dtype}; the kernels serve float32, float16 and bfloat16"
-    if parameter.device != x.device:
-        return f"{name} is on {parameter.device} and x on {x.device}: move one of them"
-    if parameter.dim() == 1 and parameter.shape[0] == x.shape[-1]:
-        return None
-    if parameter.dim() != 2 or parameter.shape != x.shape[-2:]:
-        return f"{name} has shape {tuple(parameter.shape)} where x has {x.shape[-1]} columns"
-    if not 0 < parameter.shape[0] <= MAX_HEADS or spec.group_size is not None:
-        return f"{name} of shape {tuple(parameter.shape)} has too many rows"
-    return None
-
-
-def _why_not_both(weight, bias, residual) -> str | None:
-    given = [p for p in (weight, bias) if p is not None]
-    if any(p.shape != given[0].shape for p in given):
-        return "weight and bias differ in shape"
-    if residual is not None and any(p.dim() != 1 for p in given):
-        return "a parameter of heads is not read behind a sum"
-    return None
-
-
-def _why_not_other(x, gate, residual) -> str | None:
-    for name, other in (("gate", gate), ("residual", residual)):
-        if other is None:
-            continue
-        if (
-            other.dtype not in KERNEL_DTYPES
-            or other.shape != x.shape
-            or other.device != x.device
-        ):
-            where = f"{other.dtype} of shape {tuple(other.shape)} on {other.device}"
-            return f"{name} is {where}, x {tuple(x.shape)} on {x.device}"
-    if residual is not None and promoted(x.dtype, residual.dtype) not in (
-        x.dtype,
-        residual.dtype,
-    ):
+def _why_not_operands(x, operands: dict) -> str | None:
+    for name, t in {"x": x, **operands}.items():
+        if t.dtype not in KERNEL_DTYPES:
+            return (
+                f"{name} is {t.dtype}; the kernels serve float32, float16 and bfloat16"
+            )
+        if t.device != x.device:
+            return f"{name} is on {t.device} and x on {x.device}: move one of them"
+        fits = t.shape == x.shape
+        if name in ("weight", "bias"):
+            fits = t.shape == x.shape[-1:] or t.shape == x.shape[-2:]
+        if not fits:
+            return f"{name} has shape {tuple(t.shape)}, and x {tuple(x.shape)}"
+    residual = operands.get("residual", x)
+    dtypes = x.dtype, residual.dtype
+    if promoted(*dtypes) not in dtypes:
         return f"the sum of {x.dtype} and {residual.dtype} is neither"
     return None
 
 
-def _why_not_so_many(spec: NormSpec, x, weight, bias) -> str | None:
+def _parameters(operands: dict) -> list:
+    return [operands[name] for name in ("weight", "bias") if name in operands]
+
+
+def _why_not_heads(spec: NormSpec, x, operands: dict) -> str | None:
+    """Why not with a row of parameters for each head."""
+    parameters = _parameters(operands)
+    if all(p.dim() == 1 for p in parameters):
+        return None
+    if any(p.shape != x.shape[-2:] for p in parameters):
+        return "weight and bias differ in shape"
+    if "residual" in operands:
+        return "a parameter of heads is not read behind a sum"
+    heads = x.shape[-2]
+    if not 0 < heads <= MAX_HEADS or spec.group_size is not None:
+        return f"parameters of {heads} heads"
+    return None
+
+
+def _why_not_so_many(spec: NormSpec, x, operands: dict) -> str | None:
     if _is_compiling():
         # it would bound a dynamic batch, and the operator asks again at run time
         return None
-    of_heads = any(p is not None and p.dim() == 2 for p in (weight, bias))
+    of_heads = any(p.dim() == 2 for p in _parameters(operands))
     # Heads multiply the rows that the last tile may reach past the end.
     most = MAX_ROWS // 2 if of_heads or spec.group_size is not None else MAX_ROWS
-    if x.numel() // (spec.group_size or x.shape[-1]) > most:
-        return f"x has more than {most} rows"
+    rows = x.numel() // (spec.group_size or x.shape[-1])
+    if not 0 < rows <= most:
+        return f"x has {rows} rows, not 1 to {most}"
     return None
 
 
@@ -303,80 +283,49 @@ def autocast_to_float32(spec: NormSpec, *tensors):
     return tuple(t if t is None else t.to(torch.float32) for t in tensors)
 
 
-def why_not_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> str | None:
-    """Why one launch does not norm and rotate q and k, or None where it does."""
-    weights = q_weight, k_weight
+def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
+    """Whether one launch norms and rotates q and k."""
+    pairs = (q, k), (q_weight, k_weight), (cos, sin)
+    tensors = [t for pair in pairs for t in pair if t is not None]
+    if unserved(spec, "queries and keys") is not None or not is_direct(*tensors):
+        return False
+    has_weights = q_weight is not None, k_weight is not None
+    if has_weights != (spec.has_weight, spec.has_weight):
+        return False
+    if any(one is not None and one.dtype != other.dtype for one, other in pairs):
+        return False
+    if not all(t.device == q.device and t.dtype in KERNEL_DTYPES for t in tensors):
+        return False
     return (
-        _why_not_formula_of_heads(spec, weights)
-        or _why_not_tensors((q, k), weights, (cos, sin))
-        or _why_not_heads(q, k)
-        or _why_not_weights_of_heads(q, weights)
-        or _why_not_tables(q, cos, sin)
-        or device_refusal(q.device.type, q.device.index)
+        _are_heads(q, k)
+        and _are_tables(q, cos, sin)
+        and all(_is_of_heads(q, weight) for weight in (q_weight, k_weight))
+        and device_refusal(q.device.type, q.device.index) is None
     )
 
 
-def _why_not_formula_of_heads(spec: NormSpec, weights: tuple) -> str | None:
-    missing = unserved(spec, "queries and keys")
-    if missing is not None:
-        return f"{missing}, which the kernels do not compute"
-    if any((w is None) == spec.has_weight for w in weights):
-        return "its formula has a weight and the call has none, or the other way round"
-    return None
+def _are_heads(q, k) -> bool:
+    """Whether q and k are (batch, heads, length, head_dim) in rows of unit stride."""
+    if q.dim() != 4 or k.dim() != 4 or q.stride(3) != 1 or k.stride(3) != 1:
+        return False
+    batch, _, length, head_dim = q.shape
+    if (batch, length, head_dim) != (k.shape[0], *k.shape[2:]):
+        return False
+    elements = q.numel() + k.numel()
+    return head_dim <= MAX_HEAD_DIM and 0 < elements <= MAX_ROWS * head_dim
 
 
-def _why_not_tensors(*pairs: tuple) -> str | None:
-    tensors = [t for pair in pairs for t in pair if t is not None]
-    if not is_direct(*tensors):
-        return "a tensor of another class"
-    if len({t.device for t in tensors}) > 1:
-        return "tensors on several devices"
-    for one, other in pairs:
-        if one is not None and one.dtype != other.dtype:
-            return f"a pair of {one.dtype} and {other.dtype}"
-    if any(t.dtype not in KERNEL_DTYPES for t in tensors):
-        return "a dtype that the kernels do not serve"
-    return None
-
-
-def _why_not_heads(q, k) -> str | None:
-    if q.dim() != 4 or k.dim() != 4:
-        return "q or k is not (batch, heads, length, head_dim)"
-    head_dim = q.shape[3]
-    if (
-        q.shape[::2] != k.shape[::2]
-        or head_dim != k.shape[3]
-        or not 1 <= head_dim <= MAX_HEAD_DIM
-    ):
-        return f"q is {tuple(q.shape)} and k {tuple(k.shape)}; heads are 1 to {MAX_HEAD_DIM} wide"
-    if q.stride(3) != 1 or k.stride(3) != 1:
-        return "columns with gaps"
-    if q.numel() + k.numel() > MAX_ROWS * head_dim:
-        return f"more than {MAX_ROWS} rows"
-    return None
-
-
-def _why_not_weights_of_heads(q, weights: tuple) -> str | None:
-    head_dim = q.shape[3]
-    for weight in weights:
-        if weight is not None and (
-            weight.shape != (head_dim,) or not weight.is_contiguous()
-        ):
-            return f"a weight of shape {tuple(weight.shape)} and strides {weight.stride()} for heads of {head_dim}"
-    return None
-
-
-def _why_not_tables(q, cos, sin) -> str | None:
-    if (
-        cos.dim() != 3
-        or cos.shape != sin.shape
-        or cos.stride() != sin.stride()
-        or cos.stride(2) != 1
-    ):
-        return "cos and sin are not (batch or 1, length, columns) in one layout"
+def _are_tables(q, cos, sin) -> bool:
+    """Whether cos and sin are (batch or 1, length, columns) in one layout."""
+    if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride():
+        return False
     batch, _, length, head_dim = q.shape
     tables, positions, columns = cos.shape
     fits = positions == length and tables in (1, batch)
-    if not fits or columns % 2 or not 2 <= columns <= head_dim:
-        return f"tables of shape {tuple(cos.shape)} for q of {tuple(q.shape)}"
-    return None
+    return fits and cos.stride(2) == 1 and columns % 2 == 0 and 2 <= columns <= head_dim
+
+
+def _is_of_heads(q, weight) -> bool:
+    if weight is None:
+        return True
+    return weight.shape == q.shape[3:] and weight.is_contiguous()

@@ -32,13 +32,15 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
     nothing records the operators.
     """
     plain = all(t is None or type(t) in DIRECT_TYPES for t in tensors)
-    return plain and not (_count_modes() and _recorded())
+    return plain and not is_recorded()
 
 
-def _recorded() -> bool:
+def is_recorded() -> bool:
     """Whether a mode that records or fakes operators is active; one that merely watches
     them does not count.
     """
+    if not _count_modes():
+        return False
     keys = torch._C._TorchDispatchModeKey
     return any(
         torch._C._get_dispatch_mode(k) is not None
@@ -54,7 +56,7 @@ def starts_kernels(x: torch.Tensor) -> bool:
         not _is_compiling()
         and type(x) in DIRECT_TYPES
         and chosen.backend != "reference"
-        and not (_count_modes() and _recorded())
+        and not (_count_modes() and is_recorded())
         and not (_functorch_active() or forward_ad._current_level >= 0 or _is_tracing())
         and not _is_wrapped(x)  # what functorch has left behind, which has no memory
     )
@@ -75,17 +77,13 @@ def asks_by_parameters_alone(graded: bool, *summands: torch.Tensor | None) -> bo
     return graded and not any(t is not None and t.requires_grad for t in summands)
 
 
+def row_major(*tensors: torch.Tensor | None) -> list:
+    """The tensors, those with gaps copied."""
+    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
+
+
 def version(t: torch.Tensor | None) -> int | None:
     """What every write to a tensor moves that is not past autograd; None where it has
     none.
     """
     return None if t is None or t.is_inference() else t._version
-
-
-def state(t: torch.Tensor | None) -> tuple | None:
-    """The version and the address, which ``.data = other`` moves alone."""
-    return (
-        None
-        if t is None
-        else (version(t), t.data_ptr() if type(t) in DIRECT_TYPES else 0)
-    )

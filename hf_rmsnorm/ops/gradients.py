@@ -2,29 +2,31 @@
 compilers.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Callable
 
 import torch
 
 from ..formula import NormSpec
-from ..kernels.failure import KernelUnavailable
-from ..kernels.saved import as_saved
-from ..reference import input_of_output, reference_backward, reference_norm
-from .backend import give_up
-from .direct import is_direct, under_transform
-from .launches import is_aligned, key_of
-from .loading import backward_kernels
-from .operators import by_operator, register_gradients
+from ..kernels.rows import by_row, heads_of
+from ..reference import input_of_output, reference_backward
+from .backend import why_not
+from .direct import row_major, under_transform
+from .launches import Launches
+from .launching import backward_by_kernels, require_unchanged
+from .loading import kernels
 
 _is_compiling = torch.compiler.is_compiling
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def seen_through(*gradients: torch.Tensor | None) -> bool:
-    """Whether what runs this backward needs operators it can see through: another
-    differentiation, functorch, vmap.
+    """Whether what runs this backward needs operators it can see through: a compiler,
+    another differentiation, functorch, vmap.
     """
-    if torch.is_grad_enabled() or under_transform():
+    if _is_compiling() or torch.is_grad_enabled() or under_transform():
         return True
     return any(g is not None and _is_batched(g) for g in gradients)
 
@@ -34,23 +36,18 @@ def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -
     are on, as for `create_graph`.
     """
     create_graph = torch.is_grad_enabled()
+
+    def leaf(t, needed):
+        if t is None:
+            return None
+        # A view: where x was itself computed from the same weight, the gradient asked
+        # for is the one along this norm alone.
+        return t.view_as(t) if create_graph else t.detach().requires_grad_(needed)
+
     with torch.enable_grad():
-        if create_graph:
-            # Views: where x was itself computed from the same weight, the gradient
-            # asked for is the one along this norm alone.
-            inputs = [t if t is None else t.view_as(t) for t in inputs]
-        else:
-            pairs = zip(inputs, need, strict=True)
-            inputs = [
-                t if t is None else t.detach().requires_grad_(needed)
-                for t, needed in pairs
-            ]
-        pairs = [
-            (y, d)
-            for y, d in zip(formula(*inputs), gradients, strict=True)
-            if d is not None
-        ]
-        outputs, gradients = zip(*pairs, strict=True)
+        inputs = [leaf(t, needed) for t, needed in zip(inputs, need, strict=True)]
+        pairs = zip(formula(*inputs), gradients, strict=True)
+        outputs, gradients = zip(*[p for p in pairs if p[1] is not None], strict=True)
         leaves = [t for t, needed in zip(inputs, need, strict=True) if needed]
         grads = torch.autograd.grad(
             outputs, leaves, gradients, create_graph=create_graph, allow_unused=True
@@ -59,131 +56,113 @@ def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -
     return [next(of_leaves) if needed else None for needed in need]
 
 
-def norm_gradients(
-    kept: tuple,
-    saved: tuple,
-    dy,
-    dh,
-    need: tuple[bool, ...],
-    formula: Callable | None = None,
-):
+def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...]):
     """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs.
 
     Args:
-        kept: of the forward (its launches, its launch, the strides by which the rows
-            that it saved are numbered, whether these are the output).
+        kept: of the forward: its launches, the strides by which the rows that it saved
+            are numbered, whether these are the output.
         saved: (x, weight, bias, gate, rstd, mean); the norm's output is in the place of
-            x if that was saved.
+            x if that was saved. rstd is None where plain torch has computed it.
         dh: another gradient of x, which is in dx; or None.
-        formula: computes the output from x, weight, bias and gate in plain torch; None:
-            the spec does.
 
     Raises:
-        RuntimeError: an operand has another shape, dtype or device than the forward
-            read.
+        RuntimeError: an operand has another shape or device than the forward read.
     """
-    launches, launch, strides, from_output = kept
+    launches, strides, from_output = kept
     dh = dh if need[0] else None
-    compiling = _is_compiling()
-    visible = not compiling and seen_through(dy, dh)
-    if not (compiling or visible) and is_direct(dy, *saved[:4], dh):
-        try:
-            return _launched(kept, saved, dy, dh, need)
-        except KernelUnavailable as error:
-            give_up(error, dy.device)
-            visible = True  # in plain torch, as for these
-    if not compiling:
-        saved = launch.as_saved(strides, saved, dy, dh)
     *operands, rstd, mean = saved
-    spec = launches.spec
+    gate = operands[3]
+    if gate is not None and dh is not None:  # which no kernel adds behind a gate
+        dx, *others = norm_gradients(kept, saved, dy, None, need)
+        return dh + dx, *others
+    if rstd is not None and not seen_through(dy, dh):
+        read = dy, *operands, dh, rstd, mean
+        grads = launched_backward(launches, strides, read, need, from_output)
+        if grads is not None:
+            return grads
     if from_output:
-        return _by_output(spec, (*operands[:3], rstd), dy, dh, need)
-    if formula is not None:
-        return gradients_of(formula, tuple(operands), dy, need)
-    if visible:
-        return by_formula(spec, operands, dy, dh, need)
-    return by_operator(spec, (*operands, rstd, mean), dy, dh, need)
+        operands[0] = _input_of(launches.spec, operands, rstd)
+    return by_formula(launches, operands, dy, dh, need)
 
 
-def _launched(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...]):
-    """The gradients by the kernels. Saved tensors are compared with those of the
-    forward once for each key.
+def launched_backward(
+    launches: Launches,
+    strides: tuple,
+    operands: tuple,
+    need: tuple[bool, ...],
+    from_output: bool = False,
+) -> tuple | None:
+    """(dx, dweight, dbias, dgate) by the kernels; None where they do not serve such
+    operands.
+
+    Args:
+        strides: of x, by which its rows are numbered.
+        operands: (dy, x, weight, bias, gate, dh, rstd, mean).
     """
-    launches, forward, strides, from_output = kept
-    x, weight, bias, gate, rstd, mean = saved
-    reads_bias = from_output or (
-        gate is not None and need[3] and launches.spec.gate != "silu_before"
-    )
-    kind = "backward", forward, strides, need, from_output
-    key = key_of(
-        kind,
-        (dy, x, weight, gate, dh, bias if reads_bias else None),
-        (bias, rstd, mean),
-    )
-    launch = launches.kept.get(key)
-    if launch is None:
-        laid_out = forward.as_saved(strides, saved, dy, dh)
-        if any(a is not b for a, b in zip(laid_out, saved, strict=True)):
-            return _launched(kept, laid_out, dy, dh, need)
-        operands = dy, x, weight, bias, gate, dh, rstd, mean
-        make = backward_kernels().NormBackward
-        made = (
-            launches.spec,
-            operands,
-            is_aligned(key),
-            need,
-            from_output,
-            launches.modulation,
-        )
-        launch = launches.keep(key, make(*made))
-    return launch.launch(dy, x, weight, bias, gate, dh, rstd, mean)
+    kind = "backward", strides, need, from_output
+    return backward_by_kernels(launches, kind, operands, _as_read, _made)
 
 
-def by_formula(spec: NormSpec, operands, dy, dh, need):
+def _as_read(kind: tuple, operands: tuple) -> tuple:
+    _, strides, *_ = kind
+    dy, x, weight, bias, gate, dh, rstd, mean = operands
+    shape, of_stats = dy.shape, (math.prod(dy.shape[:-1]),)
+    dimensions = [p.dim() for p in (weight, bias) if p is not None]
+    of_parameter = shape[-max(dimensions, default=1) :]
+    expected = {
+        "x": (x, shape),
+        "gate": (gate, shape),
+        "the gradient of the sum": (dh, shape),
+        "weight": (weight, of_parameter),
+        "bias": (bias, of_parameter),
+        "rstd": (rstd, of_stats),
+        "mean": (mean, of_stats),
+    }
+    require_unchanged(dy.device, expected)
+    if x.stride() != strides:
+        empty = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        x = empty.copy_(x)
+    weight, bias, rstd, mean = row_major(weight, bias, rstd, mean)
+    return dy, x, weight, bias, gate, dh, rstd, mean
+
+
+def _made(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
+    _, _, need, from_output = kind
+    _, x, weight, bias, gate, *_ = operands
+    spec = launches.spec
+    if why_not(spec, x, weight, bias, gate if spec.gate else None) is not None:
+        return None
+    return kernels().NormBackward(
+        spec, operands, aligned, need, from_output, launches.modulation
+    )
+
+
+def by_formula(launches: Launches, operands, dy, dh, need):
     """The gradients of the plain formula, differentiable where gradients are on: for
     `create_graph`.
     """
-    if torch.is_grad_enabled():
+    x, weight, bias, gate = operands
+    spec = launches.spec
+    is_modulated = gate is not None and spec.gate is None
+    if torch.is_grad_enabled() or is_modulated:
 
-        def formula(x, weight, bias, gate):
-            return (reference_norm(x, weight, bias, spec, gate),)
+        def formula(*operands):
+            return (launches.in_plain_torch(*operands),)
 
         grads = gradients_of_all(formula, tuple(operands), (dy,), need)
     else:
-        x, weight, bias, gate = operands
         grads = reference_backward(dy, x, weight, bias, spec, need, gate)
     return grads if dh is None else (dh + grads[0], *grads[1:])
 
 
-def gradients_of(formula: Callable, inputs: tuple, dy, need) -> list:
-    """The gradients of any formula that returns one tensor, differentiable where
-    gradients are on.
-    """
-    return gradients_of_all(lambda *inputs: (formula(*inputs),), inputs, (dy,), need)
-
-
-def _by_output(spec: NormSpec, saved: tuple, dy, dh, need):
-    y, weight, bias, rstd = saved
+def _input_of(spec: NormSpec, operands: list, rstd: torch.Tensor) -> torch.Tensor:
+    """The input of a norm whose output is saved in its place."""
     if not _is_compiling() and torch.is_grad_enabled():
         raise RuntimeError(
             "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
             "instead: call patch_model(model, memory_efficient=False) first"
         )
-    x = input_of_output(y, weight, bias, rstd, spec)
-    dx, *grads = reference_backward(dy, x, weight, bias, spec, need)
-    if dx is not None:
-        dx = (dx if dh is None else dh + dx).to(y.dtype)
-    return dx, *grads
-
-
-def _of_operator(spec: NormSpec, saved: tuple, strides: tuple, dy, need):
-    """The gradients of the registered operator, in compiled code and of tensors that
-    are not plain.
-    """
-    *operands, rstd, mean = as_saved(strides, *saved)
-    if not _is_compiling() and torch.is_grad_enabled():
-        return by_formula(spec, operands, dy, None, need)
-    return by_operator(spec, (*operands, rstd, mean), dy, None, need)
-
-
-register_gradients(_of_operator)
+    y, weight, bias, _ = operands
+    rstd = by_row(rstd, y, spec, heads_of(weight, bias))
+    return input_of_output(y, weight, bias, rstd, spec)

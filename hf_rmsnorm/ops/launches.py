@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
+from ..reference import reference_norm
 from .direct import DIRECT_TYPES
 
 MISSING = object()
@@ -48,8 +50,20 @@ class Launches:
         self.kept: dict[tuple, object] = {}
         _all.add(self)
 
-    def keep(self, key: tuple, launch):
-        """The launch, which is kept from now on; of too many all others are dropped."""
+    def in_plain_torch(self, x, weight, bias, gate) -> torch.Tensor:
+        """The formula with its modulation, in differentiable operators."""
+        if gate is None or self.spec.gate is not None:
+            return reference_norm(x, weight, bias, self.spec, gate)
+        scale = 1 + gate if self.modulation == "modulate_after" else gate
+        return reference_norm(x, weight, bias, self.spec) * scale
+
+    def keep(self, key: tuple, make: Callable, *arguments):
+        """The launch ``make(*arguments)``, which is kept from now on; of too many all
+        others are dropped.
+        """
+        # The modes of the caller are not to see how it asks for strides.
+        with _disable_current_modes(), torch.inference_mode(False):
+            launch = make(*arguments)
         if len(self.kept) >= self.MOST:
             self.kept.clear()
         self.kept[key] = launch
@@ -81,11 +95,9 @@ def key_of(kind: tuple, read: tuple, kept: tuple = ()) -> tuple | None:
         A tuple. Its last entry is `memory_of` the tensors that the kernel reads.
     """
     memory = memory_of(read)
-    return (
-        None
-        if memory is None
-        else (kind, *map(layout, read), *map(layout, kept), memory)
-    )
+    if memory is None:
+        return None
+    return (kind, *map(layout, read), *map(layout, kept), memory)
 
 
 def layout(t: torch.Tensor | None) -> tuple | None:

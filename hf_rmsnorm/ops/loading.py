@@ -4,6 +4,7 @@ of DTensor take long.
 
 import sys
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 
@@ -11,35 +12,22 @@ from ..kernels.failure import unavailable
 
 
 @cache
-def kernels():
-    """The launch code of the norms.
+def kernels() -> SimpleNamespace:
+    """The launches of the kernels, by name.
 
     Raises:
         KernelUnavailable: Triton cannot be imported, or reads no source of the kernels.
     """
     try:
-        from ..kernels import launch
+        from ..kernels import launch, launch_backward, launch_qk
     except Exception as error:
         raise unavailable(error) from error
-    return launch
-
-
-@cache
-def backward_kernels():
-    """The launch code of their backwards; raises as `kernels` does."""
-    kernels()
-    from ..kernels import launch_backward
-
-    return launch_backward
-
-
-@cache
-def qk_kernels():
-    """The launch code of queries and keys; raises as `kernels` does."""
-    kernels()
-    from ..kernels import launch_qk
-
-    return launch_qk
+    return SimpleNamespace(
+        NormForward=launch.NormForward,
+        NormBackward=launch_backward.NormBackward,
+        QKForward=launch_qk.QKForward,
+        QKBackward=launch_qk.QKBackward,
+    )
 
 
 @torch.compiler.assume_constant_result

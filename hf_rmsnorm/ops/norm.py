@@ -11,78 +11,23 @@ from functools import lru_cache
 import torch
 
 from ..formula import NormSpec, Rounding
-from ..kernels.failure import KernelUnavailable
 from ..reference import in_groups, reference_norm
-from .backend import (
-    autocast_to_float32,
-    autocasts_functional,
-    give_up,
-    resolve_backend,
-    why_not,
+from .backend import autocast_to_float32, autocasts_functional, resolve_backend
+from .direct import (
+    asks_by_parameters_alone,
+    row_major,
+    starts_kernels,
+    under_transform,
 )
-from .direct import asks_by_parameters_alone, starts_kernels, under_transform
-from .from_output import serves_as_input
-from .gradients import norm_gradients
-from .launches import MISSING, Launches, is_aligned, launches_of, layout, memory_of
-from .loading import kernels, load_sharding_rules
+from .forward import started
+from .launches import Launches, launches_of, layout, memory_of
+from .loading import load_sharding_rules
 from .operators import norm_forward_op, spec_args
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 # a fifth of the question for a device
 _autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
-
-
-class NormFunction(torch.autograd.Function):
-    """The norm of x; or, with a residual, (h, the norm of h) of ``h = residual + x``."""
-
-    # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
-    @staticmethod
-    def forward(ctx, x, weight, bias, gate, residual, call):
-        launches, launch, keep_output = call
-        y, rstd, mean, h = launch.launch(x, weight, bias, gate, None, None, residual)
-        kept, strides = (x if h is None else h), launch.strides
-        if keep_output and serves_as_input(y, kept, weight, bias, launches.spec):
-            kept, strides, mean = y, y.stride(), None
-        ctx.save_for_backward(kept, weight, bias, gate, rstd, mean)
-        ctx.kept = launches, launch, strides, kept is y
-        if h is None:
-            return y
-        ctx.set_materialize_grads(False)
-        return h, y
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        dh, dy = gradients if len(gradients) == 2 else (None, *gradients)
-        need_x, need_weight, need_bias, need_gate, need_residual, _ = (
-            ctx.needs_input_grad
-        )
-        if dy is None:
-            return (
-                dh if need_x else None,
-                None,
-                None,
-                None,
-                dh if need_residual else None,
-                None,
-            )
-        need = need_x or need_residual, need_weight, need_bias, need_gate
-        dx, dweight, dbias, dgate = norm_gradients(
-            ctx.kept, ctx.saved_tensors, dy, dh, need
-        )
-        return (
-            dx if need_x else None,
-            dweight,
-            dbias,
-            dgate,
-            dx if need_residual else None,
-            None,
-        )
-
-
-# What Function.apply adds is for arguments by name and for functorch, neither of which
-# gets here.
-_apply = super(torch.autograd.Function, NormFunction).apply
 
 
 def run(
@@ -122,19 +67,19 @@ def run(
     graded = _is_grad_enabled() and _asks(x, weight, bias, gate, residual)
     if residual is not None and asks_by_parameters_alone(graded, x, residual):
         return None
-    try:
-        launch = _launch_of(launches, x, weight, bias, gate, residual, graded)
-        if launch is None:
-            return None
-        if graded:
-            return _apply(
-                x, weight, bias, gate, residual, (launches, launch, keep_output)
-            )
-        y, _, _, h = launch.launch(x, weight, bias, gate, None, None, residual)
-    except KernelUnavailable as error:
-        give_up(error, x.device)
+    memory = memory_of((x, weight, bias, gate, residual))
+    if memory is None:  # one is of a subclass
         return None
-    return y if h is None else (h, y)
+    key = (
+        "graded" if graded else "forward", x.shape, x.stride(), x.dtype, x.device,
+        weight if weight is None else layout(weight),
+        bias if bias is None else layout(bias),
+        gate if gate is None else layout(gate),
+        residual if residual is None else layout(residual),
+        memory,
+    )  # fmt: skip
+    operands = x, weight, bias, gate, None, None, residual
+    return started(launches, key, operands, graded, keep_output)
 
 
 def _autocast(x, weight, bias, residual) -> tuple | None:
@@ -160,45 +105,6 @@ def _asks(x, weight, bias, gate, residual) -> bool:
     )
 
 
-def _launch_of(launches: Launches, x, weight, bias, gate, residual, graded: bool):
-    """The launch for such operands, or None where the kernels do not serve them."""
-    memory = memory_of((x, weight, bias, gate, residual))
-    if memory is None:
-        return None
-    key = (
-        "graded" if graded else "forward", x.shape, x.stride(), x.dtype, x.device,
-        weight if weight is None else layout(weight),
-        bias if bias is None else layout(bias),
-        gate if gate is None else layout(gate),
-        residual if residual is None else layout(residual),
-        memory,
-    )  # fmt: skip
-    launch = launches.kept.get(key, MISSING)
-    if launch is MISSING:
-        operands = x, weight, bias, gate, None, None, residual
-        launch = launches.keep(key, _made(launches, operands, is_aligned(key), graded))
-    return launch
-
-
-def _made(launches: Launches, operands: tuple, aligned: bool, graded: bool):
-    x, weight, bias, gate, _, _, residual = operands
-    if (
-        launches.spec.group_size is not None
-        or why_not(launches.spec, x, weight, bias, gate, residual) is not None
-    ):
-        return None
-    if any(p is not None and not p.is_contiguous() for p in (weight, bias)):
-        return None  # `fused_norm` copies them
-    total = (
-        x
-        if residual is None or x.element_size() >= residual.element_size()
-        else residual
-    )
-    if launches.fits is not None and not launches.fits(total, weight, bias, gate):
-        return None
-    return kernels().NormForward(launches.spec, operands, aligned, graded)
-
-
 def fused_norm(
     x,
     weight,
@@ -211,7 +117,7 @@ def fused_norm(
     """Compute `spec` on x with the backend in force.
 
     Args:
-        x: (..., hidden_size), any strides; rows may be empty.
+        x: (..., hidden_size), any strides.
         weight, bias: (hidden_size,), or (heads, hidden_size) where x is (..., heads,
             hidden_size), or None, as the spec says.
         backend: what `resolve_backend` answered, if the caller has asked already.
@@ -233,16 +139,11 @@ def fused_norm(
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
         return fused_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
-    weight, bias = (
-        t if t is None or t.is_contiguous() else t.contiguous() for t in (weight, bias)
-    )
-    y = (
-        None
-        if compiling
-        else run(launches_of(spec), x, weight, bias, gate, None, keep_output)
-    )
-    if y is not None:
-        return y
+    weight, bias = row_major(weight, bias)
+    if not compiling:
+        y = run(launches_of(spec), x, weight, bias, gate, None, keep_output)
+        if y is not None:
+            return y
     load_sharding_rules()
     stats = torch.is_grad_enabled() and _asks(x, weight, bias, gate, None)
     return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
@@ -272,13 +173,11 @@ def fused_add_norm(
         (h, y): h as ``residual + x`` returns it, y in ``spec.output_dtype``, each with
         the strides it has in eager.
     """
-    both = (
-        None
-        if _is_compiling()
-        else run(launches_of(spec), x, weight, bias, None, residual, keep_output)
-    )
-    if both is not None:
-        return both
+    if not _is_compiling():
+        launches = launches_of(spec)
+        both = run(launches, x, weight, bias, None, residual, keep_output)
+        if both is not None:
+            return both
     h = residual + x
     return h, fused_norm(h, weight, bias, spec)
 

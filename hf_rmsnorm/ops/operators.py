@@ -3,186 +3,107 @@ see of the kernels.
 """
 
 from functools import lru_cache
-from types import NoneType
-from typing import get_args, get_type_hints
 
 import torch
 
 from ..formula import NormSpec
-from ..kernels.failure import KernelUnavailable
-from ..kernels.rows import heads_of, row_order
-from ..kernels.saved import require_saved_of
+from ..kernels.rows import as_numbered, by_row, heads_of
+from ..kernels.serves import unserved
 from ..reference import reference_backward, reference_norm, reference_stats
-from .backend import give_up, why_not
-from .direct import is_direct
-from .launches import is_aligned, key_of, launches_of
-from .loading import backward_kernels, kernels
+from .direct import row_major
+from .forward import launched
+from .gradients import by_formula, launched_backward
+from .launches import launches_of
 
-
-def _argument_type(name: str, hint) -> str:
-    kinds = get_args(hint) or (hint,)
-    if name == "centered":
-        # for DTensor, which looks the placements of a call up by its arguments from an
-        # integer on
-        return "int"
-    found = next((kind.__name__ for kind in (bool, int, float) if kind in kinds), "str")
-    return f"{found}?" if NoneType in kinds and found != "str" else found
-
-
-# The formula as arguments: eps, `centered` and the rest. The operands themselves tell
-# whether there are parameters, and rows come in their groups.
-_HINTS = get_type_hints(NormSpec)
-_TOLD = ("has_weight", "has_bias", "group_size")
-_NAMES = dict.fromkeys(
-    ("eps", "centered", *(name for name in _HINTS if name not in _TOLD))
+# The fields of `NormSpec`, but for groups, whose rows come apart. An integer is first:
+# DTensor looks the placements of a call up by its arguments from an integer on.
+_SPEC = (
+    "int centered, float eps, bool has_weight, bool has_bias, float weight_offset, str rounding, bool functional, "
+    "bool eps_outside, str gating"
 )
-_TYPES = {name: _argument_type(name, _HINTS[name]) for name in _NAMES}
-_SPEC = ", ".join(
-    f"{kind} {'gating' if name == 'gate' else name}" for name, kind in _TYPES.items()
-)
-_AFFINE = "Tensor? weight, Tensor? bias"
-_STATS = "Tensor rstd, Tensor mean"
+_X = "Tensor x, Tensor? weight, Tensor? bias, Tensor? gate"
 _library = torch.library.Library("hf_rmsnorm", "DEF")
-
-
-def _define(name: str, operands: str, last: str, outputs: int):
-    _library.define(
-        f"{name}({operands}, {_SPEC}, {last}) -> ({', '.join(['Tensor'] * outputs)})"
-    )
-    return getattr(torch.ops.hf_rmsnorm, name).default
-
-
-norm_forward_op = _define(
-    "norm_forward", f"Tensor x, {_AFFINE}, Tensor? gate", "bool stats", 3
+_library.define(f"norm_forward({_X}, {_SPEC}, bool stats) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"norm_backward(Tensor dy, {_X}, Tensor? dh, Tensor rstd, Tensor mean, {_SPEC}, bool[] need)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_OF_NORM = f"Tensor dy, Tensor x, {_AFFINE}, Tensor? gate, Tensor? dh, {_STATS}"
-norm_backward_op = _define("norm_backward", _OF_NORM, "bool[] need", 4)
+norm_forward_op = torch.ops.hf_rmsnorm.norm_forward.default
+norm_backward_op = torch.ops.hf_rmsnorm.norm_backward.default
 
 
 def spec_args(spec: NormSpec) -> tuple:
-    """A formula as the operators take it; "" means None.
+    """A formula as the operators take it.
 
     Raises:
-        TypeError: a formula in groups, or of a subclass with more fields.
+        TypeError: they do not compute it, as one in groups.
     """
-    if type(spec) is not NormSpec or spec.group_size is not None:
+    if unserved(spec, "rows") is not None:
         raise TypeError(f"the operators do not take {spec!r}")
-    values = ((getattr(spec, name), kind) for name, kind in _TYPES.items())
-    return tuple(
-        int(v) if kind == "int" else "" if v is None and kind == "str" else v
-        for v, kind in values
+    return (
+        int(spec.centered),
+        spec.eps,
+        spec.has_weight,
+        spec.has_bias,
+        spec.weight_offset,
+        spec.rounding,
+        spec.functional,
+        spec.eps_outside,
+        spec.gate or "",
     )
 
 
-def spec_from(
-    weight: torch.Tensor | None, bias: torch.Tensor | None, arguments: tuple
-) -> tuple:
-    """(the formula, what follows it) from the arguments behind an operator's tensors."""
-    *values, last = arguments
-    return _spec_from(weight is not None, bias is not None, tuple(values)), last
-
-
 @lru_cache(1_024)
-def _spec_from(has_weight: bool, has_bias: bool, values: tuple) -> NormSpec:
-    fields = {
-        name: None if v == "" else v for name, v in zip(_TYPES, values, strict=True)
-    }
-    fields["centered"] = bool(fields["centered"])
-    return NormSpec(has_weight=has_weight, has_bias=has_bias, **fields)
+def spec_from(centered: int, *fields) -> NormSpec:
+    """The inverse of `spec_args`."""
+    *others, gate = fields
+    return NormSpec(bool(centered), *others, gate or None)
 
 
-def _by_row(
-    stats: torch.Tensor | None, x: torch.Tensor, spec: NormSpec, *parameters
-) -> torch.Tensor:
-    """The kernels' flat statistics in the shape of x's rows, so that both can be split
-    in the same way.
-    """
-    if stats is None:
-        return _none(x)
-    order = row_order(x, spec, heads_of(*parameters))
-    if order is None:
-        return stats.view(x.shape[:-1])
-    own_order = sorted(range(len(order)), key=order.__getitem__)
-    return stats.view([x.shape[d] for d in order]).permute(own_order).contiguous()
+def _or_empty(x, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """The tensors; an empty one for None, as all outputs of an operator are tensors."""
+    return [x.new_empty(0, dtype=torch.float32) if t is None else t for t in tensors]
 
 
-def _flat(
-    stats: torch.Tensor, x: torch.Tensor, spec: NormSpec, *parameters
-) -> torch.Tensor:
-    """The inverse of `_by_row`. Flat statistics, as a direct launch saves them, are
-    returned unchanged.
-    """
-    if stats.dim() < 2:
-        return stats.reshape(-1)
-    order = row_order(x, spec, heads_of(*parameters))
-    return (stats if order is None else stats.permute(order)).reshape(-1)
-
-
-def _none(t: torch.Tensor) -> torch.Tensor:
-    """What an operator, whose outputs are all tensors, returns for none."""
-    return t.new_empty(0, dtype=torch.float32)
-
-
-def _empty_output(x, spec, dtype):
+def _empty_output(x, spec: NormSpec, dtype: torch.dtype) -> torch.Tensor:
     memory_format = (
         torch.contiguous_format if spec.functional else torch.preserve_format
     )
     return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
 
 
-def _forward(x, weight, bias, gate, *formula):
-    spec, stats = spec_from(weight, bias, formula)
-    made = launched_forward(x, weight, bias, gate, spec, stats)
-    if made is not None:
-        y, rstd, mean, _ = made
-        return y, *(_by_row(t, x, spec, weight, bias) for t in (rstd, mean))
-    y = _empty_output(
-        x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype)
-    )
-    y.copy_(reference_norm(x, weight, bias, spec, gate))
-    rstd, mean = reference_stats(x, spec, gate) if stats else (None, None)
-    return y, *(_none(x) if t is None else t.view(x.shape[:-1]) for t in (rstd, mean))
+def _empty_result(x, weight, spec: NormSpec) -> torch.Tensor:
+    weight_dtype = None if weight is None else weight.dtype
+    return _empty_output(x, spec, spec.output_dtype(x.dtype, weight_dtype))
 
 
-def launched_forward(
-    x, weight, bias, gate, spec: NormSpec, stats: bool
-) -> tuple | None:
-    """(y, rstd, mean, None) by a kernel; None where none serves the call."""
-    if (
-        not is_direct(x, weight, bias, gate)
-        or why_not(spec, x, weight, bias, gate) is not None
-    ):
-        return None
-    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
+def _forward(x, weight, bias, gate, *arguments):
+    *formula, stats = arguments
+    spec = spec_from(*formula)
+    weight, bias = row_major(weight, bias)
     operands = x, weight, bias, gate, None, None, None
-    launches, key = launches_of(spec), key_of(("forward", stats), operands)
-    try:
-        launch = launches.kept.get(key) or launches.keep(
-            key, kernels().NormForward(spec, operands, is_aligned(key), stats)
-        )
-        return launch.launch(*operands)
-    except KernelUnavailable as error:
-        give_up(error, x.device)
-        return None
+    made = launched(launches_of(spec), operands, stats)
+    if made is None:
+        y = _empty_result(x, weight, spec)
+        y.copy_(reference_norm(x, weight, bias, spec, gate))
+        of_rows = reference_stats(x, spec, gate) if stats else (None, None)
+        of_rows = [t if t is None else t.view(x.shape[:-1]) for t in of_rows]
+    else:
+        y, *of_rows, _ = made
+        heads = heads_of(weight, bias)
+        of_rows = [t if t is None else by_row(t, x, spec, heads) for t in of_rows]
+    return y, *_or_empty(x, *of_rows)
 
 
-def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
-    spec, need = spec_from(weight, bias, formula)
-    rows, parameters = (
-        {"x": x, "gate": gate, "dh": dh},
-        {"weight": weight, "bias": bias},
-    )
-    require_saved_of(
-        dy, rows, parameters, {"rstd": rstd, "mean": mean if spec.centered else None}
-    )
-    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
-    stats = (
-        _flat(rstd, x, spec, weight, bias),
-        _flat(mean, x, spec, weight, bias) if spec.centered else None,
-    )
-    grads = launched_backward(
-        (dy, x, weight, bias, gate, dh, *stats), spec, tuple(need)
-    )
+def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
+    *formula, need = arguments
+    spec = spec_from(*formula)
+    weight, bias = row_major(weight, bias)
+    heads = heads_of(weight, bias)
+    rstd = as_numbered(rstd, x, spec, heads)
+    mean = as_numbered(mean, x, spec, heads) if spec.centered else None
+    operands = dy, x, weight, bias, gate, dh, rstd, mean
+    grads = launched_backward(launches_of(spec), x.stride(), operands, tuple(need))
     if grads is None:
         dx, dweight, dbias, dgate = reference_backward(
             dy, x, weight, bias, spec, need, gate
@@ -192,57 +113,27 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
             g if g is None else _empty_output(x, spec, g.dtype).copy_(g)
             for g in (dx, dgate)
         )
-        grads = (dx, dweight, dbias, dgate)
-    return tuple(_none(x) if g is None else g for g in grads)
+        grads = dx, dweight, dbias, dgate
+    return tuple(_or_empty(x, *grads))
 
 
-def launched_backward(operands: tuple, spec: NormSpec, need: tuple) -> tuple | None:
-    """(dx, dweight, dbias, dgate) by the kernels; None where none serves the call."""
-    dy, x, weight, bias, gate, dh, _, _ = operands
-    if (
-        not is_direct(dy, x, weight, bias, gate, dh)
-        or why_not(spec, x, weight, bias, gate) is not None
-    ):
-        return None
-    launches, key = (
-        launches_of(spec),
-        key_of(("backward", need), operands[:6], operands[6:]),
-    )
-    try:
-        launch = launches.kept.get(key)
-        if launch is None:
-            launch = launches.keep(
-                key,
-                backward_kernels().NormBackward(spec, operands, is_aligned(key), need),
-            )
-        return launch.launch(*operands)
-    except KernelUnavailable as error:
-        give_up(error, x.device)
-        return None
+def _fake_forward(x, weight, bias, gate, *arguments):
+    *formula, stats = arguments
+    spec = spec_from(*formula)
+    of_rows = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    rstd = of_rows if stats else None
+    mean = torch.empty_like(of_rows) if stats and spec.centered else None
+    return _empty_result(x, weight, spec), *_or_empty(x, rstd, mean)
 
 
-def _fake_forward(x, weight, bias, gate, *formula):
-    spec, stats = spec_from(weight, bias, formula)
-    y = _empty_output(
-        x, spec, spec.output_dtype(x.dtype, None if weight is None else weight.dtype)
-    )
-    rows = x.shape[:-1]
-    rstd = x.new_empty(rows, dtype=torch.float32) if stats else _none(x)
-    return (
-        y,
-        rstd,
-        x.new_empty(rows, dtype=torch.float32) if stats and spec.centered else _none(x),
-    )
-
-
-def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *formula):
-    spec, need = spec_from(weight, bias, formula)
-    return (
-        _empty_output(x, spec, x.dtype) if need[0] else _none(x),
-        torch.empty_like(weight) if need[1] else _none(x),
-        torch.empty_like(bias) if need[2] else _none(x),
-        _empty_output(x, spec, gate.dtype) if need[3] else _none(x),
-    )
+def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
+    *formula, (need_x, need_weight, need_bias, need_gate) = arguments
+    spec = spec_from(*formula)
+    dx = _empty_output(x, spec, x.dtype) if need_x else None
+    dweight = torch.empty_like(weight) if need_weight else None
+    dbias = torch.empty_like(bias) if need_bias else None
+    dgate = _empty_output(x, spec, gate.dtype) if need_gate else None
+    return tuple(_or_empty(x, dx, dweight, dbias, dgate))
 
 
 for _name, _implementation, _fake in (
@@ -253,35 +144,26 @@ for _name, _implementation, _fake in (
     torch.library.register_fake(f"hf_rmsnorm::{_name}", _fake, lib=_library)
 
 
-def by_operator(spec: NormSpec, saved: tuple, dy, dh, need) -> list:
-    """(dx, dweight, dbias, dgate) by the registered operator; None for those that are
-    not needed.
-    """
-    *operands, rstd, mean = saved
-    mean = rstd.new_empty(0) if mean is None else mean
-    grads = norm_backward_op(
-        dy, *operands, dh, rstd, mean, *spec_args(spec), list(need)
-    )
-    return [grad if needed else None for grad, needed in zip(grads, need, strict=True)]
+def _keep(ctx, inputs, output) -> None:
+    operands, ctx.formula = inputs[:4], inputs[4:-1]
+    ctx.save_for_backward(*operands, *output[1:])
 
 
-def register_gradients(gradients) -> None:
-    """Make autograd of the operator call ``gradients(spec, saved, strides, dy, need)``.
+def _gradients(ctx, dy, *_):
+    """Those of the operator, in compiled code and of tensors that are not plain."""
+    *operands, rstd, mean = ctx.saved_tensors
+    need = ctx.needs_input_grad[:4]
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        grads = norm_backward_op(
+            dy, *operands, None, rstd, mean, *ctx.formula, list(need)
+        )
+        grads = [g if n else None for g, n in zip(grads, need, strict=True)]
+    else:
+        spec = spec_from(*ctx.formula)
+        grads = by_formula(launches_of(spec), operands, dy, None, need)
+    return *grads, *[None] * (len(ctx.formula) + 1)
 
-    saved is (x, weight, bias, gate, rstd, mean), and x had these strides.
-    """
 
-    def keep(ctx, inputs, output):
-        tensors = len(inputs) - len(_TYPES) - 1
-        ctx.save_for_backward(*inputs[:tensors], *output[-2:])
-        ctx.formula, ctx.strides = inputs[tensors:], inputs[0].stride()
-
-    def backward(ctx, dy, *_):
-        _, weight, bias, *_ = saved = ctx.saved_tensors
-        spec, _ = spec_from(weight, bias, ctx.formula)
-        grads = gradients(spec, saved, ctx.strides, dy, tuple(ctx.needs_input_grad[:4]))
-        return *grads, *[None] * len(ctx.formula)
-
-    torch.library.register_autograd(
-        "hf_rmsnorm::norm_forward", backward, setup_context=keep, lib=_library
-    )
+torch.library.register_autograd(
+    "hf_rmsnorm::norm_forward", _gradients, setup_context=_keep, lib=_library
+)

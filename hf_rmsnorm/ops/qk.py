@@ -2,18 +2,17 @@
 them.
 """
 
+import math
+
 import torch
 
-from ..formula import NormSpec
-from ..kernels.failure import KernelUnavailable
 from ..reference import reference_qk_norm
-from .backend import give_up, why_not_qk
-from .direct import is_direct, starts_kernels
+from .backend import serves_qk
+from .direct import row_major, starts_kernels
 from .gradients import gradients_of_all, seen_through
-from .launches import MISSING, Launches, is_aligned, key_of
-from .loading import qk_kernels
-
-_is_compiling = torch.compiler.is_compiling
+from .launches import Launches, key_of
+from .launching import backward_by_kernels, by_kernel, require_unchanged
+from .loading import kernels
 
 
 class _QKFunction(torch.autograd.Function):
@@ -22,64 +21,70 @@ class _QKFunction(torch.autograd.Function):
         launches, launch, way = call
         yq, yk, rstd = launch.launch(*operands)
         ctx.save_for_backward(*operands, rstd)
-        ctx.call = call
+        ctx.kept = launches, way
         ctx.set_materialize_grads(False)
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
-        launches, launch, way = ctx.call
+        launches, way = ctx.kept
         _, need_q, need_k, need_q_weight, need_k_weight, *_ = ctx.needs_input_grad
-        of_q, of_k = dq is not None, dk is not None
-        need = (
-            need_q and of_q,
-            need_k and of_k,
-            need_q_weight and of_q,
-            need_k_weight and of_k,
-        )
-        if not any(need):
-            return (None,) * 7
-        saved = launch.as_saved(ctx.saved_tensors, dq, dk)
-        return None, *_gradients(launches, saved, dq, dk, need, way), None, None
+        if dq is None:
+            need_q = need_q_weight = False
+        if dk is None:
+            need_k = need_k_weight = False
+        need = need_q, need_k, need_q_weight, need_k_weight
+        grads = [None] * 4
+        if any(need):
+            grads = _gradients(launches, ctx.saved_tensors, dq, dk, need, way)
+        return None, *grads, None, None
 
 
-def _gradients(
-    launches: Launches, saved: tuple, dq, dk, need: tuple, way: str
-) -> tuple:
+def _gradients(launches: Launches, saved: tuple, dq, dk, need: tuple, way: str):
     """The gradients of q, k and their weights; saved: these, cos, sin and rstd."""
-    *operands, cos, sin, _ = saved
-    visible = _is_compiling() or seen_through(dq, dk)
-    if not visible and is_direct(*operands, cos, sin, dq, dk):
-        try:
-            return _launched(launches, saved, dq, dk, need, way)
-        except KernelUnavailable as error:
-            give_up(error, saved[0].device)
+    q, k, *weights, cos, sin, rstd = saved
+    if not seen_through(dq, dk):
+        of_q = torch.zeros_like(q) if dq is None else dq
+        of_k = torch.zeros_like(k) if dk is None else dk
+        operands = of_q, of_k, q, k, *weights, cos, sin, rstd
+        kind = "queries and keys, backward", need, way
+        grads = backward_by_kernels(launches, kind, operands, _as_read, _backward)
+        if grads is not None:
+            return grads
 
     def formula(*operands):
-        yq, yk = reference_qk_norm(*operands, launches.spec, cos, sin, way)
-        return _in_dtype_of(dq, yq), _in_dtype_of(dk, yk)
+        return reference_qk_norm(*operands, launches.spec, cos, sin, way)
 
-    return tuple(gradients_of_all(formula, tuple(operands), (dq, dk), need))
-
-
-def _in_dtype_of(gradient: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
-    return y if gradient is None else y.to(gradient.dtype)
+    return gradients_of_all(formula, (q, k, *weights), (dq, dk), need)
 
 
-def _launched(launches: Launches, saved: tuple, dq, dk, need: tuple, way: str) -> tuple:
-    kernels = qk_kernels()
-    q, k, *others, rstd = saved
-    dq = torch.zeros_like(q) if dq is None else kernels.unit_stride(dq)
-    dk = torch.zeros_like(k) if dk is None else kernels.unit_stride(dk)
-    read = dq, dk, q, k, *others
-    key = key_of(("queries and keys, backward", need, way), read, (rstd,))
-    launch = launches.kept.get(key)
-    if launch is None:
-        launch = kernels.QKBackward(
-            launches.spec, (*read, rstd), is_aligned(key), need, way
-        )
-        launches.keep(key, launch)
-    return launch.launch(*read, rstd)
+def _as_read(kind: tuple, operands: tuple) -> tuple:
+    """The operands of a backward, columns of unit stride and the others without gaps."""
+    dq, dk, q, k, q_weight, k_weight, cos, sin, rstd = operands
+    *_, length, head_dim = dq.shape
+    of_weight = (head_dim,)
+    of_table = cos.shape[0], length, cos.shape[-1]
+    rows = math.prod(dq.shape[:-1]) + math.prod(dk.shape[:-1])
+    expected = {
+        "q": (q, dq.shape),
+        "k": (k, dk.shape),
+        "the weight of q": (q_weight, of_weight),
+        "the weight of k": (k_weight, of_weight),
+        "cos": (cos, of_table),
+        "sin": (sin, of_table),
+        "rstd": (rstd, (rows,)),
+    }
+    require_unchanged(dq.device, expected)
+    dq, dk, q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, q, k))
+    q_weight, k_weight, rstd = row_major(q_weight, k_weight, rstd)
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+        cos, sin = row_major(cos, sin)
+    return dq, dk, q, k, q_weight, k_weight, cos, sin, rstd
+
+
+def _backward(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
+    _, need, way = kind
+    return kernels().QKBackward(launches.spec, operands, aligned, need, way)
 
 
 def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
@@ -102,31 +107,17 @@ def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
     q, *_, cos, sin = operands
     if not starts_kernels(q):
         return None
-    graded = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in operands
-    )
+    asking = [t for t in operands if t is not None and t.requires_grad]
+    graded = bool(asking) and torch.is_grad_enabled()
     if graded and (cos.requires_grad or sin.requires_grad):
         return None
     key = key_of(("queries and keys", graded, way), operands)
-    launch = None if key is None else launches.kept.get(key, MISSING)
-    try:
-        if launch is MISSING:
-            launch = launches.keep(
-                key, _made(launches.spec, operands, is_aligned(key), graded, way)
-            )
-        if launch is None:
-            return None
-        if graded:
-            return _QKFunction.apply((launches, launch, way), *operands)
-        yq, yk, _ = launch.launch(*operands)
-        return yq, yk
-    except KernelUnavailable as error:
-        give_up(error, q.device)
-        return None
+    apply = _QKFunction.apply if graded else None
+    made = by_kernel(launches, key, operands, _forward, (graded, way), apply, way)
+    return None if made is None else made[:2]
 
 
-def _made(spec: NormSpec, operands: tuple, aligned: bool, graded: bool, way: str):
-    """The launch for such operands, or None where the kernels do not serve them."""
-    if why_not_qk(spec, *operands) is not None:
+def _forward(launches: Launches, operands: tuple, aligned: bool, *options):
+    if not serves_qk(launches.spec, *operands):
         return None
-    return qk_kernels().QKForward(spec, operands, aligned, graded, way)
+    return kernels().QKForward(launches.spec, operands, aligned, *options)

@@ -18,19 +18,22 @@ from torch.distributed.tensor.experimental import register_sharding
 _operators = torch.ops.hf_rmsnorm
 
 
-def _splits(x, *parameters) -> list[tuple]:
+def _ways(x, *parameters) -> list[tuple]:
     """(placement of the rows, of the parameters, of the parameters' gradients), for
-    each way to split rows.
+    each way to place rows.
     """
     per_head = any(p is not None and p.ndim == 2 for p in parameters)
-    rows = x.ndim - 1 - per_head
-    found = [(Shard(d), Replicate(), Partial()) for d in range(rows)]
-    return found + [(Shard(rows), Shard(0), Shard(0))] if per_head else found
+    dimensions = x.ndim - 1 - per_head
+    whole = Replicate()
+    ways = [(Shard(d), whole, Partial()) for d in range(dimensions)]
+    if per_head:
+        ways.append((Shard(dimensions), Shard(0), Shard(0)))
+    return [(whole, whole, whole), *ways]
 
 
-def _if(given, placement):
+def _if(operand, placement):
     """The placement of an operand that may be absent."""
-    return None if given is None else placement
+    return None if operand is None else placement
 
 
 def _made(wanted, placement):
@@ -38,37 +41,28 @@ def _made(wanted, placement):
     return placement if wanted else Replicate()
 
 
-_WHOLE = (Replicate(), Replicate(), Replicate())
-
-
 @register_sharding(_operators.norm_forward.default)
-def norm_forward(x, weight, bias, gate, eps, centered, *formula):
-    rest, stats = [None] * (2 + len(formula)), formula[-1]
-    return [
-        (
-            [rows, _made(stats, rows), _made(stats and centered, rows)],
-            [
-                rows,
-                _if(weight, parameters),
-                _if(bias, parameters),
-                _if(gate, rows),
-                *rest,
-            ],
-        )
-        for rows, parameters, _ in [_WHOLE, *_splits(x, weight, bias)]
-    ]
+def norm_forward(*arguments):
+    (x, weight, bias, gate), rest = arguments[:4], arguments[4:]
+    centered, *_, stats = rest
+    strategies = []
+    for rows, parameters, _ in _ways(x, weight, bias):
+        of_parameters = [_if(weight, parameters), _if(bias, parameters)]
+        inputs = [rows, *of_parameters, _if(gate, rows)] + [None] * len(rest)
+        outputs = [rows, _made(stats, rows), _made(stats and centered, rows)]
+        strategies.append((outputs, inputs))
+    return strategies
 
 
 @register_sharding(_operators.norm_backward.default)
-def norm_backward(dy, x, weight, bias, gate, dh, rstd, mean, eps, centered, *formula):
-    rest, need = [None] * (2 + len(formula)), formula[-1]
-    return [
-        (
-            [_made(n, p) for n, p in zip(need, (rows, gradients, gradients, rows), strict=True)],
-            [
-                rows, rows, _if(weight, parameters), _if(bias, parameters), _if(gate, rows), _if(dh, rows),
-                rows, _made(centered, rows), *rest,
-            ],
-        )
-        for rows, parameters, gradients in [_WHOLE, *_splits(x, weight, bias)]
-    ]  # fmt: skip
+def norm_backward(*arguments):
+    (_, x, weight, bias, gate, dh, *_), rest = arguments[:8], arguments[8:]
+    centered, *_, need = rest
+    strategies = []
+    for rows, parameters, sums in _ways(x, weight, bias):
+        of_parameters = [_if(weight, parameters), _if(bias, parameters)]
+        others = [_if(gate, rows), _if(dh, rows), rows, _made(centered, rows)]
+        inputs = [rows, rows, *of_parameters, *others] + [None] * len(rest)
+        made = zip(need, (rows, sums, sums, rows), strict=True)
+        strategies.append(([_made(*pair) for pair in made], inputs))
+    return strategies

@@ -142,15 +142,8 @@ def launch_of(driver, name):
             _sum(600, 96)
         elif name in GATES:
             x, residual, *modulation = torch.randn(5, 600, 96).to(BF16)
-            modulated_norm(
-                x,
-                None,
-                None,
-                LAYER_NORM_ALONE,
-                *modulation[:2],
-                residual,
-                modulation[2],
-            )
+            operands = x, None, None, *modulation, residual
+            modulated_norm(LAYER_NORM_ALONE, operands)
         else:
             _norm(LAYER_NORM, 600, 96)
     kernel, grid, shared, arguments = next(

@@ -79,7 +79,7 @@ def modulated(spec, size, dtype):
     def run(*operands):
         *operands, dh, dy = operands
         x, residual, factor, scale, shift = (t.requires_grad_() for t in operands)
-        h, y = modulated_norm(x, weight, bias, spec, scale, shift, residual, factor)
+        h, y = modulated_norm(spec, (x, weight, bias, scale, shift, factor, residual))
         return h, y, *torch.autograd.grad((h, y), operands, (dh, dy))
 
     return run, 7

@@ -42,17 +42,6 @@ def test_pointers_come_first_and_every_other_parameter_gets_what_has_its_name(na
         assert values.get("UNIT", unit) == unit
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_name_too_few_or_too_many_is_an_error(name):
-    kernel, named = KERNELS[name], numbered(KERNELS[name])
-    with pytest.raises(TypeError, match=f"{name} is not bound by BLOCK"):
-        kernel.bind(
-            (1, 1, 1), 4, {k: v for k, v in named.items() if k != "BLOCK"}, CPU, True
-        )
-    with pytest.raises(TypeError, match=f"{name} is not bound by doubled"):
-        kernel.bind((1, 1, 1), 4, named | {"doubled": True}, CPU, True)
-
-
 def test_vectors_need_strides_and_columns_that_they_divide():
     kernel = KERNELS["norm_forward"]
     assert bound(kernel).aligned and not bound(kernel, aligned=False).aligned

@@ -335,18 +335,14 @@ def test_offsets_beyond_32_bits():
     )
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 16384)])
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
-def test_no_rows(name, shape):
-    weight, bias = parameters(SPECS[name], shape[-1], torch.float32)
-    x = torch.empty(shape, device=DEVICE, requires_grad=True)
-    with use_backend("triton"), count_launches() as launches:
+def test_no_rows_need_no_kernel(name):
+    weight, bias = parameters(SPECS[name], 64, torch.float32)
+    x = torch.empty((2, 0, 64), device=DEVICE, requires_grad=True)
+    with count_launches() as launches:
         y = fused_norm(x, weight, bias, SPECS[name])
-        grads = torch.autograd.grad(
-            y, [t for t in (x, weight, bias) if t is not None], torch.empty_like(y)
-        )
-    assert y.shape == grads[0].shape == shape
-    assert all(not g.any() for g in grads[1:])
+        dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    assert y.shape == dx.shape == x.shape and not dweight.any()
     assert not launches
 
 

@@ -475,32 +475,6 @@ def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(rows):
     torch.testing.assert_close(weight.grad, both[2])  # whose rows other programs share
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
-def test_no_rows(shape):
-    batch, length = shape
-    q, k = (
-        torch.empty(batch, 4, length, 64, device=DEVICE),
-        torch.empty(batch, 2, length, 64, device=DEVICE),
-    )
-    weights = parameters(QWEN3, 64, FP32)
-    with use_backend("triton"), count_launches() as launches:
-        got = gradients(
-            lambda *leaves: fused_qk_norm(*leaves, QWEN3, *angles(1, length, 64, FP32)),
-            q,
-            k,
-            weights,
-            q,
-            k,
-        )
-    assert (
-        got[0].shape == q.shape
-        and got[1].shape == k.shape
-        and not got[2].any()
-        and not got[3].any()
-    )
-    assert not launches
-
-
 def test_backward_keeps_no_copy():
     """Views of what the projections gave, one float32 a row, and the rotary tables that
     are shared by all layers.

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_rmsnorm.kernels.rows import RowAddress, flat_strides, memory_order, row_address
+from hf_rmsnorm.kernels.rows import RowAddress, addresses, memory_order, row_address
 
 COLUMNS = 3
 
@@ -68,15 +68,6 @@ def test_the_order_of_memory_is_from_the_slowest_dimension_to_the_fastest(view):
         assert order is None
 
 
-@given(views())
-def test_flat_rows_are_those_of_a_contiguous_tensor(view):
-    for order in (None, memory_order(view.shape, view.stride())):
-        assert (
-            flat_strides(view.shape, view.stride(), order)
-            == in_order(view, order).is_contiguous()
-        )
-
-
 def test_rows_that_need_no_copy():
     batch_first = torch.empty(2, 8, 5, 16)
     packed = torch.empty(2, 5, 3 * 64)[..., 64:128].unflatten(-1, (4, 16))
@@ -98,4 +89,8 @@ def test_rows_that_need_no_copy():
     assert row_address(transposed.shape, transposed.stride(), order) == RowAddress(
         80, 0, 16
     )
-    assert RowAddress.of(transposed, None) == RowAddress(80, 0, 16, copy=True)
+    output = torch.empty_like(transposed)
+    for name, where in (("copied", None), ("in place", order)):
+        in_place, flat, arguments = addresses(where, [output], x=transposed, other=None)
+        assert in_place == (name == "in place") and flat
+        assert (arguments["x_len"], arguments["x_inner"]) == (80, 16)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_rmsnorm import NormSpec
-from hf_rmsnorm.kernels.saved import as_saved
 from hf_rmsnorm.ops.operators import norm_backward_op, norm_forward_op, spec_args
 from hf_rmsnorm.reference import reference_norm
 
@@ -119,29 +118,6 @@ def test_opcheck():
         )
 
 
-def test_operators_of_a_graph_serve_what_the_kernels_do_not():
-    """A graph exported for float32 may be run in float64."""
-    x, dh, dy = (random(3, 8, seed=seed).double().requires_grad_() for seed in range(3))
-    weight = random(8).double().requires_grad_()
-    y, rstd, mean = norm_forward_op(x, weight, None, None, *spec_args(LLAMA), True)
-    expected = reference_norm(x, weight, None, LLAMA)
-    torch.testing.assert_close(y, expected)
-    saved = (
-        x.detach(),
-        weight.detach(),
-        None,
-        None,
-        dh.detach(),
-        rstd.detach(),
-        mean.detach(),
-    )
-    dx, dweight, *_ = norm_backward_op(
-        dy.detach(), *saved, *spec_args(LLAMA), [True, True, False, False]
-    )
-    right = torch.autograd.grad(expected, (x, weight), dy)
-    torch.testing.assert_close((dx, dweight), (right[0] + dh, right[1]))
-
-
 def orders(t):
     """t in strides by which the kernels number its rows in other orders."""
     for order in permutations(range(t.dim() - 1)):
@@ -232,16 +208,3 @@ def test_what_the_reference_serves_has_the_dtype_of_eager(rounding, weight_dtype
 def test_formulas_that_no_arguments_tell_are_refused():
     with pytest.raises(TypeError, match="the operators do not take"):
         spec_args(NormSpec(False, 1e-6, group_size=8))
-
-
-@pytest.mark.parametrize("at", range(3))
-def test_saved_tensors_are_laid_out_as_they_were(at):
-    x, weight, rstd = (random(4, 6, seed=i) for i in range(3))
-    saved = [x, weight, None, None, rstd, None]
-    assert all(a is b for a, b in zip(as_saved(x.stride(), *saved), saved, strict=True))
-    strides, place = x.stride(), (0, 1, 4)[at]
-    saved[place] = saved[place].t().contiguous().t()
-    laid_out = as_saved(strides, *saved)
-    assert (
-        torch.equal(laid_out[place], saved[place]) and laid_out[place].is_contiguous()
-    )
