@@ -20,7 +20,6 @@ _MODULES = {
     "NormSpec": "formula",
     "PatchReport": "patching",
     "Recentre": "integrations.finetuned",
-    "convert_adapter": "conversion",
     "convert_checkpoint": "conversion",
     "count_launches": "patching",
     "inspect_norms": "verification",

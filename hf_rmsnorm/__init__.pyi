@@ -1,6 +1,5 @@
 """The public names, for type checkers. `hf_rmsnorm/__init__.py` has the same list."""
 
-from .conversion import convert_adapter as convert_adapter
 from .conversion import convert_checkpoint as convert_checkpoint
 from .conversion import plan_conversion as plan_conversion
 from .formula import NormSpec as NormSpec

@@ -37,6 +37,7 @@ from structure import (
     put_neurons,
     residual_weights_of,
     tie_changes,
+    weight_axis,
 )
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
@@ -46,7 +47,7 @@ from hf_rmsnorm.conversion.proxy.keys import ResidualWeight, saved_tensors
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
 from hf_rmsnorm.conversion.proxy.model import with_settings
 from hf_rmsnorm.conversion.proxy.prove import BOUND, difference, run_as_rms
-from hf_rmsnorm.conversion.proxy.run import run, weight_axis
+from hf_rmsnorm.conversion.proxy.run import run
 from hf_rmsnorm.conversion.proxy.shift_invariance import ZERO_MEAN, input_means
 from hf_rmsnorm.record import RECORD_KEY, make_record
 from hf_rmsnorm.verification.context import default_inputs, max_positions

@@ -27,7 +27,7 @@ from hf_rmsnorm.conversion.proxy.model import (
     shapes_of,
     with_settings,
 )
-from hf_rmsnorm.conversion.proxy.run import MISFITS, linear_paths, run, weight_axis
+from hf_rmsnorm.conversion.proxy.run import MISFITS, leaves, run
 from hf_rmsnorm.conversion.proxy.shift_invariance import (
     ZERO_MEAN,
     centre,
@@ -39,6 +39,46 @@ from hf_rmsnorm.record import centre_
 NEURONS = 2
 EQUAL = 1e-10  # of the largest element; float64 leaves 1e-15
 RECENT = 64  # linear calls before a norm that are looked at
+
+
+def weight_axis(module: torch.nn.Module) -> int | None:
+    """The axis of a linear module's weight that its output runs along; None if it is no
+    linear module.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if (
+        not isinstance(weight, torch.nn.Parameter)
+        or weight.ndim != 2
+        or isinstance(module, torch.nn.Embedding)
+    ):
+        return None
+    for axis in (0, 1):
+        matrix = weight if axis else weight.T
+        x = torch.ones(1, 1, matrix.shape[0], dtype=weight.dtype) / 3
+        try:
+            y = module(x)
+        except (RuntimeError, TypeError, ValueError):
+            # it takes other inputs, or rows of the other length
+            continue
+        expected = x @ matrix
+        if bias is not None and bias.shape == expected.shape[-1:]:
+            expected = expected + bias
+        if (
+            torch.is_tensor(y)
+            and y.shape == expected.shape
+            and torch.allclose(y, expected)
+        ):
+            return axis
+    return None
+
+
+def linear_paths(model: torch.nn.Module) -> list[str]:
+    """Paths of the linear modules."""
+    return [
+        path
+        for path in leaves(model)
+        if weight_axis(model.get_submodule(path)) is not None
+    ]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,15 @@
 """LayerNorm checkpoints become RMSNorm checkpoints with the same logits.
 
-`plan_conversion` makes a plan and proves it, `convert_checkpoint` carries it out, and
-`convert_adapter` converts a LoRA adapter of PEFT.
+`plan_conversion` makes a plan and proves it, and `convert_checkpoint` carries it out.
 """
 
-from .api import Conversion, convert_adapter, convert_checkpoint, plan_conversion
+from .api import Conversion, convert_checkpoint, plan_conversion
+from .options import ConversionOptions
 from .plan import CentringPlan, ConversionError, ConversionRefused
 from .targets.centred import PlannedConversion
 from .verify.folder import VerificationFailed
 
 __all__ = [
-    "CentringPlan", "Conversion", "ConversionError", "ConversionRefused",
-    "PlannedConversion", "VerificationFailed", "convert_adapter", "convert_checkpoint",
-    "plan_conversion",
+    "CentringPlan", "Conversion", "ConversionError", "ConversionRefused", "ConversionOptions",
+    "PlannedConversion", "VerificationFailed", "convert_checkpoint", "plan_conversion",
 ]  # fmt: skip

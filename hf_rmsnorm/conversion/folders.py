@@ -1,5 +1,5 @@
-"""A checkpoint as a folder on this disk: a path, a demo or a hub id, which is
-downloaded first; and its files.
+"""A checkpoint as a folder on this disk: where it is, where the result goes, and which
+of its files are the weights, are copied or are left out.
 """
 
 import json
@@ -7,340 +7,198 @@ import os
 from fnmatch import fnmatch
 from pathlib import Path
 
-from torch.nn import Module
-
-from ..sources import SourceError, find, on_disk
+from ..sources import Source, SourceError, find, on_disk
 from .plan import ConversionError, ConversionRefused
 
-CHECKPOINT = "pass the folder of a checkpoint, a hub id, or demo:gpt2"
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-# As Transformers and PEFT look for the weights.
-MODEL_FILES = (
-    "model.safetensors",
-    INDEX,
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-# Suffixes of weights in other formats; those of exports are of a whole model.
-EXPORTS = {
-    ".ckpt",
-    ".h5",
-    ".gguf",
-    ".ggml",
-    ".msgpack",
-    ".onnx",
-    ".onnx_data",
-    ".ot",
-    ".tflite",
-}
-PICKLES = {".bin", ".pt", ".pth"}
-OTHER_WEIGHTS = EXPORTS | PICKLES
-WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "consolidated*.pth")
-TRAINING = (
-    "training_args.bin",
-    "optimizer*",
-    "scheduler*",
-    "rng_state*",
-    "random_states*",
-    "scaler.pt",
-)
-# folders with this model, as it was or exported
-COPIES = ("checkpoint*", "global_step*", "openvino*", "original")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# As Transformers looks for the weights.
+MODEL_FILES = ("model.safetensors", INDEX, *PICKLES)
 NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
+# Folders with this model, as it was or exported; others are of other modules.
+COPIES = ("checkpoint*", "global_step*", "openvino*", "onnx*", "original")
 OLD = "weights of the model before the conversion"
-OF_TRAINING = "state of the training before the conversion"
-OF_ADAPTER = (
-    "an adapter of the model before the conversion: convert it with convert_adapter"
-)
+TRAINING = "state of the training before the conversion"
+ADAPTER = "an adapter of the model before the conversion: merge it before converting"
 UNKNOWN = "may hold weights of the model before the conversion: copy it by hand if it does not"
+OF_TRAINING = ("training_args.bin", "optimizer*", "scheduler*", "rng_state*")
+OF_TRAINING += ("random_states*", "scaler.pt")
+WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "consolidated*.pth")
+OTHER_FORMATS = ("*.ckpt", "*.h5", "*.gguf", "*.msgpack", "*.onnx", "*.onnx_data")
+OTHER_FORMATS += ("*.ot", "*.tflite")
+# The first pattern that matches a file's name says why it is not copied.
+NOT_COPIED = dict.fromkeys(OF_TRAINING, TRAINING)
+NOT_COPIED["adapter_model.*"] = ADAPTER
+NOT_COPIED |= dict.fromkeys((*WEIGHTS, *OTHER_FORMATS), OLD)
+NOT_COPIED |= dict.fromkeys(("*.bin", "*.pt", "*.pth"), UNKNOWN)
+MERGE = (
+    "merge it into its base by PEFT's merge_and_unload, and convert the merged model"
+)
 
 
-def check_source(argument: str, source) -> None:
-    """Refuse what cannot name a checkpoint."""
-    _check_path(argument, source, CHECKPOINT)
-    if _is_here(source) and not os.path.isdir(os.path.expanduser(source)):
-        raise ConversionError(
-            f"{argument}: {source} is a file: pass the folder that holds it"
-        )
-
-
-def check_destination(dst) -> None:
-    """Refuse what cannot name a folder."""
-    _check_path("dst", dst, "pass the path of the folder to make")
-
-
-def destination(src: str | os.PathLike | None, dst: str | os.PathLike) -> Path:
-    """DST as an absolute path; refused inside of the source, and if it exists or cannot
-    be made.
-    """
-    dst = Path(os.path.abspath(dst))
-    if src is not None and Path(os.path.realpath(dst.parent)).is_relative_to(
-        os.path.realpath(src)
-    ):
-        raise ConversionError(
-            f"{dst}: lies inside of the source, which is only read: choose another DST"
-        )
-    if os.path.lexists(dst) and not os.path.lexists(f"{dst}.converting"):
-        raise exists_already(dst)
-    home = next(parent for parent in dst.parents if os.path.lexists(parent))
-    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
-        what = (
-            "is read-only, or gives no permission to write"
-            if home.is_dir()
-            else "is no folder"
-        )
-        raise ConversionError(f"{dst}: {home} {what}: choose another DST")
-    return dst
-
-
-def exists_already(dst: Path) -> ConversionError:
-    return ConversionError(
-        f"{dst}: exists already: choose another DST, or move it away"
-    )
-
-
-def local(source) -> Path | None:
-    """The path of a checkpoint that is on this disk; None for a word that has to be
-    looked up.
-    """
-    if not isinstance(source, str) or _is_here(source):
-        return Path(source).expanduser()
-    return None
-
-
-def folder_of(source, *, allow_pickle: bool = False, weights: bool = True) -> Path:
-    """The folder of a checkpoint that `check_source` has let pass; a hub's files are
-    downloaded into its cache.
-
-    Raises:
-        ConversionError: it leads to no checkpoint, or the hub does not answer.
-    """
-    if (path := local(source)) is not None:
-        return path
+def source_of(src: str | os.PathLike) -> Source:
+    """Where a checkpoint is; the network is not used."""
+    _check_path("src", src, "the folder of a checkpoint, a hub id, or demo:gpt2")
+    # a path is no id of the hub
+    name = src if isinstance(src, str) else os.path.abspath(src)
     try:
-        return Path(on_disk(find(source), ignored(allow_pickle, weights)).where)
+        return find(name)
+    except SourceError as error:
+        raise ConversionError(str(error)) from None
+
+
+def downloaded(source: Source, allow_pickle: bool, weights: bool = True) -> Path:
+    """The folder of a checkpoint; a hub's files are downloaded into its cache."""
+    try:
+        return Path(on_disk(source, ignored(allow_pickle, weights)).where)
     except SourceError as error:
         raise ConversionError(str(error)) from None
 
 
 def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:
     """Patterns of the hub's files that a conversion does not read."""
-    kinds = OTHER_WEIGHTS - {".bin"} if allow_pickle and weights else OTHER_WEIGHTS
-    # in folders: of earlier steps
-    safetensors = ("*/*.safetensors",) if weights else ("*.safetensors", "*.index.json")
-    return (*(f"*{kind}" for kind in sorted(kinds)), *safetensors)
+    patterns = (*OTHER_FORMATS, "*.pt", "*.pth")
+    if not weights:
+        return (*patterns, *WEIGHTS)
+    if not allow_pickle:
+        patterns += ("*.bin",)
+    return (*patterns, "*/*.safetensors")  # in folders: of earlier steps
 
 
-def _is_here(source) -> bool:
-    return os.path.exists(os.path.expanduser(source))
+def destination(source: Source, dst: str | os.PathLike) -> Path:
+    """DST as an absolute path; refused inside of the source, and if it exists or cannot
+    be made.
+    """
+    _check_path("dst", dst, "the path of the folder to make")
+    dst = Path(os.path.abspath(dst))
+    inside = Path(os.path.realpath(dst.parent))
+    if source.is_local and inside.is_relative_to(os.path.realpath(source.where)):
+        what = "lies inside of the source, which is only read"
+        raise ConversionError(f"{dst}: {what}: choose another DST")
+    is_unfinished = os.path.lexists(f"{dst}.converting")
+    if os.path.lexists(dst) and not is_unfinished:
+        raise exists_already(dst)
+    home = next(parent for parent in dst.parents if os.path.lexists(parent))
+    if not home.is_dir():
+        raise ConversionError(f"{dst}: {home} is no folder: choose another DST")
+    if not os.access(home, os.W_OK | os.X_OK):
+        what = "is read-only, or gives no permission to write"
+        raise ConversionError(f"{dst}: {home} {what}: choose another DST")
+    return dst
 
 
-def _check_path(argument: str, path, cure: str) -> None:
-    if isinstance(path, (str, os.PathLike)):
-        return
-    if isinstance(path, Module) and cure == CHECKPOINT:
-        cure = "pass the folder of a checkpoint; save_pretrained writes one"
-    kind = type(path).__name__
-    article = "an" if kind[0] in "aeiou" else "a"
-    what = "None" if path is None else f"{article} {kind}"
-    raise ConversionRefused(f"{argument} is {what}: {cure}")
+def exists_already(dst: Path) -> ConversionError:
+    cure = "choose another DST, or move it away"
+    return ConversionError(f"{dst}: exists already: {cure}")
+
+
+def _check_path(argument: str, path, wanted: str) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        kind = type(path).__name__
+        raise ConversionRefused(f"{argument} is of type {kind}: pass {wanted}")
 
 
 def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Paths of all files below a folder and the folders that it links to; and those
-    left out, with the reason.
+    """Paths of all files below a folder and the folders that it links to; and of the
+    folders left out, with the reason.
     """
-    if not folder.is_dir():
-        raise ConversionError(
-            f"{folder}: no such folder: pass a local checkpoint folder"
-        )
     files: list[str] = []
     left_out: dict[str, str] = {}
     followed = {os.path.realpath(folder)}
     for parent, folders, names in os.walk(folder, followlinks=True):
-        here = os.path.relpath(parent, folder)
         for name in sorted(folders):
-            path = os.path.join(parent, name)
-            if reason := _why_not_followed(path, followed):
-                left_out[os.path.normpath(os.path.join(here, name))] = reason
+            path = Path(parent, name)
+            real = os.path.realpath(path)
+            reason = ""
+            if name in NOT_OF_THE_MODEL:
+                reason = "not of the model"
+            elif real in followed:
+                reason = "a link to a folder that is in the checkpoint already"
+            if reason:
+                left_out[str(path.relative_to(folder))] = reason
                 folders.remove(name)
-            followed.add(os.path.realpath(path))
-        folders.sort()
+            followed.add(real)
         for name in sorted(names):
-            path = os.path.join(parent, name)
-            relative = os.path.normpath(os.path.join(here, name))
-            if os.path.exists(path) and not os.path.isfile(path):
-                left_out[relative] = "no regular file"
-            else:
-                files.append(relative)
+            path = Path(parent, name)
+            files.append(str(path.relative_to(folder)))
     return files, left_out
 
 
-def _why_not_followed(path: str, followed: set[str]) -> str:
-    if os.path.basename(path) in NOT_OF_THE_MODEL:
-        return "not of the model"
-    if os.path.islink(path) and os.path.realpath(path) in followed:
-        return "a link to a folder that is in the checkpoint already"
-    return ""
-
-
-def config_of_folder(folder: Path, files: list[str], adapter: bool) -> tuple[str, dict]:
-    """Name of the config and the config; refused without one, and if the weights are
-    quantised.
-    """
-    name = ADAPTER_CONFIG if adapter else MODEL_CONFIG
-    if name not in files and adapter:
-        raise ConversionError(f"{folder}: no {name}: pass the folder of a PEFT adapter")
-    if name not in files:
-        cure = 'pass the folder of a Transformers checkpoint, such as hf_rmsnorm.demo.demo_path("gpt2")'
-        raise ConversionRefused(f"{folder} has no {name}: {cure}")
-    if not adapter and ADAPTER_CONFIG in files:
-        cure = "move the adapter to a folder of its own, and convert it with convert_adapter"
-        raise ConversionError(
-            f"{folder}: holds an adapter too, whose base from_pretrained would load: {cure}"
-        )
-    config = read_json(folder / name)
+def config_of_folder(folder: Path, files: list[str]) -> dict:
+    """The config; refused without one, and if the weights are quantised."""
+    if not files:
+        raise ConversionError(f"{folder}: no such folder: pass a checkpoint's folder")
+    if "adapter_config.json" in files:
+        raise ConversionError(f"{folder}: holds an adapter: {MERGE}")
+    if CONFIG not in files:
+        cure = "pass the folder that save_pretrained wrote"
+        raise ConversionError(f"{folder}: no {CONFIG}: {cure}")
+    config = read_json(folder / CONFIG)
     for part in (config, *config.values()):
         if isinstance(part, dict) and part.get("quantization_config"):
             cure = "convert the unquantised model, then quantise that"
-            raise ConversionRefused(f"{folder / name}: quantised: {cure}")
-    return name, config
+            raise ConversionRefused(f"{folder / CONFIG}: quantised: {cure}")
+    return config
 
 
-def main_file(
-    folder: Path,
-    files: list[str],
-    config: dict,
-    adapter: bool,
-    weights: bool,
-    allow_pickle: bool,
-) -> str | None:
-    """The file of the weights or of their index; None if there is none and no `weights`
-    are wanted.
-    """
-    named = config.get("transformers_weights")
-    candidates = (str(named),) if named else ADAPTER_FILES if adapter else MODEL_FILES
-    main = next((name for name in candidates if name in files), None)
-    in_folder = any(
-        name.endswith((".safetensors", ".bin"))
-        for name in files
-        if not os.path.dirname(name)
-    )
-    if main is None and (weights or in_folder):
-        raise ConversionError(f"{folder}: {_without_weights(files, candidates)}")
-    if main in (*MODEL_FILES[2:], ADAPTER_FILES[1]) and not allow_pickle:
-        cure = "pass allow_pickle=True to read them by torch.load(weights_only=True), or save them as safetensors"
-        raise ConversionError(
-            f"{folder}: the weights are pickles, which can run code: {cure}"
-        )
+def main_file(folder: Path, files: list[str], allow_pickle: bool) -> str | None:
+    """The file of the weights, or of their index; None if there are no weights."""
+    main = next((name for name in MODEL_FILES if name in files), None)
+    for name in files:
+        is_here = not os.path.dirname(name)
+        if main is None and is_here and name.endswith((".safetensors", ".bin")):
+            what = f"neither model.safetensors nor {INDEX} beside {name}"
+            cure = "download what is missing, or rename a variant"
+            raise ConversionError(f"{folder}: {what}: {cure}")
+    if main in PICKLES and not allow_pickle:
+        cure = "save the model as safetensors, or pass allow_pickle=True"
+        raise ConversionError(f"{folder}: the weights are pickles: {cure}")
     return main
 
 
-def _without_weights(files: list[str], candidates: tuple[str, ...]) -> str:
-    """Why Transformers would find no weights among these files, and what to do."""
-    here = [name for name in files if not os.path.dirname(name)]
-    shard = next(
-        (
-            name
-            for name in here
-            if fnmatch(name, "*-of-*.safetensors") or fnmatch(name, "*-of-*.bin")
-        ),
-        None,
-    )
-    if shard is not None:
-        return f"{shard} is there, and no index of the shards: download {INDEX} too"
-    variant = next(
-        (name for name in here if fnmatch(name, "model.*.safetensors")), None
-    )
-    if variant is not None:
-        return f"Transformers loads {variant} as a variant alone: rename it to model.safetensors"
-    missing = (
-        f"{candidates[0]} is not there"
-        if len(candidates) == 1
-        else f"neither {' nor '.join(candidates)} is there"
-    )
-    return f"{missing}: download the weights, or write them by save_pretrained"
-
-
-def shards_of(folder: Path, main: str | None) -> tuple[dict | None, list[str]]:
-    """The index, and the files that it names; refused if it is broken, or if a file is
-    missing or out of the folder.
+def shards_of(
+    folder: Path, main: str | None, files: list[str]
+) -> tuple[dict | None, list[str]]:
+    """The index, and the files that it names; refused if it is broken, or names others
+    than those of the folder.
     """
-    if main is None or not main.endswith(".json"):
-        return None, [] if main is None else [main]
+    if main is None:
+        return None, []
+    if not main.endswith(".json"):
+        return None, [main]
     path = folder / main
     index = read_json(path)
     names = index.get("weight_map")
-    is_map = (
-        isinstance(names, dict)
-        and names
-        and all(isinstance(name, str) for name in names.values())
-    )
-    if not is_map:
-        raise ConversionError(
-            f"{path}: no weight_map from tensors to files: download it again"
-        )
+    if not isinstance(names, dict) or not names:
+        raise ConversionError(f"{path}: no weight_map: download it again")
     for key, name in names.items():
-        if (
-            os.path.isabs(name)
-            or os.path.normpath(name) != name
-            or name.startswith("..")
-        ):
-            raise ConversionError(
-                f"{path}: {key} is in {name!r}, which is no file in its folder: download it again"
-            )
-        if not (folder / name).is_file():
-            raise ConversionError(
-                f"{path}: {key} is in {name}, which is missing: download that file"
-            )
+        if name not in files:
+            what = f"{key} is in {name!r}, which is missing in its folder"
+            cure = "download that file, or the index again"
+            raise ConversionError(f"{path}: {what}: {cure}")
     return index, sorted(set(names.values()))
 
 
-def why_not_copied(folder: Path, name: str, config: dict) -> str:
-    """Why a file is no part of the result; "" for one that is copied.
-
-    A file in a subfolder is another module's, unless the folder holds a copy of this
-    model or an export.
+def why_not_copied(name: str) -> str:
+    """Why a file is no part of the result; "" for one that is copied, as those of other
+    modules in folders of their own.
     """
-    *parents, base = Path(name).parts
-    suffix = Path(base.removesuffix(".index.json")).suffix
-    above = [folder.joinpath(*parents[: i + 1]) for i in range(len(parents))]
-    of_model = not parents or any(_is_copy(path, config) for path in above)
-    if of_model and _matches(base, TRAINING):
-        return OF_TRAINING
-    if fnmatch(base, "adapter_model.*"):
-        return OF_ADAPTER
-    if suffix in EXPORTS or (of_model and _matches(base, WEIGHTS)):
-        return OLD
-    return UNKNOWN if of_model and suffix in PICKLES else ""
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
-
-
-def _is_copy(folder: Path, config: dict) -> bool:
-    """Whether a subfolder holds this model, from earlier in its training or exported."""
-    if any(fnmatch(folder.name, pattern) for pattern in COPIES):
-        return True
-    if not (folder / MODEL_CONFIG).is_file():
-        return False
-    other, wanted = read_json(folder / MODEL_CONFIG), config.get("architectures")
-    same_type = "model_type" in other and other["model_type"] == config.get(
-        "model_type"
-    )
-    return same_type and other.get("architectures", wanted) == wanted
+    top, *rest = Path(name).parts
+    if rest and not any(fnmatch(top, pattern) for pattern in COPIES):
+        return ""
+    for pattern, why in NOT_COPIED.items():
+        if fnmatch(os.path.basename(name), pattern):
+            return why
+    return ""
 
 
 def read_json(path: Path) -> dict:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConversionError(
-            f"{path}: not JSON ({error}): download it again"
-        ) from error
+        what = f"not JSON ({error})"
+        raise ConversionError(f"{path}: {what}: download it again") from error
     if not isinstance(data, dict):
         raise ConversionError(f"{path}: a JSON object is wanted: download it again")
     return data

@@ -5,10 +5,9 @@ carried out by streaming.
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -27,14 +26,15 @@ class BadTensor(ConversionError):
 
 
 AGAIN = "convert again, it goes on where it stopped"
+PERMISSION = "give permission to it, or choose another DST"
 CURES = {
     errno.ENOSPC: f"free some space and {AGAIN}",
     errno.EDQUOT: f"free some of the quota and {AGAIN}",
     errno.EFBIG: f"raise the limit of the file size and {AGAIN}",
     errno.ENOENT: "put it there, or repair the link that leads to it, and convert again",
     errno.EROFS: "choose a DST on a file system that can be written",
-    errno.EACCES: "give permission to it, or choose another DST",
-    errno.EPERM: "give permission to it, or choose another DST",
+    errno.EACCES: PERMISSION,
+    errno.EPERM: PERMISSION,
 }
 
 
@@ -46,8 +46,8 @@ def clear_errors(where: Path) -> Iterator[None]:
     except OSError as error:
         reason = " ".join((error.strerror or str(error)).split())
         cure = CURES.get(error.errno, f"see to it and {AGAIN}")
-        reason = reason[:1].lower() + reason[1:]
-        raise ConversionError(f"{error.filename or where}: {reason}: {cure}") from error
+        what = f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}"
+        raise ConversionError(f"{what}: {cure}") from error
 
 
 @dataclass(frozen=True)
@@ -61,20 +61,6 @@ class Centre:
     block: int
     # indices of the blocks to centre, in order; None for all
     blocks: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Multiply a tensor along `axis` by the one-dimensional tensor `by`, whose own
-    value then becomes ones.
-
-    So a layer scale is folded into the linear before it; it happens before any `Centre`
-    of the same tensor.
-    """
-
-    key: str
-    axis: int
-    by: str
 
 
 @dataclass(frozen=True)
@@ -102,11 +88,8 @@ class NormRecord:
 
 def rms_norms(norms: Iterable[NormRecord]) -> dict[str, dict]:
     """Module path -> ``{"eps", "hidden_size"}`` of those that become RMSNorms, as the record has them."""
-    return {
-        n.path: {"eps": n.eps, "hidden_size": n.hidden_size}
-        for n in norms
-        if n.becomes_rms
-    }
+    becoming = [norm for norm in norms if norm.becomes_rms]
+    return {n.path: {"eps": n.eps, "hidden_size": n.hidden_size} for n in becoming}
 
 
 @dataclass(frozen=True)
@@ -118,44 +101,13 @@ class CentringPlan:
         config: keys to set in config.json (``tie_word_embeddings`` and the record of
             this package).
         undetermined: tensors that no output depends on; they are copied.
-        margins: how clearly residual weights differ from the rest: ``{"invariant_max":
-            ..., "dependent_min": ...}``.
         notes: sentences for people: what changes besides the norms,
             ``output_hidden_states differs`` and the like.
     """
 
     centre: tuple[Centre, ...] = ()
-    scale: tuple[Scale, ...] = ()
     copy: tuple[Copy, ...] = ()
     norms: tuple[NormRecord, ...] = ()
     config: dict = field(default_factory=dict)
     undetermined: tuple[str, ...] = ()
-    margins: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """JSON text that `from_json` reads back to an equal plan."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> CentringPlan:
-        """The plan that `to_json` wrote; ValueError for any other text."""
-        try:
-            data = json.loads(text)
-            for name, kind in _STEPS.items():
-                data[name] = [kind(**_tuples(step)) for step in data[name]]
-            return cls(**_tuples(data))
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"this is no conversion plan: {type(error).__name__}: {error}"
-            ) from error
-
-
-_STEPS = {"centre": Centre, "scale": Scale, "copy": Copy, "norms": NormRecord}
-
-
-def _tuples(data: dict) -> dict:
-    return {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in data.items()
-    }

@@ -1,99 +1,55 @@
-"""Apply a plan to the tensors of a checkpoint and to its config; a plan that does not
-fit is refused.
-"""
+"""Apply a plan to the tensors of a checkpoint; a plan that does not fit is refused."""
 
-import json
+from collections.abc import Container
 
-from ..record import RECORD_KEY
-from .plan import Centre, CentringPlan, ConversionError, Copy, Scale
-from .tensors import Centring, Lazy, Scaling, Source, Stored, filled
+from .plan import Centre, CentringPlan, ConversionError
+from .tensors import Centring, Lazy, Source, Stored
 
 
 def planned_tensors(
     plan: CentringPlan, source: Source, where: object
 ) -> dict[str, Lazy]:
-    """Every tensor of the checkpoint that a plan makes of another: scaled, then
-    centred; the others as they are.
+    """Every tensor of a result: copied, centred, or as it is.
 
     A step that does not fit the tensors is refused; `where` is the folder, for that.
     """
-    _check_names(plan, source, where)
-    tensors: dict[str, Lazy] = {name: Stored(name) for name in source.tensors}
+    tensors: dict[str, Stored] = {}
+    for name in source.tensors:
+        tensors[name] = Stored(name)
     for copy in plan.copy:
+        _check_there(copy.source, tensors, where)
         if copy.key in tensors:
-            _check_equal(copy, source, where)
+            _check_equal(copy.key, copy.source, source, where)
         else:
             tensors[copy.key] = Stored(copy.source)
-    for scale in plan.scale:
-        size = _size(scale, tensors, source)
-        if tuple(source.tensors[scale.by].shape) != (size,):
-            raise _of_other_weights(scale, where)
-        step = Scaling(scale.axis, Stored(scale.by))
-        tensors[scale.key] = tensors[scale.key].then(step)
-    for centre in plan.centre:
-        size = _size(centre, tensors, source)
-        count, rest = divmod(size, centre.block)
-        if rest or max(centre.blocks or (0,)) >= count:
-            raise _of_other_weights(centre, where)
-        step = Centring(centre.axis, centre.block, centre.blocks)
-        tensors[centre.key] = tensors[centre.key].then(step)
-    for scale in plan.scale:
-        tensors[scale.by] = filled(Stored(scale.by), 1.0)
+    for step in plan.centre:
+        _check_there(step.key, tensors, where)
+        if not _fits(step, tensors[step.key].shape(source)):
+            what = f"{step.key} has another shape than the plan says"
+            cure = "config.json or the plan is of other weights"
+            raise ConversionError(f"{where}: {what}: {cure}")
+        centring = Centring(step.axis, step.block, step.blocks)
+        tensors[step.key] = tensors[step.key].then(centring)
     return tensors
 
 
-def _check_names(plan: CentringPlan, source: Source, where: object) -> None:
-    """Refuse a plan that names a tensor which the checkpoint lacks."""
-    named = {step.key for step in (*plan.centre, *plan.scale)}
-    named -= {copy.key for copy in plan.copy}
-    named |= {copy.source for copy in plan.copy}
-    named |= {scale.by for scale in plan.scale}
-    missing = sorted(named - source.tensors.keys())
-    if missing:
-        what = f"no tensor {missing[0]}, which the plan names"
+def _check_there(key: str, names: Container[str], where: object) -> None:
+    if key not in names:
+        what = f"no tensor {key}, which the plan names"
         raise ConversionError(f"{where}: {what}: the plan is of another checkpoint")
 
 
-def _check_equal(copy: Copy, source: Source, where: object) -> None:
-    """Refuse a checkpoint that has a tensor already, with other values than the plan
-    gives it.
-    """
-    if source.read(copy.key).equal(source.read(copy.source)):
-        return
-    what = f"{copy.key} is there already and differs from {copy.source}, of which the plan makes it a copy"
-    cure = "set tie_word_embeddings to false if it is right, remove it if it is stale"
-    raise ConversionError(f"{where}: {what}: {cure}")
+def _check_equal(key: str, tied: str, source: Source, where: object) -> None:
+    """Refuse a checkpoint that has a tied tensor already, with other values."""
+    if not source.read(key).equal(source.read(tied)):
+        what = f"{key} is there already and differs from {tied}, to which config.json ties it"
+        cure = "set tie_word_embeddings to false if it is right, or remove it"
+        raise ConversionError(f"{where}: {what}: {cure}")
 
 
-def _size(step: Scale | Centre, tensors: dict[str, Lazy], source: Source) -> int:
-    """Elements along the axis that a step names; 0 if there is no such axis."""
-    shape = tensors[step.key].shape(source)
-    return shape[step.axis] if step.axis < len(shape) else 0
-
-
-def _of_other_weights(step: Scale | Centre, where: object) -> ConversionError:
-    what = f"{step.key} has another shape than the plan says"
-    return ConversionError(
-        f"{where}: {what}: config.json or the plan is of other weights"
-    )
-
-
-def changed_config(config: dict, changes: dict) -> str:
-    """Text of a config with the changes set; dictionaries are merged, except for the
-    record of a conversion.
-    """
-
-    def merged(config: dict, changes: dict) -> dict:
-        both = (
-            key
-            for key in changes
-            if key != RECORD_KEY and isinstance(config.get(key), dict)
-        )
-        inner = {
-            key: merged(config[key], changes[key])
-            for key in both
-            if isinstance(changes[key], dict)
-        }
-        return {**config, **changes, **inner}
-
-    return json.dumps(merged(config, changes), indent=2) + "\n"
+def _fits(step: Centre, shape: tuple[int, ...]) -> bool:
+    if step.axis >= len(shape):
+        return False
+    count, rest = divmod(shape[step.axis], step.block)
+    last = max(step.blocks or (0,))
+    return rest == 0 and last < count

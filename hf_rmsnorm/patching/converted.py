@@ -183,7 +183,7 @@ def moved(tensors: Weights, record: dict) -> str:
             weight, how[name] = change
             added[name] = tensors[name].to(own[weight].dtype)  # in which it writes
     why_not = explain_violation(added, {**record, "residual_weights": how})
-    return why_not and f"{why_not}; convert an adapter with its base (convert_adapter)"
+    return why_not and f"{why_not}; merge the adapter, and convert the merged model"
 
 
 class Weights(UserDict):

@@ -180,9 +180,7 @@ def _planned(cls, config, inputs) -> dict:
         "largest_mean": max(
             (v for k, v in proof.means.items() if k not in stays), default=0.0
         ),
-        "margins": plan.margins,
         "centred": len(plan.centre),
-        "scaled": len(plan.scale),
         "copied": len(plan.copy),
         "undetermined": len(plan.undetermined),
         "reason": "; ".join(dict.fromkeys(stays.values())),

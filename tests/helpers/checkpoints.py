@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_rmsnorm.conversion import CentringPlan, ConversionError, convert_checkpoint
-from hf_rmsnorm.conversion.plan import Centre, Copy, Scale
+from hf_rmsnorm.conversion.plan import Centre, Copy
 from hf_rmsnorm.conversion.proxy.prove import ProofReport
 from hf_rmsnorm.conversion.targets.centred import PlannedCentring
 
@@ -66,8 +66,8 @@ def trained(*shape, dtype=torch.float32, seed=0):
 
 
 def tiny(dtype=torch.bfloat16, hidden=12, vocabulary=20):
-    """Two shards with a little of everything: a writer of each orientation, a layer
-    scale, what is not touched.
+    """Two shards with a little of everything: a writer of each orientation, what is
+    not touched.
     """
     first = {
         "wte.weight": trained(vocabulary, hidden, dtype=dtype, seed=1),
@@ -88,14 +88,9 @@ def tiny(dtype=torch.bfloat16, hidden=12, vocabulary=20):
             Centre("h.0.out.bias", 0, hidden),
             Centre("h.0.qkv.weight", 1, hidden, (0, 2)),
         ),
-        scale=(
-            Scale("h.0.out.weight", 0, "h.0.scale"),
-            Scale("h.0.out.bias", 0, "h.0.scale"),
-        ),
         copy=(Copy("lm_head.weight", "wte.weight"),),
         config={
             "tie_word_embeddings": False,
-            "rope": {"b": 3, "c": 4},
             "hf_rmsnorm": {"version": 1},
         },
     )
@@ -129,11 +124,6 @@ def in_memory(plan, tensors):
     """What `write_plan` shall write, from tensors that are all in memory."""
     result = dict(tensors) | {copy.key: tensors[copy.source] for copy in plan.copy}
     changed = {}
-    for scale in plan.scale:
-        x = changed.setdefault(scale.key, tensors[scale.key].double())
-        shape = [-1 if axis == scale.axis else 1 for axis in range(x.ndim)]
-        changed[scale.key] = x * tensors[scale.by].double().view(shape)
-        result[scale.by] = torch.ones_like(tensors[scale.by])
     for centre in plan.centre:
         x = changed.setdefault(centre.key, result[centre.key].double()).clone()
         count = x.shape[centre.axis] // centre.block

@@ -71,7 +71,6 @@ CONFIGS = {
             "use_parallel_residual": True,
         },
     ),
-    "nemotron": ("nemotron", {**_LLAMA_LIKE, "num_key_value_heads": 2, "head_dim": 8}),
     "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "num_key_value_heads": 2}),
     "falcon_7b": (
         "falcon",
@@ -104,12 +103,12 @@ CONFIGS = {
     "opt": ("opt", {**_LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 16}),
     "gpt_bigcode": ("gpt_bigcode", _GPT2_LIKE),
     "blenderbot": ("blenderbot", _BART_LIKE),
-    "dinov2": ("dinov2", _VISION),
     "vit": ("vit", _VISION),
 }
 # The same of models whose stream gets a mean from what no weight sets: a norm, an
 # activation, a table.
 MEAN_OF_A_MODULE = {
+    "dinov2": ("dinov2", _VISION),
     "bloom": (
         "bloom",
         {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -163,12 +162,6 @@ def carry_out(plan, tensors):
     done = {key: t.double().clone() for key, t in tensors.items()}
     for c in plan.copy:
         done[c.key] = done[c.source].clone()
-    for s in plan.scale:
-        done[s.key] = (
-            done[s.key].movedim(s.axis, -1) * tensors[s.by].double()
-        ).movedim(-1, s.axis)
-    for s in plan.scale:
-        done[s.by] = torch.ones_like(done[s.by])
     for c in plan.centre:
         moved = done[c.key].movedim(c.axis, -1)
         for i in range(moved.shape[-1] // c.block) if c.blocks is None else c.blocks:

@@ -4,6 +4,7 @@ errors.
 
 import json
 import os
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,9 +12,32 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..folders import config_of_folder, files_of, main_file, shards_of, why_not_copied
-from ..pickles import CODES, DTYPES, FLOATS, load_pickle
+from ..folders import (
+    CONFIG,
+    config_of_folder,
+    files_of,
+    main_file,
+    shards_of,
+    why_not_copied,
+)
 from ..plan import ConversionError, clear_errors
+
+FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# As headers name them; of another dtype a tensor keeps its bytes.
+DTYPES = FLOATS | {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -37,15 +61,13 @@ class Checkpoint:
 
     folder: Path
     config: dict
-    config_name: str
     tensors: dict[str, StoredTensor]
     metadata: dict[str, dict[str, str]]  # shard -> ``__metadata__`` of its header
     index: dict | None  # if the weights are in shards
     others: tuple[str, ...]  # files to copy
     not_copied: dict[str, str]  # file or folder -> why
     fingerprints: dict[str, list[int]]  # of every file that is read
-    # the file that was read last, and its tensors
-    _pickle: dict[str, dict] = field(default_factory=dict, repr=False)
+    pickled: dict[str, torch.Tensor] = field(repr=False)  # those of files of torch.save
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -54,19 +76,15 @@ class Checkpoint:
         dtype = getattr(torch, name.removeprefix("torch."), None)
         return dtype if dtype in FLOATS.values() else None
 
-    def data(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """A copy of bytes [first, last) of a tensor, as uint8."""
+    def data(self, name: str) -> torch.Tensor:
+        """A copy of the bytes of a tensor, as uint8."""
+        if name in self.pickled:
+            whole = self.pickled[name].contiguous().reshape(-1)
+            return whole.view(torch.uint8).clone()
         tensor = self.tensors[name]
         path = self.folder / tensor.file
-        last = tensor.nbytes if last is None else last
-        if path.suffix == ".bin":
-            if tensor.file not in self._pickle:
-                self._pickle.clear()
-                self._pickle[tensor.file] = load_pickle(path)
-            whole = self._pickle[tensor.file][name].contiguous()
-            return whole.reshape(-1).view(torch.uint8)[first:last].clone()
-        data = np.fromfile(path, np.uint8, last - first, offset=tensor.start + first)
-        if len(data) < last - first:
+        data = np.fromfile(path, np.uint8, tensor.nbytes, offset=tensor.start)
+        if len(data) < tensor.nbytes:
             raise changed(path)
         return torch.from_numpy(data)
 
@@ -94,93 +112,97 @@ def _fingerprint(path: Path) -> list[int]:
 
 
 def open_checkpoint(
-    folder: str | os.PathLike,
-    *,
-    allow_pickle: bool = False,
-    adapter: bool = False,
-    weights: bool = True,
+    folder: str | os.PathLike, *, allow_pickle: bool = False, weights: bool = True
 ) -> Checkpoint:
     """Look at a folder, and read its config and the headers of the weights that
     `from_pretrained` would load.
 
     Args:
         allow_pickle: read ``pytorch_model.bin`` if there is nothing else.
-        adapter: it is the folder of a PEFT adapter.
         weights: False where they may be missing, as for the plan of a hub's model.
     """
     folder = Path(folder)
     with clear_errors(folder):
         files, not_copied = files_of(folder)
-        config_name, config = config_of_folder(folder, files, adapter)
-        main = main_file(folder, files, config, adapter, weights, allow_pickle)
-        index, shards = shards_of(folder, main)
-        read = {config_name, main, *shards} - {None}
-        why = {
-            name: why_not_copied(folder, name, config)
-            for name in files
-            if name not in read
-        }
-        not_copied |= {name: reason for name, reason in why.items() if reason}
-        others = tuple(name for name, reason in why.items() if not reason)
-        fingerprints = {
-            name: _fingerprint(folder / name) for name in sorted({*read, *others})
-        }
-        opened = {name: _open_shard(folder, name) for name in shards}
-    tensors = {
-        key: tensor for _, stored in opened.values() for key, tensor in stored.items()
-    }
-    metadata = {name: kept for name, (kept, _) in opened.items()}
-    return Checkpoint(
-        folder,
-        config,
-        config_name,
-        tensors,
-        metadata,
-        index,
-        others,
-        not_copied,
-        fingerprints,
-    )
+        config = config_of_folder(folder, files)
+        main = main_file(folder, files, allow_pickle)
+        if main is None and weights:
+            cure = "download the weights, or write them by save_pretrained"
+            raise ConversionError(f"{folder}: no model.safetensors: {cure}")
+        index, shards = shards_of(folder, main, files)
+        others = []
+        for name in files:
+            if name in (CONFIG, main, *shards):
+                continue
+            if reason := why_not_copied(name):
+                not_copied[name] = reason
+            else:
+                others.append(name)
+        read = {CONFIG, *shards, *others}
+        if main is not None:
+            read.add(main)
+        fingerprints = {}
+        for name in sorted(read):
+            fingerprints[name] = _fingerprint(folder / name)
+        source = Checkpoint(
+            folder, config, {}, {}, index, tuple(others), not_copied, fingerprints, {}
+        )
+        for name in shards:
+            _open_shard(source, name)
+    return source
 
 
-def _open_shard(
-    folder: Path, name: str
-) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """``__metadata__`` and tensors of a file, in the order of their bytes."""
-    path = folder / name
+def _open_shard(source: Checkpoint, name: str) -> None:
+    """Add the tensors of a file, in the order of their bytes, and its metadata."""
+    path = source.folder / name
     with open(path, "rb") as file:
         if file.read(23) == b"version https://git-lfs":
-            raise ConversionError(
-                f"{path}: a pointer of Git LFS, and not the file: run git lfs pull in its folder"
-            )
+            cure = "run git lfs pull in its folder"
+            raise ConversionError(f"{path}: a pointer of Git LFS, not the file: {cure}")
     if path.suffix == ".bin":
-        state = load_pickle(path)
-        tensors = {
-            key: StoredTensor(name, CODES[t.dtype], tuple(t.shape), 0, t.nbytes)
-            for key, t in state.items()
-        }
-        return {"format": "pt"}, tensors
+        source.metadata[name] = {"format": "pt"}
+        for key, tensor in _load_pickle(path).items():
+            shape, size = tuple(tensor.shape), tensor.nbytes
+            source.tensors[key] = StoredTensor(
+                name, CODES[tensor.dtype], shape, 0, size
+            )
+            source.pickled[key] = tensor
+        return
     try:
         with safe_open(path, "pt"):
             # the library's own check of lengths, offsets, shapes and dtypes
             pass
     except SafetensorError as error:
-        raise ConversionError(
-            f"{path}: truncated or corrupt ({error}): download it again"
-        ) from error
+        what = f"truncated or corrupt ({error})"
+        raise ConversionError(f"{path}: {what}: download it again") from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(length))
-    metadata = entries.pop("__metadata__", None) or {}
-    tensors = {}
+    source.metadata[name] = entries.pop("__metadata__", None) or {}
     for key in sorted(entries, key=lambda key: entries[key]["data_offsets"]):
         entry = entries[key]
         first, last = entry["data_offsets"]
-        tensors[key] = StoredTensor(
+        source.tensors[key] = StoredTensor(
             name,
             entry["dtype"],
             tuple(entry["shape"]),
             8 + length + first,
             last - first,
         )
-    return metadata, tensors
+
+
+def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict of a file of `torch.save`, read without running code."""
+    is_zip = zipfile.is_zipfile(path)
+    cure = "save the model by save_pretrained, where you trust it"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # torch's own advice is to load it unsafely
+        what = "a pickle that is broken, or runs code"
+        raise ConversionError(f"{path}: {what}: {cure}") from error
+    values = state.values() if isinstance(state, dict) else [None]
+    for value in values:
+        if not isinstance(value, torch.Tensor) or value.dtype not in CODES:
+            what = "holds more than plain tensors, as a checkpoint of training does"
+            raise ConversionError(f"{path}: {what}: {cure}")
+    return state

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from ..folders import INDEX, destination, exists_already
+from ..folders import CONFIG, INDEX, exists_already
 from ..plan import BadTensor, ConversionError, clear_errors
 from ..tensors import one_thread
 from .layout import Layout
@@ -30,14 +30,14 @@ WINDOWS = os.name == "nt"
 
 def write_checkpoint(
     source: Checkpoint,
-    dst: str | os.PathLike,
+    dst: Path,
     layout: Layout,
     config: str,
     *,
     plan: str,
     check: Callable[[Path], None],
     restart: bool,
-    progress: Callable[[int, int, int], None] | None,
+    progress: Callable[[int, int, int], None],
 ) -> int:
     """Write the tensors of a layout and the source's other files; how many shards were
     there from a killed run.
@@ -50,28 +50,20 @@ def write_checkpoint(
         check: called with the folder that is to become DST. If it raises, the folder is
             kept, with ``report.txt``.
     """
-    dst = destination(source.folder, dst)
     headers = {name: shard.header() for name, shard in layout.shards.items()}
-    made_of = [
-        plan.encode(),
-        config.encode(),
-        json.dumps(layout.index).encode(),
-        *headers.values(),
-    ]
-    identity = {
-        "plan": hashlib.sha256(b"\n".join(made_of)).hexdigest(),
-        "source": source.fingerprints,
-    }
-    staging, model = Path(f"{dst}.converting"), Path(f"{dst}.converting", "model")
+    texts = "\n".join([plan, config, json.dumps(layout.index)])
+    made_of = b"\n".join([texts.encode(), *headers.values()])
+    digest = hashlib.sha256(made_of).hexdigest()
+    identity = {"plan": digest, "source": source.fingerprints}
+    staging = Path(f"{dst}.converting")
+    model = staging / "model"
     with clear_errors(dst), _locked(staging) as lock:
         if not _begin(staging, dst, identity, restart):
             _clean_up(staging, lock)
             return len(layout.shards)
         try:
             with one_thread():
-                done = _write_shards(
-                    source, layout, headers, model, progress or (lambda *_: None)
-                )
+                done = _write_shards(source, layout, headers, model, progress)
         except BadTensor:  # these shards are of no use once the source is repaired
             shutil.rmtree(model)
             _clean_up(staging, lock)
@@ -99,10 +91,9 @@ def _locked(staging: Path) -> Iterator[FileLock]:
     try:
         lock.acquire(blocking=False)
     except (Timeout, FileNotFoundError):  # or the other one has just removed the folder
-        busy = (
-            "another process is converting into it: wait for it, or choose another DST"
-        )
-        raise ConversionError(f"{staging}: {busy}") from None
+        busy = "another process is converting into it"
+        cure = "wait for it, or choose another DST"
+        raise ConversionError(f"{staging}: {busy}: {cure}") from None
     try:
         yield lock
     finally:
@@ -113,23 +104,19 @@ def _journal(staging: Path) -> dict:
     """The content of the journal, {} before there is one; refused if the folder is
     another program's.
     """
+    if not os.path.lexists(staging):
+        return {}
     try:
         names = {*os.listdir(staging)}
-        journal = (
-            json.loads((staging / JOURNAL).read_bytes()) if JOURNAL in names else {}
-        )
-        if isinstance(journal.get("identity"), dict) or not names - {
-            LOCK,
-            JOURNAL + PARTIAL,
-        }:
-            return journal
-    except FileNotFoundError:
-        return {}
-    except (ValueError, AttributeError, NotADirectoryError):
-        pass
-    raise ConversionError(
-        f"{staging}: in the way, of another program: move it, or choose another DST"
-    )
+        if not names - {LOCK, JOURNAL + PARTIAL}:
+            return {}
+        journal = json.loads((staging / JOURNAL).read_bytes())
+        journal["identity"]["source"]
+    except (OSError, ValueError, LookupError, TypeError):
+        what = "in the way, of another program"
+        cure = "move it, or choose another DST"
+        raise ConversionError(f"{staging}: {what}: {cure}") from None
+    return journal
 
 
 def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
@@ -145,9 +132,8 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
     if journal and not is_same:
         if not restart:
             what = "an unfinished conversion by another plan, or of a source that has changed since"
-            raise ConversionError(
-                f"{staging}: {what}: finish that one, or drop it by restart=True"
-            )
+            cure = "finish that one, or drop it by restart=True"
+            raise ConversionError(f"{staging}: {what}: {cure}")
         shutil.rmtree(model, ignore_errors=True)
     with _whole_file(staging / JOURNAL, staging) as file:
         file.write(json.dumps({"identity": identity}).encode())
@@ -163,20 +149,20 @@ def _write_shards(
     total = sum(shard.nbytes for shard in layout.shards.values())
     for name, shard in layout.shards.items():
         target = model / name
-        if (
-            target.exists()
-            and target.stat().st_size == len(headers[name]) + shard.nbytes
-        ):
+        whole = len(headers[name]) + shard.nbytes
+        if target.exists() and target.stat().st_size == whole:
             there += 1
-            tensors, size = tensors + len(shard.entries), size + shard.nbytes
+            tensors += len(shard.entries)
+            size += shard.nbytes
             progress(tensors, size, total)
             continue
         target.parent.mkdir(exist_ok=True, parents=True)
         with _whole_file(target, model.parent) as file:
             file.write(headers[name])
             for entry in shard.entries.values():
-                file.writelines(entry.data(source))
-                tensors, size = tensors + 1, size + entry.nbytes
+                file.write(entry.data(source))
+                tensors += 1
+                size += entry.nbytes
                 progress(tensors, size, total)
             source.check_unchanged()  # before it gets its name
     return there
@@ -200,7 +186,7 @@ def _copy_files(source: Checkpoint, layout: Layout, config: str, model: Path) ->
         shutil.copyfile(source.folder / name, model / name)
     if layout.index is not None:
         (model / INDEX).write_text(json.dumps(layout.index, indent=2) + "\n")
-    (model / source.config_name).write_text(config, encoding="utf-8")
+    (model / CONFIG).write_text(config, encoding="utf-8")
 
 
 def _publish(model: Path, dst: Path) -> None:
@@ -227,12 +213,8 @@ def _clean_up(staging: Path, lock: FileLock) -> None:
     makes the folder ours.
     """
     lock.release()
-    for path in (
-        staging / REPORT,
-        *staging.glob(f"*{PARTIAL}"),
-        staging / LOCK,
-        staging / JOURNAL,
-    ):
+    parts = staging.glob(f"*{PARTIAL}")
+    for path in (*parts, staging / REPORT, staging / LOCK, staging / JOURNAL):
         path.unlink(missing_ok=True)
     with suppress(OSError):
         staging.rmdir()

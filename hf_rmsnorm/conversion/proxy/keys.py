@@ -1,9 +1,9 @@
-"""Map parameters of a model to tensors of its checkpoint, by saving numbers that
-identify their places.
+"""Map parameters of a model to tensors of its checkpoint, by saving numbers in their
+place.
 
-Transformers renames, splits, stacks and drops parameters when it saves. So each element
-of all parameters gets another number, the model is saved, and each saved number gives
-the parameter and the place in it.
+Transformers renames, splits, stacks and drops parameters when it saves. So a copy of
+the model gets a number for each parameter, or for each row of the stream, is saved, and
+the saved numbers show what became of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from ..checkpoint.source import open_checkpoint
-from ..plan import Centre, CentringPlan, ConversionRefused, Copy, Scale
+from ..plan import Centre, CentringPlan, ConversionRefused, Copy
 from .run import quiet
 
 try:
@@ -44,225 +43,130 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What `save_pretrained` writes: key -> tensor."""
     with tempfile.TemporaryDirectory() as folder, quiet():
         PreTrainedModel.save_pretrained(model, folder, max_shard_size="1TB")
-        files = sorted(Path(folder).glob("*.safetensors"))
-        return {
-            key: tensor for file in files for key, tensor in load_file(file).items()
-        }
+        tensors = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            tensors |= load_file(file)
+        return tensors
 
 
 class KeyMap:
-    """Where each element of each parameter of a model is saved; refused if it saves
-    numbers of no parameter.
-    """
+    """Where each parameter of a model is saved."""
 
     def __init__(self, model: PreTrainedModel):
-        numbered, first, self.total = copy.deepcopy(model), {}, 0
-        named = list(numbered.named_parameters(remove_duplicate=False))
-        self.aliases: dict[str, str] = {
-            name: first.setdefault(id(p), name) for name, p in named
+        self.model = copy.deepcopy(model)
+        first: dict[int, str] = {}
+        # name -> the name of the parameter that it is tied to, or its own
+        self.aliases = {
+            name: first.setdefault(id(p), name)
+            for name, p in self.model.named_parameters(remove_duplicate=False)
         }
-        self.shapes: dict[str, torch.Size] = {}
-        self.offsets: dict[str, int] = {}
-        for name, p in numbered.named_parameters():
-            self.shapes[name], self.offsets[name] = p.shape, self.total
-            self.total += p.numel()
-            p.data = torch.arange(
-                self.offsets[name], self.total, dtype=torch.float64
-            ).reshape(p.shape)
-        self.saved = self._numbers_saved(numbered)
-        self._keys: dict[str, list[str]] = {}
-        for key, index in self.saved.items():
-            for name in self._parameters_in(index):
-                self._keys.setdefault(name, []).append(key)
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        for buffer in self.model.buffers():
+            buffer.zero_()
+        numbered = dict(enumerate(self.shapes, 1))
+        values = {}
+        for number, name in numbered.items():
+            values[name] = torch.full(self.shapes[name], number, dtype=torch.float64)
+        # name -> key -> how many of its elements are there
+        self.held: dict[str, dict[str, int]] = {name: {} for name in self.shapes}
+        for key, tensor in self._saved(values).items():
+            numbers, counts = tensor.unique(return_counts=True)
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+                if number in numbered:
+                    self.held[numbered[number]][key] = count
+                elif number:
+                    what = f"saves {key!r}, which no parameter of it holds"
+                    raise ConversionRefused(f"{type(model).__name__} {what}")
 
-    def _numbers_saved(self, numbered: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Key of the checkpoint -> numbers that it holds, for those that hold numbers of parameters."""
-        buffers = {name for name, _ in numbered.named_buffers()}
-        ends = tuple(name.rpartition(".")[2] for name in buffers)
-        saved = {}
-        for key, tensor in saved_tensors(numbered).items():
-            if key in buffers:
-                continue
-            index = tensor.long() if tensor.dtype == torch.float64 else None
-            if (
-                index is None
-                or not torch.equal(index.double(), tensor)
-                or not self._in_range(index)
-            ):
-                if not key.endswith(ends):
-                    raise ConversionRefused(
-                        f"{type(numbered).__name__} saves {key!r}, which no parameter of it holds"
-                    )
-            elif int((index - index.min()).flatten().bincount().max()) == 1:
-                # all differ
-                saved[key] = index
-        return saved
+    def _saved(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Key -> what is saved there of the model with these values."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data = values[name]
+        return saved_tensors(self.model)
 
-    def _in_range(self, index: torch.Tensor) -> bool:
-        if not index.numel():
-            return False
-        return int(index.min()) >= 0 and int(index.max()) < self.total
-
-    def _parameters_in(self, index: torch.Tensor) -> list[str]:
-        """Parameters of which a tensor holds numbers."""
-        names, starts = list(self.offsets), torch.tensor(list(self.offsets.values()))
-        places = torch.searchsorted(starts, index.flatten(), right=True).bincount()
-        return [names[place - 1] for place in places.nonzero().flatten().tolist()]
-
-    def of(self, parameter: str) -> list[str]:
+    def of(self, parameter: str | None) -> list[str]:
         """The keys that hold elements of a parameter; empty if it is not saved."""
-        return self._keys.get(parameter, [])
+        return list(self.held.get(parameter, ()))
 
     def unsaved(self) -> set[str]:
         """Parameters of which some element is in no tensor of the checkpoint."""
-        present = torch.zeros(self.total, dtype=torch.bool)
-        for index in self.saved.values():
-            present[index.flatten()] = True
-        parts = present.split([shape.numel() for shape in self.shapes.values()])
-        return {
-            name
-            for name, part in zip(self.shapes, parts, strict=True)
-            if not part.all()
-        }
+        unsaved = set()
+        for name, keys in self.held.items():
+            if sum(keys.values()) < self.shapes[name].numel():
+                unsaved.add(name)
+        return unsaved
 
     def centre(self, residual_weights: list[ResidualWeight]) -> tuple[Centre, ...]:
         """Their blocks in checkpoint tensors, as long as here; refused if a block is no
         row of one tensor.
         """
-        group = torch.full((self.total,), -1, dtype=torch.long)
-        size = torch.zeros(self.total, dtype=torch.long)
+        rows = {}
+        for name, shape in self.shapes.items():
+            rows[name] = torch.zeros(shape, dtype=torch.float64)
+        lengths: dict[str, int] = {}
         count = 0
         for weight in residual_weights:
-            shape = self.shapes[weight.parameter]
-            start = self.offsets[weight.parameter]
-            here = slice(start, start + shape.numel())
-            group[here] = -1
-            along = group[here].view(shape).movedim(weight.axis, -1)
-            rows = along.unflatten(-1, (-1, weight.block)).movedim(-2, 0)
+            blocks = _split(rows[weight.parameter], weight.axis, weight.block)
             for block in weight.blocks:  # each row of it gets a number
-                numbers = torch.arange(count, count + rows[block, ..., 0].numel())
-                rows[block] = numbers.view(rows.shape[1:-1])[..., None]
-                count += len(numbers)
-            size[here] = weight.block
-        done, covered = [], 0
-        for key, index in sorted(self.saved.items()):
-            marks = group[index]
-            if bool((marks < 0).all()):
-                continue
-            lengths = size[index][marks >= 0]
-            length = int(lengths[0])
-            found = _blocks(marks, length) if bool((lengths == length).all()) else None
-            if found is None:
-                raise ConversionRefused(
-                    f"{key!r} of the checkpoint holds rows of the stream in an order unknown"
-                )
-            axis, blocks = found
-            covered += len(lengths)
-            done.append(
-                Centre(
-                    key,
-                    axis,
-                    length,
-                    None if len(blocks) == marks.shape[axis] // length else blocks,
-                )
-            )
-        if covered != int((group >= 0).sum()):
-            raise ConversionRefused(
-                "a parameter that writes to the residual stream is only partly in the checkpoint"
-            )
-        return tuple(done)
-
-    def scale(self, parameter: str, axis: int, by: str) -> list[Scale]:
-        """A parameter times the vector `by` along `axis`; refused if either is stored
-        in another order.
-        """
-        (by_key, *more), start = self.of(by), self.offsets[by]
-        wanted = torch.arange(start, start + self.shapes[by].numel())
-        shape = self.shapes[parameter]
-        view = [1] * len(shape)
-        view[axis] = shape[axis]
-        place = torch.arange(shape[axis]).reshape(view).expand(shape).flatten()
+                size = blocks[block, ..., 0].numel()
+                numbers = torch.arange(count + 1, count + size + 1)
+                blocks[block] = numbers.view(*blocks.shape[1:-1], 1)
+                count += size
+            lengths |= dict.fromkeys(self.of(weight.parameter), weight.block)
         done = []
-        if not more and torch.equal(self.saved[by_key].flatten(), wanted):
-            for key in self.of(parameter):
-                here = place[self.saved[key] - self.offsets[parameter]]
-                axes = (a for a in range(here.ndim) if here.shape[a] == len(wanted))
-                axes = [
-                    a
-                    for a in axes
-                    if bool((here.movedim(a, -1) == torch.arange(len(wanted))).all())
-                ]
-                done += [Scale(key, a, by_key) for a in axes[:1]]
-            if len(done) == len(self.of(parameter)):
-                return done
-        raise ConversionRefused(
-            f"the layer scale {by!r} is stored in another order than {parameter!r}"
-        )
+        for key, saved in sorted(self._saved(rows).items()):
+            if not saved.any():
+                continue
+            found = _blocks(saved, lengths[key])
+            if found is None:
+                what = "holds rows of the stream in an order unknown"
+                raise ConversionRefused(f"{key!r} of the checkpoint {what}")
+            axis, blocks = found
+            if len(blocks) * lengths[key] == saved.shape[axis]:
+                blocks = None
+            done.append(Centre(key, axis, lengths[key], blocks))
+        return tuple(done)
 
     def untie(self, tied: KeyMap) -> tuple[Copy, ...]:
         """Copies for the tensors that this model saves, and that `tied`, the same model
         with ties, does not.
         """
+        there = set().union(*tied.held.values())
         copies = []
-        for key in sorted(self.saved.keys() - tied.saved.keys()):
-            source = self._source_in(tied, key)
-            if source is None:
-                raise ConversionRefused(
-                    f"{key!r} is tied to something that the checkpoint does not hold"
-                )
-            copies.append(Copy(key, source))
-        return tuple(copies)
-
-    def _source_in(self, tied: KeyMap, key: str) -> str | None:
-        """The tensor of a tied model that holds the parameter which this one saves as
-        `key`.
-        """
-        names = [name for name in self.offsets if key in self.of(name)]
-        if len(names) != 1:
-            return None
-        name = names[0]
-        other = tied.aliases.get(name)
-        if tied.shapes.get(other) != self.shapes[name]:
-            return None
-        wanted = self.saved[key] - self.offsets[name] + tied.offsets[other]
-        return next(
-            (k for k, index in tied.saved.items() if torch.equal(index, wanted)), None
-        )
+        for name, keys in self.held.items():
+            source = tied.of(tied.aliases.get(name))
+            for key in keys.keys() - there:
+                if len(source) != 1:
+                    what = "is tied to something that the checkpoint does not hold"
+                    raise ConversionRefused(f"{key!r} {what}")
+                copies.append(Copy(key, source[0]))
+        return tuple(sorted(copies, key=lambda copy: copy.key))
 
 
-def _blocks(marks: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | None:
-    """(axis, indices) of the blocks that equal marks, 0 or more, make along one axis."""
-    for axis in range(marks.ndim):
-        if marks.shape[axis] % length:
+def _split(tensor: torch.Tensor, axis: int, length: int) -> torch.Tensor:
+    """A view of blocks along an axis: (blocks, other axes, length)."""
+    return tensor.movedim(axis, -1).unflatten(-1, (-1, length)).movedim(-2, 0)
+
+
+def _blocks(rows: torch.Tensor, length: int) -> tuple[int, tuple[int, ...]] | None:
+    """(axis, indices) of the blocks that equal numbers, above 0, make along one axis."""
+    for axis in range(rows.ndim):
+        if rows.shape[axis] % length:
             continue
-        count = marks.shape[axis] // length
-        rows = marks.movedim(axis, -1).reshape(-1, count, length)
-        chosen = rows[..., 0] >= 0
-        is_uniform = torch.equal(rows, rows[..., :1].expand_as(rows))
-        is_alike = torch.equal(chosen, chosen[:1].expand_as(chosen))
-        if is_uniform and is_alike:
-            return axis, tuple(chosen[0].nonzero().flatten().tolist())
+        blocks = _split(rows, axis, length)
+        is_uniform = torch.equal(blocks, blocks[..., :1].expand_as(blocks))
+        chosen = [index for index, block in enumerate(blocks) if block.any()]
+        if is_uniform and blocks[chosen].all():
+            return axis, tuple(chosen)
     return None
 
 
-def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors that `from_pretrained` loads from a folder; empty if its
-    weights are not here.
-    """
-    return {*open_checkpoint(folder, allow_pickle=True, weights=False).tensors}
-
-
-def naming(
-    names: Collection[str], model: PreTrainedModel, optional: Collection[str] = ()
-) -> Callable[[str], str]:
+def naming(names: Collection[str], model: PreTrainedModel) -> Callable[[str], str]:
     """Return a function from the name of a tensor that a model saves to its name in a
-    checkpoint.
+    checkpoint; it keeps a name that the checkpoint lacks.
 
     Args:
-        names: every tensor of the checkpoint, as `from_pretrained` accepts it; if
-            empty, each keeps its name.
-        optional: tensors that keep their name if they are missing; any other missing
-            tensor is refused.
+        names: every tensor of the checkpoint, as `from_pretrained` accepts it.
     """
     prefix = model.base_model_prefix
     loaded_name = _loaded_name(model)
@@ -275,14 +179,7 @@ def naming(
             if candidate in names:
                 return candidate
         others = loaded.get(loaded_name(key), ())
-        if len(others) == 1:
-            return others[0]
-        if key in optional or not names:
-            return key
-        missing = (
-            f"tensor {key!r}, which such a model has, is missing from the checkpoint"
-        )
-        raise ConversionRefused(f"{missing}: add it, or download the checkpoint again")
+        return others[0] if len(others) == 1 else key
 
     return name
 
@@ -292,23 +189,15 @@ def _loaded_name(model: PreTrainedModel) -> Callable[[str], str]:
     if conversion_mapping is None:
         return str
     transforms = conversion_mapping.get_model_conversion_mapping(model)
-    converters = [
-        each
-        for each in transforms
-        if isinstance(each, core_model_loading.WeightConverter)
-    ]
-    renamings = [
-        each
-        for each in transforms
-        if not isinstance(each, core_model_loading.WeightConverter)
-    ]
+    kinds: dict[bool, list] = {True: [], False: []}
+    for transform in transforms:
+        is_converter = isinstance(transform, core_model_loading.WeightConverter)
+        kinds[is_converter].append(transform)
     parameters = model.state_dict()
-    where = model.base_model_prefix, parameters
+    where = kinds[False], kinds[True], model.base_model_prefix, parameters
 
     def loaded_name(key: str) -> str:
-        renamed, _ = core_model_loading.rename_source_key(
-            key, renamings, converters, *where
-        )
+        renamed, _ = core_model_loading.rename_source_key(key, *where)
         if renamed not in parameters and key in parameters:
             return key
         return renamed
@@ -322,13 +211,20 @@ def named_as_stored(
     """The plan with each key as the checkpoint has it; the arguments are those of
     `naming`.
     """
-    name = naming(names, model, {*(c.key for c in plan.copy), *plan.undetermined})
+    name = naming(names, model)
+    new = {step.key for step in plan.copy}
+    centre, copies = [], []
+    for step in plan.centre:
+        centre.append(replace(step, key=name(step.key)))
+        if names and name(step.key) not in names and step.key not in new:
+            what = f"tensor {step.key!r}, which such a model has, is missing from the checkpoint"
+            cure = "add it, or download the checkpoint again"
+            raise ConversionRefused(f"{what}: {cure}")
+    for step in plan.copy:
+        copies.append(Copy(name(step.key), name(step.source)))
     return replace(
         plan,
-        centre=tuple(replace(c, key=name(c.key)) for c in plan.centre),
-        scale=tuple(replace(s, key=name(s.key), by=name(s.by)) for s in plan.scale),
-        copy=tuple(
-            replace(c, key=name(c.key), source=name(c.source)) for c in plan.copy
-        ),
-        undetermined=tuple(name(key) for key in plan.undetermined),
+        centre=tuple(centre),
+        copy=tuple(copies),
+        undetermined=tuple(map(name, plan.undetermined)),
     )

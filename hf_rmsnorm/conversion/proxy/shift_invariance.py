@@ -11,12 +11,11 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ...record import centre_
 from .keys import ResidualWeight
 from .layer_norms import ModelNorm
-from .run import linear_paths, run, weight_axis
+from .run import run
 
 # |sum| / sum of |terms|: 5e-16 at most where it vanishes, 1e-4 at least where it does
 # not
@@ -34,16 +33,11 @@ class ShiftTest:
         undetermined: parameters that no output depends on.
         unreached: parameters that neither an output nor the input of a norm is computed
             with.
-        margins: the largest ratio of a residual weight's blocks, and the smallest of
-            other blocks that write.
     """
 
     residual_weights: list[ResidualWeight] = field(default_factory=list)
     undetermined: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
-    margins: dict = field(
-        default_factory=lambda: {"invariant_max": 0.0, "dependent_min": 1.0}
-    )
 
 
 def shift_invariance_test(
@@ -53,47 +47,49 @@ def shift_invariance_test(
     entered: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def note(path, args, output):
-        entered[norms[path].hidden_size].append(args[0])
+        entered[norms[path].hidden_size].append(args[0].mean(-1))
 
     parameters = dict(model.requires_grad_().named_parameters())
     with torch.enable_grad():
         outputs = run(model, inputs, norms, note)
     generator = torch.Generator().manual_seed(1)
-    of_outputs = gradients(outputs, parameters, generator)
-    of_means = {}
-    least = {}
-    for width, tensors in sorted(entered.items()):
-        of_means[width] = gradients(
-            [x.mean(-1) for x in tensors], parameters, generator
-        )
-        sizes = [
-            float(means.abs().max())
-            for means in of_means[width].values()
-            if means is not None
-        ]
-        least[width] = WRITES * max(sizes, default=0.0)
+    of_outputs = _gradients(outputs, parameters, generator)
+    of_means, least = {}, {}  # by the length of the rows
+    for width, means in sorted(entered.items()):
+        of_means[width] = _gradients(means, parameters, generator)
+        least[width] = WRITES * _largest(of_means[width])
     result = ShiftTest()
     for name, gradient in of_outputs.items():
+        means = {}
+        for width, gradients in of_means.items():
+            if gradients[name] is not None:
+                means[width] = gradients[name]
+        if gradient is None and not means:
+            result.unreached.append(name)
         if gradient is None or not bool(gradient.any()):
             result.undetermined.append(name)
-            if gradient is None and all(
-                means[name] is None for means in of_means.values()
-            ):
-                result.unreached.append(name)
             continue
-        for width, means in of_means.items():
-            if means[name] is not None and _try(
-                result, name, width, gradient, means[name], least[width]
-            ):
+        for width, mean in means.items():
+            weight = _writing(name, width, gradient, mean, least[width])
+            if weight is not None:
+                result.residual_weights.append(weight)
                 break
     return result
 
 
-def gradients(
+def _largest(gradients: dict[str, torch.Tensor | None]) -> float:
+    largest = 0.0
+    for gradient in gradients.values():
+        if gradient is not None:
+            largest = max(largest, float(gradient.abs().max()))
+    return largest
+
+
+def _gradients(
     tensors, parameters: dict[str, torch.Tensor], generator
 ) -> dict[str, torch.Tensor | None]:
     """Parameter -> gradient of a random sum of all elements; None where it does not depend on the parameter."""
-    total = 0
+    total = torch.zeros((), dtype=torch.float64)
     for tensor in tensors:
         factors = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
         total = total + (factors * tensor).sum()
@@ -105,16 +101,11 @@ def gradients(
     return dict(zip(parameters, grads, strict=True))
 
 
-def _try(
-    result: ShiftTest,
-    name: str,
-    n: int,
-    gradient: torch.Tensor,
-    means: torch.Tensor,
-    least: float,
-) -> bool:
-    """Whether blocks of n elements along an axis of a parameter write to the stream,
-    and may lose their mean.
+def _writing(
+    name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float
+) -> ResidualWeight | None:
+    """The blocks of n elements along an axis of a parameter that write to the stream,
+    and may lose their mean; None if there are none.
     """
     for axis in range(gradient.ndim):
         if gradient.shape[axis] % n:
@@ -122,29 +113,18 @@ def _try(
         rows = _rows(gradient, axis, n)
         total = rows.sum(-1).abs().amax(0)
         size = rows.abs().sum(-1).amax(0)
-        ratio = total / size.clamp_min(1e-300)
-        writes = _rows(means, axis, n).sum(-1).abs().amax(0) > least
-        free = writes & (ratio < INVARIANT) & (size > 0)
-        kept = writes & ~free
-        margins = result.margins
-        if bool(kept.any()):
-            margins["dependent_min"] = min(
-                margins["dependent_min"], float(ratio[kept].min())
-            )
-        if bool(free.any()):
-            margins["invariant_max"] = max(
-                margins["invariant_max"], float(ratio[free].max())
-            )
-            result.residual_weights.append(
-                ResidualWeight(name, axis, n, tuple(free.nonzero().flatten().tolist()))
-            )
-            return True
-    return False
+        written = _rows(means, axis, n).sum(-1).abs().amax(0)
+        is_free = (total < INVARIANT * size) & (written > least)
+        if bool(is_free.any()):
+            blocks = tuple(is_free.nonzero().flatten().tolist())
+            return ResidualWeight(name, axis, n, blocks)
+    return None
 
 
 def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
     """(other elements, blocks, n)"""
-    return tensor.movedim(axis, -1).reshape(-1, tensor.shape[axis] // n, n)
+    count = tensor.shape[axis] // n
+    return tensor.movedim(axis, -1).reshape(-1, count, n)
 
 
 def centre(model: torch.nn.Module, residual_weights: list[ResidualWeight]) -> None:
@@ -180,76 +160,3 @@ def with_mean(model: torch.nn.Module, inputs: dict, norms) -> list[str]:
         for path, mean in input_means(model, inputs, norms).items()
         if mean > ZERO_MEAN
     ]
-
-
-class _Products(TorchFunctionMode):
-    """Notes each product of a vector parameter with the output of a linear module:
-    (module, parameter).
-    """
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        vectors = [
-            (name, p)
-            for name, p in model.named_parameters()
-            if p.ndim == 1 and p.numel() > 1
-        ]
-        self.vectors = {id(p): name for name, p in vectors}
-        # storage -> path of the module that returned it
-        self.returned: dict[int, str] = {}
-        # a storage that is freed may be given to another tensor
-        self.kept: list[torch.Tensor] = []
-        self.products: list[tuple[str, str]] = []
-
-    def note(self, path, args, output):
-        """A hook on linear modules."""
-        if torch.is_tensor(output):
-            self.kept.append(output)
-            self.returned[output.untyped_storage().data_ptr()] = path
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if (
-            func.__name__ in ("mul", "__mul__", "__rmul__", "multiply")
-            and len(args) == 2
-        ):
-            self._product(*args)
-            self._product(*args[::-1])
-        return func(*args, **(kwargs or {}))
-
-    def _product(self, vector, x) -> None:
-        if id(vector) not in self.vectors or not torch.is_tensor(x):
-            return
-        path = self.returned.get(x.untyped_storage().data_ptr())
-        if path is not None and x.shape[-1] == vector.numel():
-            self.products.append((path, self.vectors[id(vector)]))
-
-
-@torch.no_grad()
-def find_layer_scales(
-    model: torch.nn.Module, inputs: dict
-) -> list[tuple[str, int, str]]:
-    """(parameter of a linear module, axis, parameter that its output is multiplied by)
-    of each such product.
-    """
-    with _Products(model) as noted:
-        run(model, inputs, linear_paths(model), noted.note)
-    scales = []
-    for path, by in dict.fromkeys(noted.products):
-        module = model.get_submodule(path)
-        scales.append((f"{path}.weight", weight_axis(module), by))
-        if module.bias is not None:
-            scales.append((f"{path}.bias", 0, by))
-    return scales
-
-
-@torch.no_grad()
-def fold_layer_scales(
-    model: torch.nn.Module, scales: list[tuple[str, int, str]]
-) -> None:
-    """Move layer scales into the linear modules before them, in place."""
-    for name, axis, by in scales:
-        parameter = model.get_parameter(name)
-        view = [-1 if a == axis else 1 for a in range(parameter.ndim)]
-        parameter.mul_(model.get_parameter(by).reshape(view))
-    for by in {by for _, _, by in scales}:
-        model.get_parameter(by).fill_(1.0)

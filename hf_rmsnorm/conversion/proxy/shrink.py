@@ -45,9 +45,7 @@ def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
     model at all, and one of the same structure, is for the caller to find out.
     """
     divisor = math.gcd(*_head_sizes(config))
-    factors = [
-        f for f in range(1, divisor + 1) if divisor % f == 0 and divisor // f >= 2
-    ]
+    factors = [f for f in range(1, divisor // 2 + 1) if divisor % f == 0]
     # Eight channels a head leave room for partial rotary embeddings and cost little.
     for factor in sorted(factors, key=lambda f: abs(math.log2(divisor / f / 8))):
         for inner, pictures in ((True, True), (False, True), (False, False)):
@@ -152,4 +150,6 @@ def _number(name: str, value: int, factor: int, inner: bool) -> int:
         return value
     if _INNER.search(name):
         return min(value, INNER) if inner else max(1, value // factor)
-    return value // factor if _WIDTH.search(name) and value % factor == 0 else value
+    if _WIDTH.search(name) and value % factor == 0:
+        return value // factor
+    return value

@@ -4,23 +4,21 @@ section of its model card.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub import ModelCardData
 
 from ... import __version__
 from ...record import RECORD_KEY, trained_as_rms
 from ...verification.recorded import as_recorded
-from ..folders import ADAPTER_CONFIG, read_json
+from ..folders import CONFIG, read_json
+from ..options import ConversionOptions
 from ..plan import ConversionError
-from .pair import Running, side_by_side
+from .pair import side_by_side
 
-NOT_RUN = "source and result were not run, as asked"
 CURE = (
     "What to do: if the weights are stored in a narrow dtype, convert a float32 copy, which has room for the change. "
     "Else keep the source, and report this with the figures above. verify=False publishes without this check."
@@ -42,8 +40,10 @@ class Verification:
     @classmethod
     def of(cls, runs: dict[str, dict], what: str) -> Verification:
         """That of runs of which none may fail; `what` describes the runs."""
-        failed = any(figures["verdict"] == "FAIL" for figures in runs.values())
-        return cls(not failed, f"{what}: {'FAIL' if failed else 'PASS'}", runs)
+        verdicts = {figures["verdict"] for figures in runs.values()}
+        if "FAIL" in verdicts:
+            return cls(False, f"{what}: FAIL", runs)
+        return cls(True, f"{what}: PASS", runs)
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""
@@ -52,14 +52,17 @@ class Verification:
     def __str__(self) -> str:
         lines = [self.summary]
         for name, run in self.runs.items():
-            figures = (
-                f"{what} {v:.4g}" if isinstance(v, float) else f"{what} {v}"
-                for what, v in run.items()
-            )
+            figures = []
+            for what, value in run.items():
+                shown = f"{value:.4g}" if isinstance(value, float) else value
+                figures.append(f"{what} {shown}")
             lines.append(f"  {name}: {', '.join(figures)}")
         if self.runs and not self.passed:
             lines.append(CURE)
         return "\n".join(lines)
+
+
+NOT_RUN = Verification(True, "source and result were not run, as asked")
 
 
 class VerificationFailed(ConversionError):
@@ -72,7 +75,7 @@ class VerificationFailed(ConversionError):
         self.verification = verification
 
 
-def verify_folder(src, folder: Path, how: Running) -> Verification:
+def verify_folder(src: Path, folder: Path, options: ConversionOptions) -> Verification:
     """Compare a converted folder with its source.
 
     Both models run in the checkpoint's own dtype, the converted one as it loads
@@ -81,27 +84,15 @@ def verify_folder(src, folder: Path, how: Running) -> Verification:
     error. If memory does not hold both models, each module's weights are read when it
     runs.
     """
-    if not how.verify:
-        return Verification(True, NOT_RUN)
-    with side_by_side(src, folder, how) as pair:
-        return Verification.of(
-            pair.compare_both(), f"source and result run {pair.run_on}"
-        )
+    with side_by_side(src, folder, options) as pair:
+        runs = pair.compare_both()
+        return Verification.of(runs, f"source and result run {pair.run_on}")
 
 
-def verify_folders(src, folder: Path, how: Running) -> Verification:
-    """Compare two checkpoints of different classes; the second may have 1.5 times the
-    error of the first.
-    """
-    if not how.verify:
-        return Verification(True, NOT_RUN)
-    with side_by_side(src, folder, how) as pair:
+def verify_native(src: Path, folder: Path, options: ConversionOptions) -> Verification:
+    """The same of a result of another architecture."""
+    with side_by_side(src, folder, options) as pair:
         names = f"{type(pair.source).__name__} and {type(pair.result).__name__}"
-        if pair.missing:
-            return Verification(
-                False,
-                f"{type(pair.result).__name__} does not load the result: {pair.missing[0]}",
-            )
         pair.source = as_it_computes(pair.source)
         return Verification.of({"result": pair.compare()}, f"{names} run {pair.run_on}")
 
@@ -110,19 +101,17 @@ def as_it_computes(model):
     """The model; if it was trained as RMSNorm, a model that computes that in plain
     torch.
     """
-    return (
-        as_recorded(model)
-        if trained_as_rms(getattr(model.config, RECORD_KEY, None))
-        else model
-    )
+    if trained_as_rms(getattr(model.config, RECORD_KEY, None)):
+        return as_recorded(model)
+    return model
 
 
-def provenance(src: str | os.PathLike) -> dict[str, str]:
+def provenance(src: Path) -> dict[str, str]:
     """The source of a result and the versions that made it, for its config, its shards'
     metadata and its model card.
     """
     return {
-        "source": _origin(Path(os.path.realpath(src))),
+        "source": _origin(src.resolve()),
         "converted_by": f"hf-rmsnorm {__version__}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -133,16 +122,14 @@ def _origin(folder: Path) -> str:
     """The source of an earlier conversion of a folder; else its name on the hub, or the
     folder's name.
     """
-    path = folder / "config.json"
-    record = read_json(path).get(RECORD_KEY) if path.is_file() else None
-    if isinstance(record, dict) and isinstance(record.get("source"), str):
+    record = read_json(folder / CONFIG).get(RECORD_KEY) or {}
+    if "source" in record:
         return record["source"]
     cached = SNAPSHOT.search(folder.as_posix())
-    return (
-        f"{cached['id'].replace('--', '/')}@{cached['commit']}"
-        if cached
-        else folder.name
-    )
+    if cached is None:
+        return folder.name
+    hub_id = cached["id"].replace("--", "/")
+    return f"{hub_id}@{cached['commit']}"
 
 
 def add_to_card(
@@ -153,32 +140,13 @@ def add_to_card(
     """
     card = folder / "README.md"
     # As bytes and not as text: neither line ends nor bytes that are not UTF-8 change.
-    before = (
-        card.read_bytes().decode("utf-8", "surrogateescape") if card.exists() else ""
-    )
-    before = re.sub(
-        rf"(?ms)^{re.escape(heading)}[ \r]*\n.*?(?=^## |\Z)", "", before
-    ).rstrip()
+    before = card.read_bytes() if card.exists() else b""
+    old = rf"(?ms)^{re.escape(heading)}[ \r]*\n.*?(?=^## |\Z)"
+    before = re.sub(old.encode(), b"", before).rstrip()
     by = f"{made['converted_by']}, PyTorch {made['torch']} and Transformers {made['transformers']}"
-    if proofs:
-        text = "\n".join([f"{text.rstrip()}\n\n```", *map(str, proofs), "```"])
+    shown = "\n".join(["```", *map(str, proofs), "```"])
     section = (
-        f"{heading}\n\n{text.rstrip()}\n\nMade from `{made['source']}` with {by}.\n"
+        f"{heading}\n\n{text}\n\n{shown}\n\nMade from `{made['source']}` with {by}.\n"
     )
-    card_text = f"{before}\n\n{section}" if before else section
-    has_front_matter = re.match(r"\ufeff?\s*---", card_text)
-    if not has_front_matter:
-        card_text = f"{_front_matter(folder, made['source'])}\n\n{card_text}"
-    card.write_bytes(card_text.encode("utf-8", "surrogateescape"))
-
-
-def _front_matter(folder: Path, source: str) -> str:
-    """The front matter by which the hub finds a card that has none."""
-    is_adapter = (folder / ADAPTER_CONFIG).exists()
-    of_the_hub = re.fullmatch(r"([\w./-]+)@[0-9a-f]+", source)
-    data = ModelCardData(
-        base_model=of_the_hub and of_the_hub[1],
-        library_name="peft" if is_adapter else "transformers",
-        tags=["rmsnorm", "hf-rmsnorm"],
-    )
-    return f"---\n{data.to_yaml()}\n---"
+    parts = [part for part in (before, section.encode()) if part]
+    card.write_bytes(b"\n\n".join(parts))

@@ -4,7 +4,7 @@ does not hold both.
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,18 +15,18 @@ import torch
 from transformers import AutoTokenizer
 
 from ...patching import patched
-from ...verification import NoiseFloor, verify_equivalence
 from ...verification.context import TOKENS as RANDOM_TOKENS
 from ...verification.context import (
     default_inputs,
     in_dtype_of,
+    max_positions,
     one_line,
     output_tensors,
-    prompt_length,
 )
 from ...verification.float64 import in_float64
 from ...verification.noise import compare_logits
 from ..checkpoint.source import open_checkpoint
+from ..options import ConversionOptions
 from ..plan import ConversionError
 from ..proxy.model import config_and_class
 from ..proxy.run import loaded, quiet
@@ -40,7 +40,6 @@ PROMPTS = (
     "value that it had.",
 )
 TOKENS = 64
-GREEDY_TOKENS = 16
 SHORT = 8
 # output values of a comparison: from a few logits the source's own error cannot be
 # estimated
@@ -54,44 +53,6 @@ _IN_FLOAT64 = 6
 _FOR_EACH = 0.1  # of the free memory: weights that stay while the others are read
 
 
-@dataclass(frozen=True)
-class Running:
-    """How models are loaded and run: as in `convert_checkpoint`."""
-
-    trust_remote_code: bool = False
-    model_class: type | None = None
-    inputs: Callable[[torch.nn.Module], dict] | None = None
-    prompts: list[str] | None = None
-    # "full" runs all texts of large models, and greedy tokens
-    verify: bool | str = True
-
-    def class_of(self, src) -> type:
-        """The class that a source is loaded with."""
-        _, cls = config_and_class(
-            src, self.trust_remote_code, self.model_class, trained=True
-        )
-        return cls
-
-
-def _figures(floor: NoiseFloor, kl: float, passed: bool) -> dict:
-    """The figures of a run that people are shown."""
-    figures = {
-        "verdict": "PASS" if passed else "FAIL",
-        "dtype": floor.dtype,
-        "error": floor.candidate_max,
-        "source's own error": floor.reference_max,
-        "allowed": floor.allowed_max,
-        "RMS error": floor.candidate_rms,
-        "KL": kl,
-    }
-    reason = floor.reason
-    if not passed and not reason and floor.candidate_max > floor.allowed_max:
-        reason = "its error against float64 is larger than that of the source allows"
-    if reason:
-        figures["reason"] = reason
-    return figures
-
-
 @dataclass
 class ModelPair:
     """Two models in eval mode, and keyword arguments of their forward, a batch each."""
@@ -100,33 +61,27 @@ class ModelPair:
     result: torch.nn.Module
     inputs: list[dict]
     run_on: str  # a description of the runs, for people
-    greedy: bool  # whether greedy tokens are compared too
-    # parameters that the result's checkpoint lacks, or has in another shape
-    missing: list[str]
 
     def compare(self) -> dict:
         """Figures of the result, whose error against float64 is compared with the
         source's own.
         """
-        if self.greedy:
-            return self._compare_greedy()
         own, exact = self._of_source
         difference, floor = compare_logits(own, self._outputs(self.result), exact)
-        return _figures(floor, difference.kl_mean, floor.passed)
-
-    def _compare_greedy(self) -> dict:
-        report = verify_equivalence(
-            self.source,
-            self.result,
-            self.inputs,
-            norms=False,
-            max_new_tokens=GREEDY_TOKENS,
-            backend="reference",
-        )
-        greedy = report.greedy
-        equal = "equal" if greedy.equal else "tie" if greedy.passed else "different"
-        figures = _figures(report.noise_floor, report.logits.kl_mean, report.passed)
-        return {**figures, "greedy": greedy.reason or equal}
+        figures = {
+            "verdict": "PASS" if floor.passed else "FAIL",
+            "dtype": floor.dtype,
+            "error": floor.candidate_max,
+            "source's own error": floor.reference_max,
+            "allowed": floor.allowed_max,
+            "RMS error": floor.candidate_rms,
+            "KL": difference.kl_mean,
+        }
+        if floor.reason:
+            figures["reason"] = floor.reason
+        elif not floor.passed:
+            figures["reason"] = "its error is larger than that of the source allows"
+        return figures
 
     @cached_property
     def _of_source(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -136,31 +91,28 @@ class ModelPair:
             exact = [tensor.double() for tensor in self._outputs(self.source)]
         return own, exact
 
-    def _compare_as_rms(self) -> dict:
-        """As `compare`, with the result's norms as its config records them."""
-        with patched(self.result) as report:
-            count = sum(record.converted for record in report.swapped)
-            figures = self.compare()
-        figures["norms"] = f"{count} as RMSNorm"
-        if count == 0:
-            figures["verdict"] = "FAIL"
-        return figures
-
     def compare_both(self) -> dict[str, dict]:
-        """Figures of the result as it loads, and with RMSNorms."""
-        runs = {"as LayerNorm": self.compare()}
+        """Figures of the result as it loads, and with the RMSNorms that its config
+        records.
+        """
+        as_loaded = self.compare()
         logger.info("verifying: result as RMSNorm")
-        runs["as RMSNorm"] = self._compare_as_rms()
-        return runs
+        with patched(self.result) as report:
+            as_rms = self.compare()
+        count = sum(record.converted for record in report.swapped)
+        as_rms["norms"] = f"{count} as RMSNorm"
+        if count == 0:
+            as_rms["verdict"] = "FAIL"
+        return {"as LayerNorm": as_loaded, "as RMSNorm": as_rms}
 
     @torch.no_grad()
     def _outputs(self, model) -> list[torch.Tensor]:
         """The outputs of all inputs, in rows."""
         rows = []
         for inputs in self.inputs:
-            rows += [
-                t.flatten(0, -2) for t in output_tensors(model(**inputs)) if t.dim() > 1
-            ]
+            for output in output_tensors(model(**inputs)):
+                if output.dim() > 1:
+                    rows.append(output.flatten(0, -2))
         return rows
 
     def add_inputs_if_few(self) -> None:
@@ -169,157 +121,123 @@ class ModelPair:
         """
         outputs = self._outputs(self.source)
         if outputs and sum(t.numel() for t in outputs) < ENOUGH:
-            more = _random(self.source, -(-ENOUGH // outputs[0].shape[-1]), SHORT)
+            rows = -(-ENOUGH // outputs[0].shape[-1])
+            more = default_inputs(self.source, (rows, SHORT))
             self.inputs.append(in_dtype_of(self.source, more))
 
 
 @contextmanager
-def side_by_side(src, folder: Path, how: Running) -> Iterator[ModelPair]:
+def side_by_side(
+    src: Path, folder: Path, options: ConversionOptions
+) -> Iterator[ModelPair]:
     """Load two checkpoints in their own dtype, module by module if memory does not hold
     both.
     """
-    cls, size = how.class_of(src), _size(Path(src))
-    streamed = not fits_memory(Path(src))
-    whole = not streamed and (how.verify == "full" or size < LARGE)
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        one_thread() if size < TINY else nullcontext(),
-    ):
-        loading: dict = {"dtype": "auto", "trust_remote_code": how.trust_remote_code}
-        if streamed:
-            room = int(_FOR_EACH * psutil.virtual_memory().available)
-            loading |= {
-                "device_map": "auto",
-                "max_memory": {"cpu": room},
-                "offload_folder": scratch,
-            }
-        source, _ = loaded(cls, src, **loading)
-        result, missing = loaded(cls, folder, **loading)
+    tensors = open_checkpoint(src, allow_pickle=True).tensors
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    free = psutil.virtual_memory().available
+    is_streamed = size * _IN_FLOAT64 > 0.8 * free
+    is_whole = not is_streamed and (options.verify == "full" or size < LARGE)
+    how: dict = {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
+    threads = one_thread() if size < TINY else nullcontext()
+    with tempfile.TemporaryDirectory() as scratch, threads:
+        run_on = "side by side"
+        if is_streamed:
+            run_on = f"side by side, module by module, on {FEW_TOKENS} tokens"
+            how |= {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
+            how["offload_folder"] = scratch
+        elif not is_whole:
+            run_on = f"side by side, on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
+        source, _ = loaded(_class_of(src, options), src, **how)
+        result, _ = loaded(_class_of(folder, options), folder, **how)
         # A float64 model has no wider run to compare with, and parts of its forward may
         # stay in float32.
-        if source.dtype == torch.float64 and not streamed:
+        if source.dtype == torch.float64 and not is_streamed:
             source, result = source.float(), result.float()
-        batches = _batches(src, source, how)
-        if not whole:
-            batches = [
-                {name: _shortened(name, value) for name, value in batches[0].items()}
-            ]
-        greedy = how.verify == "full" and whole and _generates(source, batches)
-        pair = ModelPair(
-            source, result, batches, _run_on(streamed, whole), greedy, missing
-        )
-        logger.info("verifying: source and result %s", pair.run_on)
-        if how.inputs is None:
+        batches = _batches(src, source, options)
+        if not is_whole:
+            few = {}
+            for name, value in batches[0].items():
+                few[name] = _few(name, value)
+            batches = [few]
+        pair = ModelPair(source, result, batches, run_on)
+        logger.info("verifying: source and result %s", run_on)
+        if options.inputs is None:
             pair.add_inputs_if_few()
         yield pair
 
 
-def _run_on(streamed: bool, whole: bool) -> str:
-    if streamed:
-        return f"side by side, module by module, on {FEW_TOKENS} tokens"
-    if whole:
-        return "side by side"
-    return f"side by side, on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
+def _class_of(folder: Path, options: ConversionOptions) -> type:
+    """The class that a folder is loaded with."""
+    trust, cls = options.trust_remote_code, options.model_class
+    return config_and_class(folder, trust, cls, trained=True)[1]
 
 
-def _generates(model, batches: list[dict]) -> bool:
-    is_causal = model.can_generate() and not model.config.is_encoder_decoder
-    return is_causal and all("input_ids" in batch for batch in batches)
-
-
-def _batches(src, model, how: Running) -> list[dict]:
-    """The inputs that the models are run on: the caller's, texts, or random ones."""
-    batches = [how.inputs(model)] if how.inputs else _prompts(src, model, how)
-    return [
-        in_dtype_of(model, batch)
-        for batch in batches or [_random(model, *RANDOM_TOKENS)]
-    ]
-
-
-def fits_memory(src: Path) -> bool:
-    """Whether two models and a run of one in float64 fit into memory, roughly."""
-    return _size(src) * _IN_FLOAT64 <= 0.8 * psutil.virtual_memory().available
-
-
-def _size(src: Path) -> int:
-    return sum(
-        tensor.nbytes
-        for tensor in open_checkpoint(src, allow_pickle=True).tensors.values()
-    )
-
-
-def _shortened(name: str, value):
+def _few(name: str, value):
     """A few tokens of token ids; any other value as it is."""
-    return (
-        value[:1, :FEW_TOKENS]
-        if name.endswith("input_ids") and value.dim() == 2
-        else value
-    )
+    if name.endswith("input_ids") and value.dim() == 2:
+        return value[:1, :FEW_TOKENS]
+    return value
 
 
-def _random(model, rows: int, tokens: int) -> dict:
-    return default_inputs(model, (rows, tokens), GREEDY_TOKENS)
+def _batches(src: Path, model, options: ConversionOptions) -> list[dict]:
+    """The inputs that the models are run on: the caller's, texts, or random ones."""
+    batches = []
+    tokenizer = None
+    if options.inputs:
+        batches = [options.inputs(model)]
+    else:
+        tokenizer = _tokenizer(src, model, options)
+    if tokenizer is not None:
+        most = min(TOKENS, max_positions(model.config))
+        for text in options.prompts or PROMPTS:
+            ids = tokenizer(text, return_tensors="pt").input_ids[:, :most]
+            if ids.numel():
+                batches.append({"input_ids": ids})
+    batches = batches or [default_inputs(model, RANDOM_TOKENS)]
+    return [in_dtype_of(model, batch) for batch in batches]
 
 
-def _prompts(src, model, how: Running) -> list[dict]:
-    """Token ids of the prompts; none if there is no tokenizer."""
-    tokenizer = _tokenizer(src, model, how.trust_remote_code)
-    if tokenizer is None:
-        return []
-    most = prompt_length(model.config, TOKENS, GREEDY_TOKENS)
-    texts = [
-        {"input_ids": tokenizer(t, return_tensors="pt").input_ids[:, :most]}
-        for t in how.prompts or PROMPTS
-    ]
-    return [inputs for inputs in texts if inputs["input_ids"].numel()]
+def check_tokenizer(src: Path, options: ConversionOptions) -> None:
+    """Refuse a source whose tokenizer does not load."""
+    _tokenizer(src, _class_of(src, options), options)
 
 
-def tokenizer_of_source(src, how: Running):
-    """The tokenizer of a source; None if it has none, and ConversionError if that does
-    not load.
-    """
-    return _tokenizer(src, how.class_of(src), how.trust_remote_code)
-
-
-def _tokenizer(src, model, trust_remote_code: bool):
+def _tokenizer(src: Path, model, options: ConversionOptions):
     """The tokenizer of a folder, for a model or class that takes token ids; None if
     there is none.
     """
-    if model.main_input_name != "input_ids" or not any(Path(src).glob("*token*")):
+    if model.main_input_name != "input_ids" or not any(src.glob("*token*")):
         return None
+    trusted = bool(options.trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(
-            src, trust_remote_code=bool(trust_remote_code)
-        )
+        return AutoTokenizer.from_pretrained(src, trust_remote_code=trusted)
     except Exception as error:  # a tokenizer's own code may raise anything
         cure = "pass trust_remote_code=True if it brings code, or verify=False"
-        raise ConversionError(
-            f"{src}: its tokenizer does not load: {cure} ({one_line(error)})"
-        ) from error
+        what = f"its tokenizer does not load: {cure} ({one_line(error)})"
+        raise ConversionError(f"{src}: {what}") from error
 
 
-def missing_parameters(src, how: Running) -> list[str]:
+def missing_parameters(src: Path, options: ConversionOptions) -> list[str]:
     """Parameters of the model that the checkpoint lacks, found without reading values;
     refused if a shape differs.
     """
-    cls = how.class_of(src)
-    loading = {
-        "device_map": "meta",
-        "dtype": "auto",
-        "trust_remote_code": how.trust_remote_code,
-    }
+    cls = _class_of(src, options)
     with quiet():
         try:
             _, info = cls.from_pretrained(
-                src, **loading, ignore_mismatched_sizes=True, output_loading_info=True
+                src,
+                device_map="meta",
+                dtype="auto",
+                trust_remote_code=options.trust_remote_code,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
             )
         except Exception as error:  # a model's own code may raise anything
             cure = "repair the folder, or pass the model_class that it was saved from"
-            raise ConversionError(
-                f"{src}: {cls.__name__} does not load it: {cure} ({one_line(error)})"
-            ) from error
-    if info["mismatched_keys"]:
-        key, stored, wanted = sorted(info["mismatched_keys"])[0]
+            what = f"{cls.__name__} does not load it: {cure} ({one_line(error)})"
+            raise ConversionError(f"{src}: {what}") from error
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
         what = f"{key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by its config.json"
         raise ConversionError(f"{src}: {what}: one of the two is of another model")
     return sorted(info["missing_keys"])

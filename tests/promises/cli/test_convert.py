@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 from contextlib import suppress
+from dataclasses import fields
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,10 +27,10 @@ from places import PYTHONPATH
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from hf_rmsnorm import convert_adapter, convert_checkpoint, plan_conversion
+from hf_rmsnorm import convert_checkpoint
 from hf_rmsnorm.cli import convert
 from hf_rmsnorm.cli.main import build_parser, main
-from hf_rmsnorm.conversion.api import TARGETS
+from hf_rmsnorm.conversion.options import TARGETS, ConversionOptions
 from hf_rmsnorm.conversion.proxy.model import give_weights
 from hf_rmsnorm.conversion.proxy.run import quiet
 from hf_rmsnorm.demo import demo_path
@@ -42,7 +43,7 @@ SMALL = dict(
 COHERE = ("CohereForCausalLM", "cohere", {**SMALL, "tie_word_embeddings": False})
 WAYS = {
     "": COHERE,
-    "--target native": COHERE,
+    "--target native": ("OlmoForCausalLM", "olmo", SMALL),
 }
 TOKENIZER = """
 from pathlib import Path
@@ -77,42 +78,21 @@ def run(capsys, *argv):
     return code, out, err
 
 
-def parameters(function):
-    return {
-        name: p.default for name, p in inspect.signature(function).parameters.items()
-    }
-
-
-def test_the_command_and_the_functions_take_the_same():
+def test_the_command_and_the_function_take_the_same():
     called = {"prompt": "prompts", "no_verify": "verify", "full_verify": "verify"}
-    for_everybody = {"help", "json", "traceback"}
+    of_the_command = {"help", "json", "traceback", "plan"}
     parser = build_parser()._subparsers._group_actions[0].choices["convert"]
     options = {
         called.get(a.dest, a.dest): a
         for a in parser._actions
-        if a.dest not in for_everybody
+        if a.dest not in of_the_command
     }
-    assert options["plan"].const is True  # which is plan_conversion
-    # and takes convert_adapter's two
-    assert options["base"].metavar == ("MODEL", "CONVERTED")
     of_objects = {"model_class", "progress", "planned"}  # which no command line has
-    checkpoint, adapter, plan = map(
-        parameters, (convert_checkpoint, convert_adapter, plan_conversion)
-    )
-    assert {*options, "converted"} - {"plan"} == {*checkpoint, *adapter} - of_objects
-    assert plan.items() <= checkpoint.items() and set(checkpoint) - set(plan) <= {
-        *adapter,
-        "planned",
-    }
-    assert set(adapter) - {"base", "converted"} <= set(checkpoint)
-    assert (
-        list(TARGETS) == options["target"].choices
-        and options["target"].default == checkpoint["target"]
-    )
-    on = [name for name, a in options.items() if a.const is True and name != "plan"]
-    assert {name: checkpoint[name] for name in on} == {
-        name: name == "verify" for name in on
-    }
+    parameters = {*inspect.signature(convert_checkpoint).parameters} - {"options"}
+    defaults = {field.name: field.default for field in fields(ConversionOptions)}
+    assert {*options} == {*parameters, *defaults} - of_objects
+    assert list(TARGETS) == options["target"].choices
+    assert options["target"].default == defaults["target"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -189,7 +169,6 @@ def test_code_of_the_source_runs_only_if_trusted(way, tmp_path, capsys, monkeypa
     "options",
     [
         "DST --plan",
-        "--plan --base demo:gpt2 demo:gpt2",
         "",
     ],
 )
@@ -203,7 +182,7 @@ def test_options_that_do_not_go_together(options, tmp_path, capsys):
 
 
 def test_options_may_stand_before_dst(tmp_path, capsys):
-    src = save(tmp_path / "src", *COHERE)
+    src = save(tmp_path / "src", *WAYS["--target native"])
     code, out, err = run(
         capsys, src, "--no-verify", "--target", "native", tmp_path / "dst", "--json"
     )

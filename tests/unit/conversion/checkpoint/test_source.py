@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.conversion import CentringPlan, ConversionError, ConversionRefused
-from hf_rmsnorm.conversion.plan import Centre, Copy, Scale
+from hf_rmsnorm.conversion.plan import Centre, Copy
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 PLAN = tiny()[1]
@@ -69,12 +69,12 @@ def test_an_index_that_names_no_file_beside_it(src, name):
     index = json.loads((src / INDEX).read_text())
     index["weight_map"]["wte.weight"] = name
     (src / INDEX).write_text(json.dumps(index))
-    assert_refused(PLAN, src, INDEX, "no file in its folder", "download it again")
+    assert_refused(PLAN, src, INDEX, "missing in its folder", "the index again")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"wte.weight": 7}}', "\xff"],
+    ["", "[]", "{}", '{"weight_map": []}', "\xff"],
 )
 def test_a_damaged_index(src, text):
     (src / INDEX).write_bytes(text.encode("latin-1"))
@@ -104,8 +104,7 @@ def test_pickles_run_no_code_and_torchs_unsafe_advice_is_not_repeated(tmp_path):
     assert_refused(
         PLAN,
         src,
-        "pytorch_model.bin: a pickle that runs code",
-        "safetensors",
+        "pytorch_model.bin: a pickle that is broken, or runs code",
         allow_pickle=True,
     )
     with pytest.raises(ConversionError) as error:
@@ -118,9 +117,8 @@ def test_pickles_run_no_code_and_torchs_unsafe_advice_is_not_repeated(tmp_path):
     [
         {"state_dict": {"w": torch.ones(2)}, "step": 3},
         [torch.ones(2)],
-        {"w": torch.ones(2, 2).to_sparse()},
     ],
-    ids=["training", "list", "sparse"],
+    ids=["training", "list"],
 )
 def test_pickles_that_hold_no_state_dict(tmp_path, state):
     src = pickled(tmp_path / "src", state)
@@ -128,7 +126,7 @@ def test_pickles_that_hold_no_state_dict(tmp_path, state):
         PLAN,
         src,
         "pytorch_model.bin",
-        "save the model's state dict alone",
+        "holds more than plain tensors",
         allow_pickle=True,
     )
 
@@ -141,7 +139,7 @@ def test_truncated_pickles(tmp_path, data):
         PLAN,
         src,
         "pytorch_model.bin",
-        "git lfs pull" if data == LFS else "corrupt",
+        "git lfs pull" if data == LFS else "broken",
         allow_pickle=True,
     )
 
@@ -173,15 +171,18 @@ def remove_weights(src):
 
 
 WITHOUT = {
-    "an index": (lambda src: (src / INDEX).unlink(), [FIRST, f"download {INDEX} too"]),
+    "an index": (
+        lambda src: (src / INDEX).unlink(),
+        [FIRST, INDEX, "download what is missing"],
+    ),
     "a shard": (
         lambda src: (src / SECOND).unlink(),
         [INDEX, SECOND, "missing", "download"],
     ),
-    "weights": (remove_weights, ["model.safetensors", "download the weights"]),
+    "weights": (remove_weights, ["no model.safetensors", "download the weights"]),
     "all but a variant": (
         keep_a_variant,
-        ["model.fp16.safetensors as a variant", "rename it"],
+        ["beside model.fp16.safetensors", "rename a variant"],
     ),
 }
 
@@ -194,15 +195,13 @@ def test_folders_without(what, src):
 
 
 def test_folders_that_hold_no_checkpoint(src, tmp_path):
-    assert_refused(PLAN, tmp_path / "nowhere", "nowhere", "no such folder")
+    assert_refused(PLAN, tmp_path / "nowhere", "nowhere", "there is no folder")
     (src / "adapter_config.json").write_text("{}")
-    assert_refused(PLAN, src, "holds an adapter too", "convert_adapter")
+    assert_refused(PLAN, src, "holds an adapter", "merge_and_unload")
     (src / "config.json").unlink()
-    with pytest.raises(
-        ConversionRefused,
-        match="src has no config.json: pass the folder of a Transformers checkpoint",
-    ):
-        write_plan(PLAN, src, tmp_path / "dst")
+    assert_refused(PLAN, src, "is an adapter", "merge_and_unload")
+    (src / "adapter_config.json").unlink()
+    assert_refused(PLAN, src, "has no config.json", "pass the folder")
 
 
 BROKEN = {
@@ -247,11 +246,6 @@ def test_a_broken_folder_is_one_line_before_anything_is_printed(
     [
         (CentringPlan(centre=(Centre("nowhere", 0, 12),)), ["nowhere"]),
         (CentringPlan(copy=(Copy("head", "nowhere"),)), ["nowhere"]),
-        (CentringPlan(scale=(Scale("h.0.out.weight", 0, "nowhere"),)), ["nowhere"]),
-        (
-            CentringPlan(scale=(Scale("h.0.out.weight", 1, "h.0.scale"),)),
-            ["h.0.out.weight has another shape", "of other weights"],
-        ),
         (
             CentringPlan(centre=(Centre("wte.weight", 2, 12),)),
             ["wte.weight has another shape"],
@@ -277,13 +271,9 @@ def test_plans_of_another_checkpoint(src, plan, words):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_quantised_tensors_that_write_to_the_stream(tmp_path, dtype):
-    src = write_checkpoint(
-        tmp_path / "src",
-        [{"w": torch.ones(4, 4).to(dtype), "by": torch.ones(4).to(dtype)}],
-    )
+    src = write_checkpoint(tmp_path / "src", [{"w": torch.ones(4, 4).to(dtype)}])
     ways_out = ("quantised", "convert the unquantised model", "then quantise")
     assert_refused(CentringPlan(centre=(Centre("w", 0, 4),)), src, "w is", *ways_out)
-    assert_refused(CentringPlan(scale=(Scale("w", 0, "by"),)), src, "by is", *ways_out)
 
 
 @pytest.mark.parametrize("value", ["NaN", "too large"])

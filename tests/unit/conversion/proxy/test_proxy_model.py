@@ -68,7 +68,6 @@ def test_a_norm_over_two_channels_is_not_taken_while_there_is_another_one(monkey
     assert proxy.config.hidden_size == 4 * proxy_module.LEAST_ROW
     plan = discover(proxy)
     assert len(plan.norms) == 9 and all(norm.becomes_rms for norm in plan.norms)
-    assert plan.margins["invariant_max"] < 1e-12 < 1e-5 < plan.margins["dependent_min"]
 
 
 def test_a_proxy_that_hears_is_given_little_sound():

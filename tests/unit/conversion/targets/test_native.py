@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import contents
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,7 +19,6 @@ from hf_rmsnorm.conversion import (
     plan_conversion,
     tensors,
 )
-from hf_rmsnorm.conversion.checkpoint import layout
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import give_weights, make_proxy
 from hf_rmsnorm.conversion.proxy.run import in_double
@@ -43,29 +41,15 @@ def config_of(model_type, **changes):
 PAIRS = {
     "olmo": ("olmo", dict(num_key_value_heads=2), "llama", False),
     "olmo-tied": ("olmo", dict(tie_word_embeddings=True, attention_bias=True), "llama", False),
-    "cohere": ("cohere", dict(num_key_value_heads=2), "cohere2_moe", False),
-    "cohere2": (
-        "cohere2",
-        dict(num_hidden_layers=4, sliding_window=8, tie_word_embeddings=False, attention_bias=True),
-        "cohere2_moe",
-        False,
-    ),
-    "cohere2_moe": (
-        "cohere2_moe",
-        dict(
-            head_dim=16, num_key_value_heads=2, prefix_dense_intermediate_size=40, num_experts=4, num_shared_experts=1,
-            mlp_layer_types=["dense", "sparse"], layer_types=["sliding_attention", "full_attention"], sliding_window=8,
-        ),
-        "cohere2_moe",
-        False,
-    ),
     "jais2": ("jais2", {}, "arcee", True),
     "nemotron": ("nemotron", dict(num_key_value_heads=2, head_dim=16), "arcee", True),
     "stablelm": ("stablelm", dict(num_key_value_heads=2, use_qkv_bias=True), "llama", True),
 }  # fmt: skip
 
 
-def write_source(folder, config, dtype=torch.float64, zero_final_bias=False, seed=5):
+def write_source(
+    folder, config, dtype=torch.float64, zero_final_bias=False, seed=5, shards="5GB"
+):
     config.dtype = dtype
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config).double().eval()
@@ -73,7 +57,7 @@ def write_source(folder, config, dtype=torch.float64, zero_final_bias=False, see
     for name, p in model.named_parameters():
         if zero_final_bias and name == "model.norm.bias":
             torch.nn.init.zeros_(p)
-    model.to(dtype).save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shards)
     return folder
 
 
@@ -108,7 +92,7 @@ def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tm
     ):
         write_source(folder / "src", config_of(model_type, **changes), dtype, zero)
         done = to_native(folder / "src", folder / "dst", verify=False)
-        assert done.plan.proof.passed
+        assert done.plan.difference < 1e-12
         assert (
             json.loads((folder / "dst" / "config.json").read_text())["model_type"]
             == target
@@ -139,16 +123,12 @@ def refusal(model_type, **changes):
     "model_type, changes, reason",
     [
         ("gpt2", {}, "no RMSNorm architecture is known that computes what gpt2 does"),
-        ("cohere", dict(use_qk_norm=True), "queries and keys have norms"),
-        ("cohere2_moe", dict(rms_norm_eps=1e-5), "RMSNorms already"),
         ("stablelm", dict(use_parallel_residual=True), "side by side"),
         ("stablelm", dict(qk_layernorm=True), "queries and keys have norms"),
         ("starcoder2", {}, "no RMSNorm architecture is known"),
         ("olmo", dict(clip_qkv=8.0), "it clips queries, keys and values"),
         ("nemotron", dict(num_key_value_heads=2, head_dim=16, rope_parameters=dict(
             rope_type="linear", factor=2.0, rope_theta=1e4, partial_rotary_factor=0.5)), "and scaled"),
-        ("stablelm", dict(rope_parameters=dict(
-            rope_type="default", rope_theta=1e30, partial_rotary_factor=0.5)), "theta"),
     ],
 )  # fmt: skip
 def test_a_config_without_an_exact_target_is_refused_by_name(
@@ -173,7 +153,7 @@ def test_a_final_bias_with_nowhere_to_go_is_refused(name, tmp_path):
     write_source(tmp_path / "src", config_of(model_type, **changes))
     with pytest.raises(
         ConversionRefused,
-        match=f"final norm's bias, is not 0 and the head of {target} has no bias",
+        match=f"become {target}: .*final norm's bias, is not 0",
     ):
         to_native(tmp_path / "src", tmp_path / "dst")
     assert os.listdir(tmp_path) == ["src"]
@@ -184,35 +164,35 @@ def test_a_broken_pair_is_not_proven(monkeypatch):
     from hf_rmsnorm.conversion.targets import native_build as module
 
     proxy = make_proxy(config_of("nemotron", num_key_value_heads=2, head_dim=16))
-    assert prove_native(proxy).passed
+    assert prove_native(proxy) < 1e-12
     monkeypatch.setattr(
         module,
         "_pairs",
-        lambda channels, interleaved: torch.arange(channels).view(-1, 2),
+        lambda channels: torch.arange(channels).view(-1, 2),
     )
-    assert prove_native(proxy).difference > 1e-4
+    assert prove_native(proxy) > 1e-4
     monkeypatch.undo()
     monkeypatch.setattr(
         module,
         "folded_bias",
         lambda weight, shift, bias: bias or module.filled(weight, 0.0),
     )
-    assert prove_native(proxy).difference > 1e-4
+    assert prove_native(proxy) > 1e-4
 
 
-def test_bf16_shards_index_metadata_card_and_other_files(tmp_path, monkeypatch):
+def test_bf16_shards_index_metadata_card_and_other_files(tmp_path):
     src = write_source(
         tmp_path / "src",
         config_of("stablelm", num_key_value_heads=2),
         torch.bfloat16,
         zero_final_bias=True,
+        shards=8000,
     )
     (src / "tokenizer.json").write_text("{}")
     (src / "README.md").write_text("# The model\n")
     (src / "pytorch_model.bin").write_bytes(b"old")
     before = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in src.iterdir()}
     seen = []
-    monkeypatch.setattr(layout, "MAX_SHARD_SIZE", 8000)
     done = to_native(
         src, tmp_path / "dst", verify=False, progress=lambda *a: seen.append(a)
     )
@@ -222,7 +202,7 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path, monkeypatch):
     index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == len(done.written.shards) > 2
     assert (
-        max(p.stat().st_size for p in (tmp_path / "dst").glob("*.safetensors")) < 10000
+        max(p.stat().st_size for p in (tmp_path / "dst").glob("*.safetensors")) < 16000
     )
     assert (
         seen[-1] == (done.written.tensors, done.written.bytes, done.written.bytes)
@@ -237,9 +217,9 @@ def test_bf16_shards_index_metadata_card_and_other_files(tmp_path, monkeypatch):
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
     card = (tmp_path / "dst" / "README.md").read_text()
     assert (
-        "---\n\n# The model\n" in card
+        card.startswith("# The model\n")
         and native.CARD_HEADING in card
-        and str(done.plan.proof) in card
+        and str(done.plan) in card
     )
     assert [*done.written.not_copied] == ["pytorch_model.bin"] and not (
         tmp_path / "dst" / "pytorch_model.bin"
@@ -265,17 +245,16 @@ def test_verification_runs_both_and_publishes_only_what_passes(tmp_path, monkeyp
     with pytest.raises(
         ConversionError, match="not published, the result fails verification"
     ):
-        to_native(src, tmp_path / "bad", planned=planned)
+        convert_checkpoint(src, tmp_path / "bad", planned=planned)
     assert not (tmp_path / "bad").exists()
     assert "FAIL" in (tmp_path / "bad.converting" / "report.txt").read_text()
 
 
-def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "MAX_SHARD_SIZE", 5000)
-    src = write_source(tmp_path / "src", config_of("olmo"), torch.bfloat16)
+def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path):
+    src = write_source(tmp_path / "src", config_of("olmo"), torch.bfloat16, shards=5000)
     planned = plan_conversion(src, target="native")
     how = dict(verify=False, planned=planned)
-    whole = to_native(src, tmp_path / "whole", **how)
+    whole = convert_checkpoint(src, tmp_path / "whole", **how)
     assert len(whole.written.shards) > 4 and whole.written.resumed == 0
 
     class Stop(Exception):
@@ -286,27 +265,17 @@ def test_a_stopped_run_is_taken_up_and_gives_the_same_bytes(tmp_path, monkeypatc
             raise Stop
 
     with pytest.raises(Stop):
-        to_native(src, tmp_path / "again", progress=stop, **how)
+        convert_checkpoint(src, tmp_path / "again", progress=stop, **how)
     assert not (tmp_path / "again").exists()
-    again = to_native(src, tmp_path / "again", **how)
+    again = convert_checkpoint(src, tmp_path / "again", **how)
     assert again.written.resumed > 0 and again.written.shards == whole.written.shards
     for path in Path(tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes()
     with pytest.raises(ConversionError, match="exists already"):
-        to_native(src, tmp_path / "again", **how)
+        convert_checkpoint(src, tmp_path / "again", **how)
 
 
-def test_slices_of_a_few_rows_give_the_same_tensors(tmp_path, monkeypatch):
-    src = write_source(tmp_path / "src", config_of("cohere2_moe"), torch.float32)
-    planned = plan_conversion(src, target="native")
-    to_native(src, tmp_path / "whole", verify=False, planned=planned)
-    monkeypatch.setattr(tensors, "SLICE", 100)  # of 32 channels a row
-    to_native(src, tmp_path / "slices", verify=False, planned=planned)
-    whole, slices = (contents(tmp_path / name) for name in ("whole", "slices"))
-    assert whole == slices
-
-
-def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
+def test_a_missing_tensor_is_one_clear_line(tmp_path):
     from safetensors.torch import load_file, save_file
 
     src = write_source(tmp_path / "src", config_of("olmo"), torch.float32)
@@ -319,17 +288,10 @@ def test_a_missing_or_quantised_tensor_is_one_clear_line(tmp_path):
     )
     with pytest.raises(ConversionError, match=f"no tensor {key}"):
         to_native(src, tmp_path / "dst", verify=False)
-    save_file(
-        {**tensors, key: tensors[key].to(torch.int8)},
-        src / "model.safetensors",
-        {"format": "pt"},
-    )
-    with pytest.raises(ConversionError, match=f"{key} is I8: it is quantised"):
-        to_native(src, tmp_path / "dst", verify=False)
     assert os.listdir(tmp_path) == ["src"]
 
 
-@pytest.mark.parametrize("name", ["olmo", "cohere2", "stablelm"])
+@pytest.mark.parametrize("name", ["olmo", "stablelm"])
 def test_a_model_trained_as_rms_norm_keeps_the_weights_that_it_has(name):
     """The source's norms are RMSNorms of a stream that has a mean: what writes to it is
     not centred.
@@ -343,5 +305,4 @@ def test_a_model_trained_as_rms_norm_keeps_the_weights_that_it_has(name):
     config.hf_rmsnorm = {**config.hf_rmsnorm, "computes": "rms_norm"}
     with pytest.raises(ConversionRefused, match="trained as one"):
         make_proxy(config)
-    proof = prove_native(make_proxy(config, trained=True))
-    assert proof.passed, str(proof)
+    assert prove_native(make_proxy(config, trained=True)) < 1e-12

@@ -1,0 +1,54 @@
+"""The options of a conversion."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .plan import ConversionRefused
+
+TARGETS = ("same", "native")
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """How a checkpoint is read, planned and verified.
+
+    Args:
+        target: ``"same"``: keep the checkpoint's architecture and centre all that
+            writes to its residual stream. ``"native"``: write an architecture that uses
+            RMSNorm and computes the same, if there is one.
+        allow_pickle: read ``pytorch_model.bin`` if there is no safetensors file,
+            without running code in it.
+        trust_remote_code: run the model code that comes with the folder.
+        model_class: the class to load it with, instead of the one its config names.
+        inputs: makes keyword arguments of the forward for a model that takes other than
+            token ids and pixels.
+        prompts: texts to verify on, if there is a tokenizer.
+        verify: run source and result after writing, and publish only what passes. Of a
+            large checkpoint a few tokens are run; ``"full"`` runs all texts.
+    """
+
+    target: str = "same"
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+    model_class: type | None = None
+    inputs: Callable[[torch.nn.Module], dict] | None = None
+    prompts: list[str] | None = None
+    verify: bool | str = True
+
+    def __post_init__(self):
+        if self.target not in TARGETS:
+            known = ", ".join(TARGETS)
+            raise ConversionRefused(f"target={self.target!r}: choose one of {known}")
+        if self.is_native and (self.model_class or self.inputs):
+            what = "target='native' takes causal language models alone"
+            raise ConversionRefused(f"{what}: leave out model_class and inputs")
+        texts = () if self.prompts is None else self.prompts
+        if isinstance(texts, str) or not all(map(str.strip, texts)):
+            cure = "pass a list of texts, none of them empty"
+            raise ConversionRefused(f"prompts={texts!r}: {cure}")
+
+    @property
+    def is_native(self) -> bool:
+        return self.target == "native"
