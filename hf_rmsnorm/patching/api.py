@@ -17,7 +17,7 @@ from .layers.fusions import fuse_layers
 from .numerics import NUMERICS, as_rounded_by
 from .plan import Entry, Globs, make_plan
 from .report import FusedLayer, PatchReport, report_on
-from .swap import Changes, fuse, replaced_forward, set_recipe
+from .swap import Changes, fuse, set_recipe, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
@@ -138,7 +138,7 @@ def is_patched(model: torch.nn.Module) -> bool:
     check_module("is_patched", model)
     for module in model.modules():
         recipe = recipe_of(module)
-        if recipe is not None and not _why_not_run(module, recipe):
+        if recipe is not None and why_not_run(module, recipe) is None:
             return True
     return False
 
@@ -204,64 +204,24 @@ def _patch(
 ) -> tuple[PatchReport, Changes]:
     check_module("patch_model", model)
     check_options(strict=strict, **vars(options))
-    with _changing:
+    with _changing, contextlib.ExitStack() as stack:
         entries = make_plan(model, include, exclude)
+        for entry in entries:
+            if entry.recipe is not None and not entry.stays:
+                entry.recipe = _with_options(entry, options)
         changes = Changes(model)
-        try:
-            for entry in entries:
-                _swap(entry, options, changes)
-            _check_served(model, entries, strict)
-            layers = fuse_layers(model)
-            warned = _warnings_of_nothing(model, entries)
-            warned += _warnings_of_sums(model, entries, layers, strict)
-        except BaseException:
-            changes.undo()
-            raise
+        stack.callback(changes.undo)
+        for entry in entries:
+            changes.carry_out(entry)
+        _check_served(model, entries, strict)
+        layers = fuse_layers(model)
+        warned = _warnings_of_nothing(model, entries)
+        warned += _warnings_of_sums(model, entries, layers, strict)
         report = report_on(model, entries, layers)
+        stack.pop_all()
     for warning in warned:
         warnings.warn(warning, stacklevel=stacklevel)
     return report, changes
-
-
-def _swap(entry: Entry, options: Options, changes: Changes) -> None:
-    """Carry out what is planned for one norm, or leave it alone with the reason."""
-    module, recipe = entry.module, entry.recipe
-    if entry.excluded:
-        changes.set_recipe(module, None)
-    if recipe is None:
-        return
-    why_not = _why_not_run(module, recipe)
-    if why_not:
-        entry.leave(*why_not)
-        return
-    if not entry.stays:
-        entry.recipe = _with_options(entry, options)
-        try:
-            changes.set_recipe(module, entry.recipe)
-        except Exception as error:
-            # a metaclass or __init_subclass__ of the user's may refuse in any way
-            what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
-            cure = "let the class be subclassed; until then it runs its own forward"
-            entry.leave(what, cure)
-            return
-    entry.formula = entry.recipe.spec_of(module)
-
-
-def _why_not_run(module: torch.nn.Module, recipe: Recipe) -> tuple[str, str] | None:
-    """(reason, cure) where a norm that is swapped, or to be swapped, would not compute
-    its recipe.
-    """
-    other = replaced_forward(module)
-    if other is not None:
-        reason = f"its forward was replaced on the instance by {other}"
-        cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
-        return reason, cure
-    if recipe.spec_of(module) is None:
-        changed = recipe.changes(module)
-        changed = changed or [f"{recipe.eps} is now {getattr(module, recipe.eps)}"]
-        reason = f"it runs its own forward: {', '.join(changed)}"
-        return reason, "set it back, or unpatch the model and patch it again"
-    return None
 
 
 def _with_options(entry: Entry, options: Options) -> Recipe:

@@ -11,18 +11,14 @@ import torch
 from torch import nn
 
 from ..fused import watch
-from ..fused.layer import layer_part
 from ..fused.norm import recipe_of
 from ..fused.recipe import tensor_of
 from ..kernels.counting import counting_into
 from ..ops import chosen_backend
 from ..ops.backend import why_not
-from ..ops.direct import starts_kernels
 from ..paths import compact_paths, fitted
-from .report import in_words
 
 NOT_CALLED = "not called from Python: not part of this forward, or inside torch.compile or a CUDA graph"
-COMPILED = "inside torch.compile, which fuses norms itself"
 UNKNOWN = "these inputs are computed one operator after the other"
 
 
@@ -31,8 +27,7 @@ class Piece:
     """One fused piece of a model, counted over all its calls.
 
     Attributes:
-        path: of the norm; of two norms in one kernel, and of fusions that no call
-            reached, the module that has them.
+        path: of the norm; of two norms in one kernel the module that has them.
         what: ``"norm"``, ``"residual add + norm"``, ``"q/k norms + rotary embedding"``,
             ...
         launched: how often a kernel computed it.
@@ -119,16 +114,8 @@ class _Watched:
             what = f"count_launches needs a torch.nn.Module, got {type(model).__name__}"
             raise TypeError(f"{what}: load the model first")
         self.launches = launches
-        self.norms: dict[nn.Module, str] = {}
-        self.layers: dict[str, nn.Module] = {}
-        self.not_called = NOT_CALLED
-        for path, module in model.named_modules():
-            if recipe_of(module) is not None:
-                self.norms[module] = path
-            if layer_part(type(module)) is not None:
-                self.layers[path] = module
-            if _is_compiled(module):
-                self.not_called = COMPILED
+        modules = model.named_modules()
+        self.norms = {m: path for path, m in modules if recipe_of(m) is not None}
         if not self.norms:
             what = f"no norm of this {type(model).__name__} is patched"
             raise ValueError(f"{what}: call patch_model(model) first")
@@ -138,9 +125,10 @@ class _Watched:
 
     def note(self, what: str, norms: tuple, x, reason: str) -> None:
         """Count a call of a piece: by a kernel if one was launched since the last call."""
-        paths = [self.norms[norm] for norm in norms if norm in self.norms]
-        if not paths:  # a norm of another model
+        norms = [norm for norm in norms if norm in self.norms]
+        if not norms:  # of another model
             return
+        paths = [self.norms[norm] for norm in norms]
         self.called.update(paths)
         path = paths[0] if len(paths) == 1 else paths[0].rpartition(".")[0]
         piece = self.noted.setdefault((path, what), Piece(path, what))
@@ -150,7 +138,7 @@ class _Watched:
             piece.launched += 1
         else:
             piece.missed += 1
-            piece.reason = reason or why_not_launched(norms[0], x, what)
+            piece.reason = reason or _why_not_launched(norms, x)
         self._launched_before = launched
 
     def pieces(self) -> Iterator[Piece]:
@@ -160,55 +148,27 @@ class _Watched:
         yield from self.noted.values()
         for path in self.norms.values():
             if path not in self.called:
-                yield Piece(path, watch.NORM, reason=self.not_called)
-        for path, layer in self.layers.items():
-            yield from self._unreached(path, layer)
-
-    def _unreached(self, path: str, layer: nn.Module) -> Iterator[Piece]:
-        """The fused pieces of a layer whose norms were all called one by one."""
-        inside = [norm for norm in layer.children() if norm in self.norms]
-        places = [path, *(self.norms[norm] for norm in inside)]
-        noted = [piece for piece in self.noted.values() if piece.path in places]
-        if not noted or any(piece.what != watch.NORM for piece in noted):
-            return
-        what = in_words(str(layer_part(type(layer))._hf_rmsnorm_fusion))
-        calls = max(piece.launched + piece.missed for piece in noted)
-        reasons = [*(piece.reason for piece in noted), *map(_why_called, inside)]
-        reason = next(filter(None, reasons), UNKNOWN)
-        yield Piece(path, what, missed=calls, reason=reason)
+                yield Piece(path, watch.NORM, reason=NOT_CALLED)
 
 
-def why_not_launched(norm: nn.Module, x, piece: str = watch.NORM) -> str:
-    """Why no kernel was launched for a piece with a patched norm, of x."""
+def _why_not_launched(norms: list[nn.Module], x) -> str:
+    """Why no kernel was launched for a piece with these patched norms, of x."""
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
+    called = next(filter(None, map(_why_called, norms)), "")
     if not isinstance(x, torch.Tensor):
-        return "it was called without a tensor"
-    reason = _why_not_computed(norm, x)
-    if reason is not None:
-        return reason
-    if not starts_kernels(x):
-        return (
-            f"a {type(x).__name__} under torch.func, forward-mode gradients or tracing"
-        )
-    if piece == watch.NORM:
-        return recipe_of(norm).notes()
-    return _why_called(norm) or UNKNOWN
-
-
-def _why_not_computed(norm: nn.Module, x: torch.Tensor) -> str | None:
-    """Why the kernels do not compute a patched norm of x as it stands, or None if they
-    do.
-    """
+        return called or UNKNOWN
+    norm = norms[0]
     recipe = recipe_of(norm)
     spec = recipe.spec_of(norm)
     if spec is None:
         return ", ".join(recipe.changes(norm)) or "its eps is no number any more"
     names = recipe.weight, recipe.bias
     tensors = [None if name is None else tensor_of(norm, name) for name in names]
-    gate = x if spec.gate is not None else None
+    gate = None if spec.gate is None else x
     rows = x.movedim(1, -1) if recipe.layout == "channels_first" and x.dim() > 1 else x
-    return why_not(spec, rows, *tensors, gate)
+    reason = why_not(spec, rows, *tensors, gate)
+    return reason or called or recipe.notes() or UNKNOWN
 
 
 def _why_called(norm: nn.Module) -> str:
@@ -228,11 +188,6 @@ def _why_called(norm: nn.Module) -> str:
     return ""
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    compiled = isinstance(module, torch._dynamo.OptimizedModule)
-    return compiled or module._compiled_call_impl is not None
-
-
 def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
     """A line for all pieces of a kind with the same result, with their paths below."""
     alike: dict[tuple, list[Piece]] = {}
@@ -242,12 +197,13 @@ def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
     for (what, is_launched, reason), group in alike.items():
         launched = sum(piece.launched for piece in group)
         missed = sum(piece.missed for piece in group)
-        calls = f"{missed} {'call' if missed == 1 else 'calls'}"
-        launches = f"{launched} {'launch' if launched == 1 else 'launches'}"
-        if is_launched:
-            result = f"{launches}; {calls} not fused: {reason}" if missed else launches
-        else:
-            result = f"{reason} ({calls})" if missed else reason
+        result = reason
+        if is_launched and missed:
+            result = f"{launched} launches; {missed} calls not fused: {reason}"
+        elif is_launched:
+            result = f"{launched} launches"
+        elif missed:
+            result = f"{reason} ({missed} calls)"
         kind = "fused" if is_launched else "not fused"
         yield f"  {kind:<9} {len(group)} x {what}: {result}"
         for path in compact_paths([piece.path for piece in group]):

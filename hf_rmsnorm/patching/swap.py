@@ -39,6 +39,23 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
     return f"{where}.{getattr(function, '__qualname__', '?')}"
 
 
+def why_not_run(norm: torch.nn.Module, recipe: Recipe) -> tuple[str, str] | None:
+    """(reason, cure) where a norm with a class for this recipe would run its own
+    forward all the same.
+    """
+    other = replaced_forward(norm)
+    if other is not None:
+        reason = f"its forward was replaced on the instance by {other}"
+        cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
+        return reason, cure
+    if recipe.spec_of(norm) is None:
+        changed = recipe.changes(norm)
+        changed = changed or [f"{recipe.eps} is now {getattr(norm, recipe.eps)}"]
+        reason = f"it runs its own forward: {', '.join(changed)}"
+        return reason, "set it back, or unpatch the model and patch it again"
+    return None
+
+
 def set_recipe(norm: torch.nn.Module, recipe: Recipe | None) -> None:
     """Give a norm the class that computes a recipe, in place of one that it has; None:
     its own class.
@@ -86,9 +103,32 @@ class Changes:
         # (norm, its recipe before, its recipe now)
         self.norms: list[tuple[torch.nn.Module, Recipe | None, Recipe | None]] = []
 
-    def set_recipe(self, norm: torch.nn.Module, recipe: Recipe | None) -> None:
+    def carry_out(self, entry) -> None:
+        """Do to a norm what its `plan.Entry` says, or leave it alone with the reason."""
+        norm, recipe = entry.module, entry.recipe
+        if entry.excluded:
+            self._set(norm, None)
+        if recipe is None:
+            return
+        why_not = why_not_run(norm, recipe)
+        if why_not is None and not entry.stays:
+            why_not = self._set(norm, recipe)
+        if why_not is None:
+            entry.formula = recipe.spec_of(norm)
+        else:
+            entry.leave(*why_not)
+
+    def _set(self, norm: torch.nn.Module, recipe: Recipe | None):
+        """`set_recipe`; (reason, cure) where that is impossible."""
         self.norms.append((norm, recipe_of(norm), recipe))
-        set_recipe(norm, recipe)
+        try:
+            set_recipe(norm, recipe)
+        except Exception as error:
+            # a metaclass or __init_subclass__ of the user's may refuse in any way
+            what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
+            cure = "let the class be subclassed; until then it runs its own forward"
+            return what, cure
+        return None
 
     def undo(self) -> None:
         """Give norms and layers their earlier classes; what was unpatched or patched

@@ -80,6 +80,14 @@ def test_the_reason_is_a_hook(model):
     )
 
 
+def test_norms_of_q_and_k_that_are_called_by_themselves_are_named(model):
+    attention = model.model.layers[1].self_attn
+    attention.k_norm.register_forward_hook(lambda *_: None)
+    (piece,) = [piece for piece in counted(model, "triton").pieces if piece.missed]
+    assert piece.path == "model.layers.1.self_attn"
+    assert piece.what == "q/k norms + rotary embedding" and "hook" in piece.reason
+
+
 def test_what_is_not_called_is_listed(model):
     with count_launches(model) as launches:
         pass
