@@ -39,23 +39,22 @@ def compact_paths(paths: Sequence[str]) -> list[str]:
 
 def _joined(rows: list[tuple], place: int) -> list[tuple]:
     """Rows that differ in their number at one place, written as one."""
-    alike: dict[tuple, list[tuple]] = {}
+    alike: dict[tuple, list[int]] = {}
     for row in rows:
-        is_number = len(row) > place and row[place].isdecimal()
-        key = (row[:place], row[place + 1 :]) if is_number else row
-        alike.setdefault(key, []).append(row)
+        if len(row) > place and row[place].isdecimal():
+            rest = (*row[:place], None, *row[place + 1 :])
+            alike.setdefault(rest, []).append(int(row[place]))
+        else:
+            alike[row] = []
     joined = []
-    for group in alike.values():
-        row = group[0]
-        if len(group) > 1:
-            numbers = sorted(int(other[place]) for other in group)
-            row = (*row[:place], f"[{_ranges(numbers)}]", *row[place + 1 :])
-        joined.append(row)
+    for row, numbers in alike.items():
+        text = _ranges(sorted(numbers))
+        joined.append(tuple(text if part is None else part for part in row))
     return joined
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers in words, as ``0-2,5``."""
+    """One number, or ascending ones as ``[0-2,5]``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -63,7 +62,7 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return ",".join(texts)
+    return f"[{','.join(texts)}]" if len(numbers) > 1 else ",".join(texts)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -140,20 +140,22 @@ def _in_turn(model, call) -> tuple[list, list[float]]:
 
 
 def _text(data: dict) -> str:
-    row = "{:<42} {:>9.5g} {:>9.5g}  {:.2f}".format
+    row = "{:<42} {:>9.5g} {:>9.5g}".format
     lines = [
         "{model}: {swapped} norms swapped, {dtype} on {device}".format(**data),
         f"{'':<42} {'original':>9} {'patched':>9}  speed-up",
     ]
     if "tokens_per_second" in data:
+        what = "tokens per second ({new_tokens} new, batch 1)".format(**data)
         original, patched = data["tokens_per_second"]
-        what = f"tokens per second ({data['new_tokens']} new, batch 1)"
-        lines.append(row(what, original, patched, patched / original))
+        speedup = patched / original
+        lines.append(f"{row(what, original, patched)}  {speedup:.2f}")
     if "step_ms" in data:
-        original, patched = data["step_ms"]
         what = "ms per training step ({} x {} tokens)".format(*data["batch"])
-        lines.append(row(what, original, patched, original / patched))
-        lines.append(f"{'loss':<42} {{:>9.6g}} {{:>9.6g}}".format(*data["losses"]))
+        original, patched = data["step_ms"]
+        speedup = original / patched
+        lines.append(f"{row(what, original, patched)}  {speedup:.2f}")
+        lines.append(row("loss", *data["losses"]))
     if "token_ids" in data:
         place = data["first_difference"]
         other = f"other tokens from new token {place} on: run hf-rmsnorm verify"

@@ -84,22 +84,23 @@ def _inspect(name: str, args, text: str):
 
 
 def _text(args, before, after) -> str:
-    width = max((len(norm.path) for norm in before.norms), default=0)
-    head = f"{'|mean| / RMS of the input':<{width}}  {'kind':<9}  {'median':>8}  {'largest':>7}"
-    lines = [fitted(f"{args.model}: {_verdict(before)}"), head]
+    lines = [fitted(f"{args.model}: {_verdict(before)}"), *_table(before)]
     if after is not None:
-        lines[-1] += "  after: median, largest"
-    for place, norm in enumerate(before.norms):
-        kind = "LayerNorm" if norm.centered else "RMSNorm"
-        line = f"{norm.path:<{width}}  {kind:<9}  {norm.median:>8.2e}  {norm.largest:>7.1e}"
-        if after is not None:
-            converted = after.norms[place]
-            line += f"  {converted.median:>13.2e}  {converted.largest:>7.1e}"
-        lines.append(line)
-    if after is not None and after.perplexity is not None:
-        perplexity = f"{before.perplexity:.6g}, of {args.after}: {after.perplexity:.6g}"
-        lines.append(f"perplexity: {perplexity}")
+        lines += ["", fitted(f"{args.after}: {_verdict(after)}"), *_table(after)]
+        if after.perplexity is not None:
+            change = f"from {before.perplexity:.6g} to {after.perplexity:.6g}"
+            lines.append(f"perplexity {change}")
     return "\n".join(lines)
+
+
+def _table(inspection) -> list[str]:
+    """A line for each norm: how large its input's mean is."""
+    row = "{:<48}  {:<9}  {:>8}  {:>7}".format
+    lines = [row("|mean| / RMS of the input", "kind", "median", "largest")]
+    for norm in inspection.norms:
+        kind = "LayerNorm" if norm.centered else "RMSNorm"
+        lines.append(row(norm.path, kind, f"{norm.median:.2e}", f"{norm.largest:.1e}"))
+    return lines
 
 
 def _verdict(inspection) -> str:
