@@ -17,6 +17,7 @@ from ..kernels.counting import counting_into
 from ..ops import chosen_backend
 from ..ops.backend import why_not
 from ..paths import compact_paths, fitted
+from .api import check_module
 
 NOT_CALLED = "not called from Python: not part of this forward, or inside torch.compile or a CUDA graph"
 UNKNOWN = "these inputs are computed one operator after the other"
@@ -110,9 +111,7 @@ class _Watched:
     """A model whose fused pieces are counted."""
 
     def __init__(self, model: nn.Module, launches: Counter):
-        if not isinstance(model, nn.Module):
-            what = f"count_launches needs a torch.nn.Module, got {type(model).__name__}"
-            raise TypeError(f"{what}: load the model first")
+        check_module("count_launches", model)
         self.launches = launches
         modules = model.named_modules()
         self.norms = {m: path for path, m in modules if recipe_of(m) is not None}

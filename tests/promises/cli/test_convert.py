@@ -454,27 +454,6 @@ def test_the_plan_of_a_hub_id_downloads_no_weights(hub, capsys):
 GPT2 = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=96, n_positions=32)
 
 
-@pytest.mark.parametrize(
-    "dtype, eps", [("float64", 1e-5), ("float32", 0.5)], ids=["float64", "a large eps"]
-)
-def test_it_converts(dtype, eps, tmp_path, capsys):
-    src = save(
-        tmp_path / "src",
-        "GPT2LMHeadModel",
-        "gpt2",
-        {**GPT2, "layer_norm_epsilon": eps, "dtype": dtype},
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(src).to(
-        getattr(torch, dtype)
-    )
-    model.save_pretrained(src)
-    code, out, err = run(capsys, src, tmp_path / "dst")
-    assert code == 0 and "side by side: PASS" in out, err
-    assert {
-        t.dtype for t in load_file(tmp_path / "dst" / "model.safetensors").values()
-    } == {getattr(torch, dtype)}
-
-
 def test_a_hub_id_that_nobody_answers_for_is_one_line_without_the_hubs_own_advice(
     tmp_path, capsys
 ):

@@ -8,6 +8,7 @@ is compared by itself.
 import copy
 import pickle
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import tiny_models
@@ -113,72 +114,42 @@ def test_gated_norms_of_vllm(dtype):
         patch_model(norm, numerics="sglang")
 
 
-def served(model, ids, numerics, rms=None):
+def served(model, ids, numerics):
     """The last hidden states of a decoder as a server runs it: each norm is given what
     was added, and the residual.
     """
     family = model.config.model_type
-    rms = rms or RMS[numerics][family in ZERO_CENTRED]
-    body, sandwich = (
-        model.model,
-        hasattr(model.model.layers[0], "pre_feedforward_layernorm"),
-    )
+    rms = RMS[numerics][family in ZERO_CENTRED]
+    body = model.model
 
-    def norm(module, x, residual=None):
-        return rms(x, module.weight, eps_of(module), residual)
+    def norm(module, hidden, residual=None):
+        """(the norm of the sum, the sum)."""
+        total = hidden if residual is None else hidden + residual
+        return rms(hidden, module.weight, eps_of(module), residual)[0], total
 
-    hidden = body.embed_tokens(ids)
-    positions = torch.arange(ids.shape[1])[None]
-    mask = torch.full(
-        (1, 1, ids.shape[1], ids.shape[1]),
-        torch.finfo(hidden.dtype).min,
-        dtype=hidden.dtype,
-    ).triu(1)
-    if family in ZERO_CENTRED:
-        hidden = hidden * (
-            1.0
-            if hasattr(body.embed_tokens, "embed_scale")
-            else body.config.hidden_size**0.5
-        )
-    residual = None
+    hidden, residual = body.embed_tokens(ids), None
+    positions, length = torch.arange(ids.shape[1])[None], ids.shape[1]
+    mask = torch.full((1, 1, length, length), torch.finfo(hidden.dtype).min)
+    mask = mask.to(hidden.dtype).triu(1)
+    if family in ZERO_CENTRED and not hasattr(body.embed_tokens, "embed_scale"):
+        hidden = hidden * body.config.hidden_size**0.5
     for layer in body.layers:
-        hidden, residual = (
-            norm(layer.input_layernorm, hidden, residual)[0],
-            norm_sum(hidden, residual),
-        )
-        kind = getattr(layer.self_attn, "layer_type", None)
-        angles = (
-            body.rotary_emb(hidden, positions, kind)
-            if family == "gemma3_text"
-            else body.rotary_emb(hidden, positions)
-        )
-        with (
-            patched(layer.self_attn, numerics=numerics)
-            if hasattr(layer.self_attn, "q_norm")
-            else use_backend("auto")
-        ):
-            hidden = layer.self_attn(
-                hidden, position_embeddings=angles, attention_mask=mask
-            )[0]
-        if sandwich:
-            hidden = norm(layer.post_attention_layernorm, hidden)[0]
-            hidden, residual = (
-                norm(layer.pre_feedforward_layernorm, hidden, residual)[0],
-                norm_sum(hidden, residual),
-            )
+        hidden, residual = norm(layer.input_layernorm, hidden, residual)
+        angles = body.rotary_emb(hidden, positions)
+        attention = layer.self_attn
+        with ExitStack() as stack:
+            if hasattr(attention, "q_norm"):
+                stack.enter_context(patched(attention, numerics=numerics))
+            inputs = {"position_embeddings": angles, "attention_mask": mask}
+            hidden, _ = attention(hidden, **inputs)
+        if hasattr(layer, "pre_feedforward_layernorm"):  # norms on both sides
+            hidden, _ = norm(layer.post_attention_layernorm, hidden)
+            hidden, residual = norm(layer.pre_feedforward_layernorm, hidden, residual)
+            hidden, _ = norm(layer.post_feedforward_layernorm, layer.mlp(hidden))
         else:
-            hidden, residual = (
-                norm(layer.post_attention_layernorm, hidden, residual)[0],
-                norm_sum(hidden, residual),
-            )
-        hidden = layer.mlp(hidden)
-        if sandwich:
-            hidden = norm(layer.post_feedforward_layernorm, hidden)[0]
+            hidden, residual = norm(layer.post_attention_layernorm, hidden, residual)
+            hidden = layer.mlp(hidden)
     return norm(body.norm, hidden, residual)[0]
-
-
-def norm_sum(hidden, residual):
-    return hidden if residual is None else hidden + residual
 
 
 def build(family, dtype):
