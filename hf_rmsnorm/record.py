@@ -31,7 +31,10 @@ _COPIED = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
 _LORA = re.compile(
     r"\.lora_(?:embedding_([AB])(?:\.[^.]+)?|([AB])(?:\.[^.]+)?\.(?:weight|bias))$"
 )
-_NARROW = (torch.bfloat16, torch.float16, torch.float32)
+_MEAN = (
+    "no longer has zero mean along the residual stream: it was trained, or is in "
+    'another dtype than it is stored in (load it with dtype="auto")'
+)
 
 
 def make_record(
@@ -122,22 +125,10 @@ def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> s
     for name, how in matching(recorded, tensors).items():
         tensor = tensors[name]
         if not is_centred(tensor, **how):
-            return f"{name} {_why_not_centred(tensor, how)}"
+            if not bool(tensor.isfinite().all()):
+                return f"{name} holds NaN or infinity"
+            return f"{name} {_MEAN}"
     return ""
-
-
-def _why_not_centred(tensor: torch.Tensor, how: dict) -> str:
-    if not bool(tensor.isfinite().all()):
-        return "holds NaN or infinity"
-    wide = str(tensor.dtype).removeprefix("torch.")
-    for dtype in _NARROW:
-        narrow = tensor.to(dtype)
-        is_stored = dtype != tensor.dtype and torch.equal(narrow.to(tensor), tensor)
-        if is_stored and is_centred(narrow, **how):
-            stored = str(dtype).removeprefix("torch.")
-            what = f"has {stored} values, whose rounding leaves more of a mean than {wide} does"
-            return f'{what}: load it with dtype="auto", or convert the {wide} original'
-    return "no longer has zero mean along the residual stream, by fine-tuning perhaps"
 
 
 @torch.no_grad()

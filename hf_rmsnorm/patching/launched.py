@@ -198,11 +198,11 @@ def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
         missed = sum(piece.missed for piece in group)
         result = reason
         if is_launched and missed:
-            result = f"{launched} launches; {missed} calls not fused: {reason}"
+            result = f"launched {launched}x; not fused {missed}x: {reason}"
         elif is_launched:
-            result = f"{launched} launches"
+            result = f"launched {launched}x"
         elif missed:
-            result = f"{reason} ({missed} calls)"
+            result = f"{reason} ({missed}x)"
         kind = "fused" if is_launched else "not fused"
         yield f"  {kind:<9} {len(group)} x {what}: {result}"
         for path in compact_paths([piece.path for piece in group]):

@@ -27,23 +27,18 @@ def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
     own = recipe.own or recipe
     if numerics == "model":
         return own
-    found = (
-        None
-        if own.layout != "last" or own.other_input
-        else _formula(numerics, own.spec)
-    )
-    if found is None:
-        raise ValueError(
-            f"{SERVERS[numerics]} has no {own.spec}{'' if own.layout == 'last' else ' ' + own.notes()}"
-        )
-    spec, rounds_sum = found
-    # what follows may count on it
-    row_major = own.row_major or (own.spec.functional and not spec.functional)
+    is_plain = own.layout == "last" and not own.other_input
+    served = _formula(numerics, own.spec) if is_plain else None
+    if served is None:
+        where = "" if own.layout == "last" else f" {own.notes()}"
+        raise ValueError(f"{SERVERS[numerics]} has no {own.spec}{where}")
+    spec, rounds_sum = served
     return replace(
         own,
         spec=spec,
         own=own,
-        row_major=row_major,
+        # what follows may count on it
+        row_major=own.row_major or (own.spec.functional and not spec.functional),
         numerics=numerics,
         rounds_sum=rounds_sum,
     )
@@ -58,9 +53,7 @@ def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
     if own.gate is not None or own.group_size is not None:
         gated = _gated_formula(own) if numerics == "vllm" else None
         return None if gated is None else (gated, True)
-    plain = NormSpec(
-        own.centered, own.eps, own.has_weight, own.has_bias, own.weight_offset
-    )
+    plain = replace(own, rounding="once", functional=False)
     if own.centered or numerics == "torch":
         unknown = own.weight_offset or (own.has_bias and not own.centered)
         return None if unknown else (replace(plain, functional=True), True)
@@ -80,20 +73,9 @@ def _gated_formula(own: NormSpec) -> NormSpec | None:
     `RMSNormGated` with ``norm_before_gate``.
     """
     before = own.gate == "silu_before"
-    if (
-        own.centered
-        or own.weight_offset
-        or own.has_bias
-        or (own.group_size and not before)
-    ):
+    if own.centered or own.weight_offset or own.has_bias:
+        return None
+    if own.group_size and not before:
         return None
     rounding = "before_weight" if before and own.has_weight else "once"
-    return NormSpec(
-        False,
-        own.eps,
-        own.has_weight,
-        own.has_bias,
-        rounding=rounding,
-        gate=own.gate,
-        group_size=own.group_size,
-    )
+    return replace(own, rounding=rounding, functional=False)

@@ -106,7 +106,7 @@ class Changes:
     def carry_out(self, entry) -> None:
         """Do to a norm what its `plan.Entry` says, or leave it alone with the reason."""
         norm, recipe = entry.module, entry.recipe
-        if entry.excluded:
+        if entry.excluded and entry.patched:
             self._set(norm, None)
         if recipe is None:
             return

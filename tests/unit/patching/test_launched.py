@@ -47,7 +47,7 @@ def test_each_piece_that_ran_in_a_kernel_is_named_and_counted(model):
     text = str(launches)
     assert text.startswith(f"all {3 * layers + 1} pieces ran as fused kernels\n")
     assert (
-        f"{layers} x residual add + norm: {layers} launches" in text
+        f"{layers} x residual add + norm: launched {layers}x" in text
         and "layers.[0-1].self_attn\n" in text
     )
 
