@@ -19,7 +19,6 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from places import ROOT
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from hf_rmsnorm.demo import demo_path
 
@@ -82,6 +81,11 @@ def assert_same_run(folder, other):
     assert weights(folder) == weights(other)
 
 
+def files(folder):
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
 @pytest.mark.full
 def test_patched_and_unpatched_runs_have_the_same_losses_and_write_the_same_files(
     train, capsys
@@ -91,19 +95,10 @@ def test_patched_and_unpatched_runs_have_the_same_losses_and_write_the_same_file
     patched = train("patched", "--max-steps", 4, "--save-every", 2)
     assert "11 x LlamaRMSNorm: RMSNorm(" in capsys.readouterr().out
     assert len(losses(patched)) == 4 and losses(patched)[0] != losses(patched)[-1]
-    files = {path.relative_to(plain) for path in plain.rglob("*") if path.is_file()}
-    assert files == {
-        path.relative_to(patched) for path in patched.rglob("*") if path.is_file()
-    }
-    for name in files:
-        assert (patched / name).read_bytes() == (plain / name).read_bytes(), name
+    assert files(patched) == files(plain)
+    assert files(plain)["losses.png"].startswith(b"\x89PNG")
     kernels = train("kernels", "--max-steps", 2, "--backend", "triton")
     assert losses(kernels) == pytest.approx(losses(plain)[:2], rel=1e-5)
-    assert (plain / "losses.png").read_bytes().startswith(b"\x89PNG")
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(p) for p in (demo_path("llama"), plain)
-    )
-    assert not before.model.norm.weight.float().equal(after.model.norm.weight.float())
 
 
 WAYS = {
@@ -133,23 +128,9 @@ def test_a_run_goes_on_exactly_where_it_stopped_patched_or_not(
         train(first, "--max-steps", 6, "--save-every", 3, then, "--resume", *WAYS[way])
         assert f"Going on from {part / 'checkpoint-3'}" in capsys.readouterr().out
         assert_same_run(part, whole)
-        # and the optimizer's state, to the bit
-        states = [
-            torch.load(folder / "checkpoint-6" / "optimizer.pt")
-            for folder in (part, whole)
-        ]
-        for (name, state), other in zip(
-            states[0]["state"].items(), states[1]["state"].values(), strict=True
-        ):
-            assert all(torch.equal(state[key], other[key]) for key in other), name
-
-
-def test_gradient_accumulation_is_a_larger_batch(train):
-    whole = train("whole", "--max-steps", 3, "--batch-size", 4)
-    parts = train(
-        "parts", "--max-steps", 3, "--batch-size", 2, "--gradient-accumulation", 2
-    )
-    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
+        state = torch.load(part / "checkpoint-6" / "optimizer.pt")["state"]
+        expected = torch.load(whole / "checkpoint-6" / "optimizer.pt")["state"]
+        torch.testing.assert_close(state, expected, rtol=0, atol=0)
 
 
 def test_gradient_checkpointing_changes_nothing_and_adapters_leave_the_model_alone(
@@ -201,18 +182,10 @@ def refusal(capsys, run):
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit:
         run()
-    # bars
-    lines = [
-        line
-        for line in re.split(r"[\r\n]+", capsys.readouterr().err)
-        if line and "%|" not in line
-    ]
-    assert (
-        exit.value.code == 2
-        and len(lines) == 1
-        and lines[0].startswith("finetune.py: ")
-    ), lines
-    return lines[0]
+    lines = re.split(r"[\r\n]+", capsys.readouterr().err)
+    (line,) = [line for line in lines if line and "%|" not in line]  # no bars
+    assert exit.value.code == 2 and line.startswith("finetune.py: ")
+    return line
 
 
 BAD = {
@@ -251,38 +224,27 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(train, capsys):
         f"--model {demo_path('qwen3')}": "it was made with model llama, this run has qwen3",
         "--max-steps 1": "it has 2 steps already, --max-steps is 1",
     }
+    run = ["run", "--max-steps", 2]
+
+    def refused(*flags):
+        return refusal(capsys, lambda: train(*run, *flags))
+
     for flags, said in differences.items():
-        assert said in refusal(
-            capsys,
-            lambda flags=flags: train(
-                "run", "--max-steps", 2, "--resume", *flags.split()
-            ),
-        )
-    assert "checkpoints of an earlier run: --resume" in refusal(
-        capsys, lambda: train("run", "--max-steps", 2)
-    )
+        assert said in refused("--resume", *flags.split())
+    assert "checkpoints of an earlier run: --resume" in refused()
     (folder / "checkpoint-2" / "run.json").write_text("{")
-    assert "no checkpoint of finetune.py" in refusal(
-        capsys, lambda: train("run", "--max-steps", 2, "--resume")
-    )
+    assert "no checkpoint of finetune.py" in refused("--resume")
 
 
 def test_the_model_of_an_earlier_run_is_not_written_over_or_mixed_with_another(
-    train, capsys
+    train, tmp_path, capsys
 ):
-    folder = train("run", "--max-steps", 1, "--save-every", 0)
-    kept = weights(folder)
+    run = ["run", "--max-steps", 1, "--save-every", 0]
+    before = files(train(*run))
     for flags in ([], ["--lora"], ["--resume"]):
-        said = refusal(
-            capsys,
-            lambda flags=flags: train(
-                "run", "--max-steps", 1, "--save-every", 0, *flags
-            ),
-        )
-        assert (
-            "has model.safetensors of an earlier run: give another --output-dir" in said
-        )
-    assert weights(folder) == kept
+        said = refusal(capsys, lambda flags=flags: train(*run, *flags))
+        assert "has model.safetensors of an earlier run: give another" in said
+    assert files(tmp_path / "run") == before
 
 
 @pytest.mark.full
@@ -305,23 +267,21 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_saved(train, tmp_path, capsys):
     folder = train("run", "--max-steps", 2, "--save-every", 1)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = files(folder)
     size = (folder / "model.safetensors").stat().st_size
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    again = ["run", "--max-steps", 3, "--save-every", 1, "--resume"]
     for limit in (size // 2, size + 1000):
         # of the weights, and of the optimizer's state
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
         try:
-            said = refusal(
-                capsys,
-                lambda: train("run", "--max-steps", 3, "--save-every", 1, "--resume"),
-            )
+            said = refusal(capsys, lambda: train(*again))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         assert f"cannot write {folder / 'checkpoint-3.partial'}: " in said
         assert "make room; the checkpoints written before are whole" in said
-        assert {path: path.read_bytes() for path in before} == before
-    train("run", "--max-steps", 3, "--save-every", 1, "--resume")
+        assert before.items() <= files(folder).items()
+    train(*again)
     assert losses(folder) == losses(train("whole", "--max-steps", 3))
 
 

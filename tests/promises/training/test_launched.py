@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pages
@@ -19,16 +20,7 @@ from hf_rmsnorm.demo import demo_path
 
 pytestmark = pytest.mark.full
 
-SHORT = [
-    "--max-steps",
-    "4",
-    "--batch-size",
-    "2",
-    "--block-size",
-    "32",
-    "--save-every",
-    "2",
-]
+SHORT = shlex.split("--max-steps 4 --batch-size 2 --block-size 32 --save-every 2")
 PAGE = pages.PAGES["docs/training.md"]
 COMMANDS = {
     words: shlex.split(command)
@@ -45,18 +37,17 @@ KINDS = {
 
 
 def start(command, *arguments, on_gpu=False) -> subprocess.Popen:
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE")
-    }
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = (
+        f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    )
+    for name in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE"):
+        environment.pop(name, None)
     cpu = ["--cpu"] if torch.accelerator.is_available() and not on_gpu else []
     return subprocess.Popen(
         [*command, *cpu, *map(str, arguments)],
         cwd=ROOT,
-        env=environment
-        | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,67 +66,64 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What each command of the page wrote, and its output."""
+    """A function: what a command of the page wrote, and its output."""
     folder = tmp_path_factory.mktemp("finetune")
-    done = {}
-    for wave in (["one process", "LoRA"], ["DDP"], ["FSDP2"]):
-        # at once only what asks for no port
-        runs = {
-            name: start(COMMANDS[name], *SHORT, "--output-dir", folder / name)
-            for name in wave
-        }
-        done |= {name: (folder / name, output(run)) for name, run in runs.items()}
-    return done
+
+    @cache
+    def run(name):
+        made = start(COMMANDS[name], *SHORT, "--output-dir", folder / name)
+        return folder / name, output(made)
+
+    return run
 
 
-@pytest.mark.parametrize("name", KINDS)
+# two processes by day, all kinds at night; test_finetune.py runs one process
+kinds = [
+    pytest.param(kind, marks=() if kind == "FSDP2" else pytest.mark.nightly)
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize("name", kinds)
 def test_each_command_trains_with_the_processes_and_the_wrapper_it_asks_for(
     name, trained
 ):
-    folder, text = trained[name]
+    folder, text = trained(name)
     assert text.count("process(es)") == 1 and KINDS[name] in text
     assert "11 x LlamaRMSNorm: RMSNorm(" in text and "100%" in text
     assert len(losses(folder)) == 4 and losses(folder)[0] != losses(folder)[-1]
     assert (folder / "losses.png").stat().st_size > 1000
-    assert sorted(p.name for p in folder.glob("checkpoint*")) == [
-        "checkpoint-2",
-        "checkpoint-4",
-    ]
-    adapter = (folder / "adapter_model.safetensors").exists()
-    assert adapter == (name == "LoRA") != (folder / "model.safetensors").exists()
+    assert len([*folder.glob("checkpoint-[24]")]) == 2
+    kind = "adapter_model" if name == "LoRA" else "model"
+    assert (folder / f"{kind}.safetensors").exists()
 
 
 RESUMED = {
-    "DDP": "accelerate launch --multi_gpu --num_processes 2 examples/finetune.py --cpu",
     "FSDP2": "torchrun --standalone --nproc_per_node 2 examples/finetune.py --cpu --fsdp2",
+    "DDP": "accelerate launch --multi_gpu --num_processes 2 examples/finetune.py --cpu",
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", ["FSDP2", pytest.param("DDP", marks=pytest.mark.nightly)]
+)
 def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpoint(
     name, trained, tmp_path
 ):
-    whole, _ = trained[name]
-    resume = [
-        "--no-patch",
-        "--resume",
-        whole / "checkpoint-2",
-        "--output-dir",
-        tmp_path,
-    ]
-    text = output(start(RESUMED[name].split(), *SHORT, *resume))
+    whole, _ = trained(name)
+    resume = ["--no-patch", "--resume", whole / "checkpoint-2"]
+    command = shlex.split(RESUMED[name])
+    text = output(start(command, *SHORT, *resume, "--output-dir", tmp_path))
     assert KINDS[name] in text and "RMSNorm(" not in text and "Going on from" in text
     assert losses(tmp_path) == losses(whole)
-    assert (tmp_path / "model.safetensors").read_bytes() == (
-        whole / "model.safetensors"
-    ).read_bytes()
+    weights = (whole / "model.safetensors").read_bytes()
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.nightly
 def test_ddp_and_fsdp2_are_the_same_training_on_two_batches(trained):
-    assert losses(trained["FSDP2"][0]) == pytest.approx(
-        losses(trained["DDP"][0]), rel=1e-6
-    )
-    assert losses(trained["DDP"][0])[0] != losses(trained["one process"][0])[0]
+    ddp, fsdp2, alone = (losses(trained(n)[0]) for n in ("DDP", "FSDP2", "one process"))
+    assert fsdp2 == pytest.approx(ddp, rel=1e-6) and ddp[0] != alone[0]
 
 
 @pytest.mark.gpu
@@ -151,17 +139,9 @@ def test_the_configs_for_sharding_train_on_a_gpu_and_go_on(config, wrapper, tmp_
     launch = f"accelerate launch --config_file examples/accelerate/{config}.yaml --num_processes 1 examples/finetune.py"
 
     def finetune(name, *flags):
-        flags = [
-            *SHORT,
-            "--model",
-            demo_path("qwen3"),
-            "--output-dir",
-            tmp_path / name,
-            *flags,
-        ]
-        assert f"1 process(es) on cuda, {wrapper}" in output(
-            start(launch.split(), *flags, on_gpu=True)
-        )
+        where = ["--model", demo_path("qwen3"), "--output-dir", tmp_path / name]
+        run = start(launch.split(), *SHORT, *where, *flags, on_gpu=True)
+        assert f"1 process(es) on cuda, {wrapper}" in output(run)
         return losses(tmp_path / name)
 
     patched, plain = finetune("patched"), finetune("plain", "--no-patch")

@@ -10,11 +10,11 @@ import sys
 import pytest
 import torch
 from places import EXAMPLES, ROOT
+from tiny_models import fused_norms
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm import HfRmsNormCallback, use_backend
 from hf_rmsnorm.demo import demo_path
-from hf_rmsnorm.fused.norm import fused_part
 
 pytestmark = pytest.mark.full
 
@@ -43,10 +43,18 @@ LORA = dict(
     task_type="CAUSAL_LM",
 )
 OPTIONS = dict(
-    per_device_train_batch_size=2, max_steps=STEPS, learning_rate=1e-2, use_cpu=True,
-    report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True, max_length=48,
-    bf16=False, gradient_checkpointing=False,
-)  # fmt: skip
+    per_device_train_batch_size=2,
+    max_steps=STEPS,
+    learning_rate=1e-2,
+    use_cpu=True,
+    report_to=[],
+    logging_steps=1,
+    save_strategy="no",
+    disable_tqdm=True,
+    max_length=48,
+    bf16=False,
+    gradient_checkpointing=False,
+)
 
 
 def load():
@@ -59,30 +67,29 @@ def tokenizer():
     return made
 
 
-def fused(model):
-    return sum(fused_part(type(module)) is not None for module in model.modules())
+KINDS = {
+    "SFT": (trl.SFTTrainer, trl.SFTConfig, lambda line: {"text": line}),
+    "DPO": (
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        lambda line: {"prompt": line[:12], "chosen": line[12:], "rejected": line[::-1]},
+    ),
+}
 
 
 def run(kind, folder, callback, adapter, **given):
-    if kind == "SFT":
-        made, config, rows = (
-            trl.SFTTrainer,
-            trl.SFTConfig,
-            [{"text": line} for line in LINES],
-        )
-    else:
-        made, config = trl.DPOTrainer, trl.DPOConfig
-        rows = [
-            {"prompt": line[:12], "chosen": line[12:], "rejected": line[::-1]}
-            for line in LINES
-        ]
+    made, config, row = KINDS[kind]
+    rows = [row(line) for line in LINES]
     torch.manual_seed(0)
     trainer = made(
-        model=load(), args=config(output_dir=str(folder), **OPTIONS),
-        processing_class=tokenizer(), train_dataset=datasets.Dataset.from_list(rows),
+        model=load(),
+        args=config(output_dir=str(folder), **OPTIONS),
+        processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_list(rows),
         callbacks=[callback] if callback else [],
-        peft_config=peft.LoraConfig(**LORA) if adapter else None, **given,
-    )  # fmt: skip
+        peft_config=peft.LoraConfig(**LORA) if adapter else None,
+        **given,
+    )
     with use_backend("reference"):
         trainer.train()
     return trainer, [
@@ -102,17 +109,20 @@ def test_the_losses_are_those_of_the_unpatched_run(
     assert len(got) == STEPS and got == pytest.approx(expected, rel=1e-5)
     # Two in each of 5 layers and the last, of which an adapter trains a copy.
     assert (
-        fused(trainer.model) == len(callback.report.swapped) == (12 if adapter else 11)
+        len(fused_norms(trainer.model))
+        == len(callback.report.swapped)
+        == (12 if adapter else 11)
     )
     # The policy runs every norm once a step. Under an adapter it is its own reference:
     # twice.
     assert len(fused_calls) == 11 * STEPS * (2 if kind == "DPO" and adapter else 1)
     if kind == "DPO" and not adapter:
-        assert fused(trainer.ref_model) == 0, (
+        assert not fused_norms(trainer.ref_model), (
             "TRL loads a reference model of its own, which no callback sees"
         )
 
 
+@pytest.mark.nightly
 def test_grpo_generates_and_compares_with_its_reference_as_without(
     tmp_path, fused_calls
 ):
@@ -122,15 +132,24 @@ def test_grpo_generates_and_compares_with_its_reference_as_without(
     for callback in (None, HfRmsNormCallback()):
         torch.manual_seed(0)
         trainer = trl.GRPOTrainer(
-            model=load(), processing_class=tokenizer(), callbacks=[callback] if callback else [],
+            model=load(),
+            processing_class=tokenizer(),
+            callbacks=[callback] if callback else [],
             args=trl.GRPOConfig(
-                output_dir=str(tmp_path), num_generations=2, max_completion_length=6, beta=0.1,
+                output_dir=str(tmp_path),
+                num_generations=2,
+                max_completion_length=6,
+                beta=0.1,
                 **options,
             ),
-            reward_funcs=lambda completions, **kwargs: [float(sum(map(ord, text)) % 17) for text in completions],
-            train_dataset=datasets.Dataset.from_list([{"prompt": line[:12]} for line in LINES]),
+            reward_funcs=lambda completions, **kwargs: [
+                float(sum(map(ord, text)) % 17) for text in completions
+            ],
+            train_dataset=datasets.Dataset.from_list(
+                [{"prompt": line[:12]} for line in LINES]
+            ),
             peft_config=peft.LoraConfig(**LORA),
-        )  # fmt: skip
+        )
         with use_backend("reference"):
             trainer.train()
         runs.append(
@@ -141,7 +160,7 @@ def test_grpo_generates_and_compares_with_its_reference_as_without(
     )
     assert (
         runs[1] == pytest.approx(runs[0], rel=1e-4, abs=1e-7)
-        and fused(trainer.model) == 12
+        and len(fused_norms(trainer.model)) == 12
     )
     assert len(fused_calls) > 11 * STEPS * 6, (
         "each token is generated by the patched model"
