@@ -197,6 +197,7 @@ def run_row(row: str, folder: Path) -> dict:
         "--tb=line",
         "-p",
         "no:cacheprovider",
+        "--nightly",
         TESTS,
     ]
     said = subprocess.run(

@@ -39,18 +39,14 @@ def blocks(language: str) -> list[Block]:
     for page, text in PAGES.items():
         matches = list(_BLOCK.finditer(text))
         for match, following in zip(matches, [*matches[1:], None], strict=False):
-            if match[1] == language:
-                directly = (
-                    following
-                    and following[1] == "text"
-                    and not text[match.end() : following.start()].strip()
-                )
-                line = text.count("\n", 0, match.start()) + 1
-                result.append(
-                    Block(
-                        page, line, language, match[2], following[2] if directly else ""
-                    )
-                )
+            if match[1] != language:
+                continue
+            output = ""
+            if following and following[1] == "text":
+                between = text[match.end() : following.start()]
+                output = "" if between.strip() else following[2]
+            line = text.count("\n", 0, match.start()) + 1
+            result.append(Block(page, line, language, match[2], output))
     return result
 
 
@@ -84,26 +80,6 @@ def anchors(page: str) -> set[str]:
         re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
         for heading in headings
     }
-
-
-def long_sentences(page: str, most: int = 30) -> list[str]:
-    """The sentences outside of code and tables that have more words than that."""
-    lines = [
-        line
-        for line in without_blocks(page).splitlines()
-        if not line.lstrip().startswith("|")
-    ]
-    paragraphs = re.split(r"\n\s*\n|\n(?=- |\d\. )", "\n".join(lines))
-    sentences = [
-        sentence
-        for text in paragraphs
-        for sentence in re.split(r"(?<=[.!?:])\s+", text)
-    ]
-    return [
-        " ".join(sentence.split())
-        for sentence in sentences
-        if len(sentence.split()) > most
-    ]
 
 
 def row(page: str, start: str) -> list[str]:

@@ -4,15 +4,14 @@ exist, and the pages build.
 
 import ast
 import contextlib
-import importlib
 import io
 import linecache
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
 import sys
-import warnings
 from functools import cache
 
 import pages
@@ -47,10 +46,6 @@ COSTLY = (
     "backward()",
     "inspect_",
 )
-
-
-# --- snippets
-# ---------------------------------------------------------------------------------------------------
 
 
 def examples():
@@ -96,10 +91,6 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(
         assert re.fullmatch(shown, printed.getvalue()), printed.getvalue()
 
 
-# --- commands
-# ---------------------------------------------------------------------------------------------------
-
-
 def benchmarks_parser():
     parser = Parser()
     commands = parser.add_subparsers()
@@ -113,11 +104,8 @@ def is_file(word):
 
 
 def has_these_tests(words):
-    return all(
-        (ROOT / word.partition("::")[0]).exists()
-        for word in words
-        if word.startswith("tests/")
-    )
+    files = [word.partition("::")[0] for word in words if word.startswith("tests/")]
+    return all((ROOT / file).exists() for file in files)
 
 
 def are_packages(words):
@@ -170,6 +158,12 @@ def test_a_command_exists(where, line):
     assert is_right(line), f"{where}: {line}"
 
 
+CALLS = (
+    "hf-rmsnorm ",
+    "python -m benchmarks",
+    "python -m scripts",
+    "python3 -m scripts",
+)
 SUBCOMMANDS = {command.__name__.rpartition(".")[2] for command in COMMANDS}
 
 
@@ -180,14 +174,7 @@ def test_the_commands_within_sentences_exist(page):
         if words[:1] == ["hf-rmsnorm"] and len(words) == 2:
             # the name of a command, and no call
             assert words[1] in SUBCOMMANDS, span
-        elif span.startswith(
-            (
-                "hf-rmsnorm ",
-                "python -m benchmarks",
-                "python -m scripts",
-                "python3 -m scripts",
-            )
-        ):
+        elif span.startswith(CALLS):
             assert is_right(span), span
 
 
@@ -208,10 +195,6 @@ def test_a_cheap_command_runs(name, capsys):
 def test_a_command_that_only_reads_runs(line, capsys):
     assert any(shown.startswith(line) for _, shown in pages.commands())
     assert main(shlex.split(line)[1:]) == 0
-
-
-# --- links and names
-# --------------------------------------------------------------------------------------------
 
 
 def local(page: str, target: str) -> str:
@@ -264,14 +247,11 @@ def defined(path: str) -> set[str]:
     """The functions, classes and constants of a file of the package."""
     names = set()
     for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [getattr(node, "target", node)]
-        )
-        names |= {
-            getattr(target, "id", getattr(target, "name", "")) for target in targets
-        }
+        if hasattr(node, "name"):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            assigned = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+            names |= {n.id for n in assigned if isinstance(n.ctx, ast.Store)}
     return names
 
 
@@ -288,21 +268,10 @@ def test_what_the_page_on_the_code_names_is_in_its_file():
 
 def test_the_interface_page_documents_every_public_name():
     documented = re.findall(r"^::: (\S+)$", pages.PAGES["docs/api.md"], re.MULTILINE)
-    objects = []
-    for path in documented:
-        module, _, name = path.rpartition(".")
-        objects.append(getattr(importlib.import_module(module), name))
-    public = [
-        getattr(hf_rmsnorm, name)
-        for name in hf_rmsnorm.__all__
-        if name not in ("__version__", "settings")
-    ]
-    assert not [o for o in public if o not in objects]
+    objects = [pkgutil.resolve_name(path) for path in documented]
+    for name in set(hf_rmsnorm.__all__) - {"__version__", "settings"}:
+        assert getattr(hf_rmsnorm, name) in objects, name
     assert type(hf_rmsnorm.settings) in objects
-
-
-# --- the whole
-# --------------------------------------------------------------------------------------------------
 
 
 def test_every_page_is_in_the_menu():
@@ -315,40 +284,20 @@ def test_every_page_is_in_the_menu():
 @pytest.mark.full
 def test_the_pages_build_without_a_warning(tmp_path):
     pytest.importorskip("mkdocstrings", reason="the extra 'docs'")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        tmp_path / "site",
-    ]
-    environment = os.environ | {
-        "NO_MKDOCS_2_WARNING": "1",
-        "http_proxy": "http://127.0.0.1:9",
-        "PYTHONPATH": str(ROOT),
-    }
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    environment["http_proxy"] = "http://127.0.0.1:9"
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True
+        [*command, "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0 and "WARNING" not in done.stderr, (
-        done.stdout + done.stderr
-    )
-    site = "".join(
-        path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html")
-    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    files = (tmp_path / "site").rglob("*.html")
+    site = "".join(path.read_text(encoding="utf-8") for path in files)
     assert "--8<--" not in site and 'id="hf_rmsnorm.patching.api.patch_model"' in site
     assert not re.findall(r'(?:src|<link[^>]* href)="https?://', site), (
         "the pages load nothing from elsewhere"
     )
-
-
-def test_long_sentences_are_listed():
-    """It fails for none: pytest's summary of warnings is the list."""
-    for page in pages.PAGES:
-        for sentence in pages.long_sentences(page):
-            warnings.warn(
-                f"{page}: {len(sentence.split())} words: {sentence}", stacklevel=1
-            )

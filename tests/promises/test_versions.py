@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 import transformers
+from tiny_models import gradients
 
 from hf_rmsnorm import (
     count_launches,
@@ -19,7 +20,7 @@ from hf_rmsnorm import (
 from hf_rmsnorm.conversion import convert_checkpoint
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
 
-pytestmark = pytest.mark.full  # of the version that is here other tests speak
+pytestmark = pytest.mark.nightly  # of the version that is here other tests speak
 TEXT = "The function returns a list of strings"
 
 
@@ -85,10 +86,16 @@ def test_train(tmp_path):
     data = [{"input_ids": ids_of(TEXT)[0], "labels": ids_of(TEXT)[0]}] * 2
     for model in (plain, patched):
         options = transformers.TrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=1,
-            save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-            learning_rate=1e-3, logging_strategy="no",
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=2,
+            per_device_train_batch_size=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            learning_rate=1e-3,
+            logging_strategy="no",
+        )
         with (
             use_backend("triton" if model is patched else "reference"),
             count_launches() as launches,
@@ -96,10 +103,7 @@ def test_train(tmp_path):
             transformers.Trainer(model, options, train_dataset=data).train()
         assert bool(launches) == (model is patched)
         finished.append(dict(model.named_parameters()))
-    for name, trained in finished[0].items():
-        torch.testing.assert_close(
-            finished[1][name], trained, rtol=1e-3, atol=1e-4, msg=name
-        )
+    torch.testing.assert_close(finished[1], finished[0], rtol=1e-3, atol=1e-4)
 
 
 def test_compile():
@@ -109,7 +113,7 @@ def test_compile():
     ids, model = ids_of(TEXT[:16]), load("llama")
     loss = model(ids, labels=ids, use_cache=False).loss
     loss.backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
+    expected = gradients(model)
     model.zero_grad()
     patch_model(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -118,30 +122,19 @@ def test_compile():
         after.backward()
     assert launches.total() > model.config.num_hidden_layers
     torch.testing.assert_close(after, loss, rtol=1e-4, atol=1e-4)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, expected[name], rtol=1e-3, atol=1e-4, msg=name
-        )
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_convert(tmp_path):
     convert_checkpoint(demo_path("gpt2"), tmp_path / "rms")
-    converted = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "rms"
-    ).eval()
-    torch.testing.assert_close(
-        converted(ids_of(TEXT)).logits,
-        load("gpt2")(ids_of(TEXT)).logits,
-        rtol=1e-3,
-        atol=1e-3,
-    )
+    expected = load("gpt2")(ids_of(TEXT)).logits
+    load_from = transformers.AutoModelForCausalLM.from_pretrained
+    converted = load_from(tmp_path / "rms").eval()
+    logits = converted(ids_of(TEXT)).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
     assert patch_model(converted).swapped
-    torch.testing.assert_close(
-        converted(ids_of(TEXT)).logits,
-        load("gpt2")(ids_of(TEXT)).logits,
-        rtol=1e-3,
-        atol=1e-3,
-    )
+    logits = converted(ids_of(TEXT)).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", DEMO_MODELS)
