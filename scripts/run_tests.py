@@ -36,23 +36,18 @@ def main() -> int:
 
 
 def run_tests(python: str, arguments: list[str]) -> int:
-    # The tests keep one thread busy each; more workers than four would want more memory
-    # than they save time. tests/conftest.py puts the longest files first, and they are
-    # to stay there.
-    workers = [
-        "-n",
-        str(min(os.cpu_count() or 1, 4)),
-        "--dist",
-        "loadfile",
-        "--no-loadscope-reorder",
-    ]
-    pytest = [python, "-m", "pytest", *workers, *arguments]
+    # A worker keeps one thread busy; more than four would want more memory than they
+    # save time.
+    workers = str(min(os.cpu_count() or 1, 4))
+    pytest = [python, "-m", "pytest", "-n", workers, *arguments]
+    # Tests of a file share what is costly to make. tests/conftest.py puts the longest
+    # files first, and they are to stay there.
+    by_file = [*pytest, "--dist", "loadfile", "--no-loadscope-reorder"]
     if not set(arguments) <= set(TIERS):
-        return run(pytest)
+        return run(by_file)
     start = time.monotonic()
-    failed = 0
-    for part in ([f"--ignore={folder}" for folder in EXECUTED], EXECUTED):
-        failed |= run([*pytest, *part])
+    failed = run([*by_file, *(f"--ignore={folder}" for folder in EXECUTED)])
+    failed |= run([*pytest, "--dist", "worksteal", *EXECUTED])
     print(f"Tests took {time.monotonic() - start:.0f} s")
     if not failed and run([python, "-c", HAS_GPU]) == 0:
         failed = run([python, "-m", "pytest", "-m", "gpu"])
