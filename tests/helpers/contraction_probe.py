@@ -28,6 +28,16 @@ FUSED = re.compile(
     r"^\s*(?:fma\.|v_(?:pk_)?(?:fma|mad|mac)\w*_b?f(?:16|32)).*$", re.MULTILINE
 )
 
+
+def fused_lines(text):
+    """The fused multiply-adds of assembly that are none of a factor or a summand."""
+    exact = ["neg(0)"]
+    exact += [f", {register};" for register in NEGATIVE_ZERO.findall(text)]
+    exact += [f", {register}, %" for register in ONE.findall(text)]
+    lines = [line.strip() for line in FUSED.findall(text)]
+    return [line for line in lines if not any(words in line for words in exact)]
+
+
 if __name__ == "__main__":
     target, found = sys.argv[1], {}
     recorder = aot.compile_for(target)
@@ -36,14 +46,8 @@ if __name__ == "__main__":
             recorder.compiled.clear()
             aot.run(replace(variant, x=dtype, weight=dtype), 128)
             for kernel, made in recorder.compiled:
-                text = made.asm["ptx" if target.startswith("sm") else "amdgcn"]
                 if kernel.name.endswith("forward"):
-                    exact = "neg(0)", *(f", {r};" for r in NEGATIVE_ZERO.findall(text))
-                    exact += tuple(f", {r}, %" for r in ONE.findall(text))
-                    fused = [
-                        line.strip()
-                        for line in FUSED.findall(text)
-                        if not any(e in line for e in exact)
-                    ]
-                    found.setdefault(f"{kernel.name} {dtype}", []).append(fused)
+                    text = made.asm["ptx" if target.startswith("sm") else "amdgcn"]
+                    name = f"{kernel.name} {dtype}"
+                    found.setdefault(name, []).append(fused_lines(text))
     print(json.dumps(found))

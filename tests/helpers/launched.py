@@ -8,20 +8,18 @@ from hf_rmsnorm.kernels.launch_qk import QKBackward, QKForward
 from hf_rmsnorm.ops.launches import memory_of
 
 
-def norm_forward(
-    x, weight, bias, spec, stats, gate=None, residual=None, keep_sum=True, **modulation
-):
+def norm_forward(x, weight, bias, spec, stats, gate=None, residual=None):
     """(y, rstd, mean, h)."""
-    operands = Operands(x, weight, bias, gate, residual=residual, **modulation)
-    return NormForward(spec, operands, memory_of(operands), stats, keep_sum).launch(
-        *operands
-    )
+    operands = Operands(x, weight, bias, gate, residual=residual)
+    launch = NormForward(spec, operands, memory_of(operands), stats, True)
+    return launch.launch(*operands)
 
 
-def norm_backward(
-    dy, x, weight, bias, rstd, mean, spec, need, gate=None, dh=None, from_output=False
-):
-    """(dx, dweight, dbias, dgate)."""
+def norm_backward(dy, x, weight, bias, rstd, mean, spec, *how):
+    """(dx, dweight, dbias, dgate); `how`: which of them are needed, and if there are
+    any, the gate, dh, and whether x is the norm's output.
+    """
+    need, gate, dh, from_output = (*how, None, None, False)[:4]
     need = (*need, False)[:4]
     read = dy, x, weight, bias, gate, dh
     launch = NormBackward(spec, (*read, rstd, mean), memory_of(read), need, from_output)

@@ -32,11 +32,9 @@ class Counting(machine._Run):
     counts: Counter = Counter()
 
     def _step(self, instruction):
-        warps = (
-            self.count // 32
-            if self.mask is None
-            else int(self.mask.reshape(-1, 32).any(1).sum())
-        )
+        warps = self.count // 32
+        if self.mask is not None:
+            warps = int(self.mask.reshape(-1, 32).any(1).sum())
         self.counts["instructions"] += warps
         if instruction.act in ("barrier", "shuffle"):
             self.counts[instruction.act + "s"] += warps
@@ -46,9 +44,8 @@ class Counting(machine._Run):
         """Sectors of a warp's access: its lanes read or write 32 bytes at most, from a
         multiple of what they take.
         """
-        self.counts["sectors"] += len(
-            np.unique(np.stack([lanes // 32, address >> np.uint64(5)]), axis=1).T
-        )
+        places = np.stack([lanes // 32, address >> np.uint64(5)])
+        self.counts["sectors"] += np.unique(places, axis=1).shape[1]
 
     def _ld(self, instruction, mask):
         self._of_global(instruction, mask)
@@ -60,10 +57,9 @@ class Counting(machine._Run):
 
     def _of_global(self, instruction, mask):
         if instruction.numbers[0] == "global":
-            self._touches(
-                self._among(mask),
-                self._address(instruction.sources[0], mask, instruction.numbers[1]),
-            )
+            offset = instruction.numbers[1]
+            address = self._address(instruction.sources[0], mask, offset)
+            self._touches(self._among(mask), address)
 
     def _copy(self, instruction, mask):
         read = self._some(instruction.sources[2], mask, "size") != 0
@@ -84,44 +80,37 @@ def of_launch(executor: machine.Machine, launch: tuple) -> Counter:
 
 def _back(made, leaves, dy):
     outputs = made()
-    outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-    torch.autograd.grad(
-        outputs,
-        leaves,
-        [dy if y.shape == dy.shape else torch.ones_like(y) for y in outputs],
-    )
+    if isinstance(outputs, torch.Tensor):
+        outputs = (outputs,)
+    gradients = [dy if y.shape == dy.shape else torch.ones_like(y) for y in outputs]
+    torch.autograd.grad(outputs, leaves, gradients)
 
 
 def _norms():
-    """Name -> (rows, what runs the kernel): enough rows for each persistent program to take some."""
+    """Name -> (rows, what runs the kernel): enough rows for each persistent program to
+    take some.
+    """
     from hf_rmsnorm import NormSpec
     from hf_rmsnorm.ops import fused_add_norm, fused_norm
 
-    rms, layer = (
-        NormSpec(False, 1e-6, rounding="before_weight"),
-        NormSpec(True, 1e-5, has_bias=True),
-    )
-    # powers of two
-    between = (1152, 1536, 2304, 2560, 2880, 3072, 3584, 5120, 6144, 7168, 12288, 14336)
-    for kind, spec, sizes in (
-        ("RMSNorm", rms, (128, 896, 1024, 4096, 8192, 16384, *between)),
-        ("LayerNorm", layer, (128, 896, 1024, 4096, 8192, *between)),
-        ("sum and RMSNorm", rms, (1024, 4096)),
-    ):  # fmt: skip
-        for size in sizes:
-            rows = max(32, 2**17 // size)
-            x, residual, dy = (torch.randn(rows, size).to(BF16) for _ in range(3))
-            w, b = (
-                torch.randn(size).to(BF16),
-                torch.randn(size).to(BF16) if spec.has_bias else None,
-            )
-
-            leaves = [t.requires_grad_() for t in (x, w, b) if t is not None]
-            if kind.startswith("sum"):
-                made = partial(fused_add_norm, x, residual, w, b, spec)
-            else:
-                made = partial(fused_norm, x, w, b, spec)
-            yield f"{kind} {size}", rows, partial(_back, made, leaves, dy)
+    rms = NormSpec(False, 1e-6, rounding="before_weight")
+    layer = NormSpec(True, 1e-5, has_bias=True)
+    # powers of two, and sizes between them
+    for size in (128, 896, 1024, 2560, 4096, 5120, 8192, 12288):
+        rows = max(32, 2**17 // size)
+        x, residual, dy = (torch.randn(rows, size).to(BF16) for _ in range(3))
+        w, b = (torch.randn(size).to(BF16).requires_grad_() for _ in range(2))
+        x.requires_grad_()
+        for name, leaves, made in (
+            ("RMSNorm", (x, w), partial(fused_norm, x, w, None, rms)),
+            ("LayerNorm", (x, w, b), partial(fused_norm, x, w, b, layer)),
+            (
+                "sum and RMSNorm",
+                (x, w),
+                partial(fused_add_norm, x, residual, w, None, rms),
+            ),
+        ):
+            yield f"{name} {size}", rows, partial(_back, made, leaves, dy)
 
 
 def _heads():
@@ -129,20 +118,14 @@ def _heads():
 
     from hf_rmsnorm import NormSpec
 
-    q, k = (
-        torch.randn(2, 16, heads, 128).to(BF16).transpose(1, 2).requires_grad_()
-        for heads in (16, 8)
-    )
+    q, k = (torch.randn(2, 16, heads, 128).to(BF16) for heads in (16, 8))
+    q, k = (t.transpose(1, 2).requires_grad_() for t in (q, k))
     tables = [torch.randn(2, 16, 128).to(BF16) for _ in range(2)]
     weights = [torch.randn(128).to(BF16).requires_grad_() for _ in range(2)]
-
     spec = NormSpec(False, 1e-6, rounding="before_weight")
     made = partial(fused_qk_norm, q, k, *weights, spec, *tables)
-    yield (
-        "q and k with rotary embedding 128",
-        2 * 16 * 24,
-        partial(_back, made, (q, k, *weights), torch.ones(())),
-    )
+    run = partial(_back, made, (q, k, *weights), torch.ones(()))
+    yield "q and k with rotary embedding 128", 2 * 16 * 24, run
 
 
 def counted() -> dict:
@@ -166,9 +149,8 @@ def counted() -> dict:
             programs = int(np.prod(grid))
             share = programs if "reduce" in kernel.name else rows
             counts = {unit: all_warps[unit] / share for unit in UNITS}
-            counts["barriers"] = all_warps["barriers"] / (
-                programs * kernel.threads // 32
-            )
+            warps = programs * kernel.threads // 32
+            counts["barriers"] = all_warps["barriers"] / warps
             key = f"{name} {kernel.name}"
             if kernel.name == "norm_backward" and key in found:
                 # a wide LayerNorm launches it twice

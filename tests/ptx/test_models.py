@@ -90,8 +90,10 @@ def test_every_logit_that_differs_is_explained(demo):
     for module in norms.values():
         module.register_forward_hook(exchange)
     generator = torch.Generator().manual_seed(0)
-    for ids in (tokenizer(" ".join(PROMPTS), return_tensors="pt").input_ids,
-                torch.randint(0, eager.config.vocab_size, (2, 64), generator=generator)):  # fmt: skip
+    for ids in (
+        tokenizer(" ".join(PROMPTS), return_tensors="pt").input_ids,
+        torch.randint(0, eager.config.vocab_size, (2, 64), generator=generator),
+    ):
         expected, explained = eager(ids).logits, followed(ids).logits
         with use_backend("triton"):
             logits = patched(ids).logits

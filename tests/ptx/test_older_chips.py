@@ -6,11 +6,9 @@ another than sm_90's.
 """
 
 import os
-import subprocess
-import sys
 
 import pytest
-from places import ROOT
+from processes import python
 from ptx.driver import CHIP
 
 SAMPLE = (
@@ -27,10 +25,6 @@ SAMPLE = (
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("chip", ["75", pytest.param("70", marks=pytest.mark.nightly)])
 def test_a_sample_passes_there(chip):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SAMPLE]
-    run = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {CHIP: chip}, capture_output=True, text=True
-    )
-    assert f"{len(SAMPLE)} passed" in run.stdout, (
-        run.stdout[-4000:] + run.stderr[-2000:]
-    )
+    run = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *SAMPLE)
+    interpret = {"TRITON_INTERPRET": os.environ["TRITON_INTERPRET"]}
+    assert f"{len(SAMPLE)} passed" in python(*run, **{CHIP: chip}, **interpret)

@@ -16,8 +16,22 @@ u16, u32, u64, i32, i64, f16, f32, f64 = (
     np.dtype(t) for t in ("u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8")
 )
 KINDS = dict(w=u32, d=u64, h=u16, s=i32, q=i64, f=f32, e=f16, p=np.dtype("?"))
-TYPES = dict(b32="w", u32="w", s32="w", f16x2="w", bf16x2="w", b64="d", u64="d", s64="d", b16="h", u16="h", bf16="h",
-             f32="f", f16="e", pred="p")  # fmt: skip
+TYPES = dict(
+    b32="w",
+    u32="w",
+    s32="w",
+    f16x2="w",
+    bf16x2="w",
+    b64="d",
+    u64="d",
+    s64="d",
+    b16="h",
+    u16="h",
+    bf16="h",
+    f32="f",
+    f16="e",
+    pred="p",
+)
 SIGNED = TYPES | dict(s32="s", s64="q")
 
 
@@ -65,8 +79,13 @@ HALVES = {
     "bf16": ("h", lambda a: of_bf16(a).astype(f64), _narrow),
     "f16": ("e", lambda a: a.astype(f64), lambda a: a.astype(f16)),
 }
-OF_HALVES = {"add": ("xx", np.add), "sub": ("xx", np.subtract), "mul": ("xx", np.multiply), "neg": ("x", np.negative),
-             "fma": ("xxx", lambda a, b, c: a * b + c)}  # fmt: skip
+OF_HALVES = {
+    "add": ("xx", np.add),
+    "sub": ("xx", np.subtract),
+    "mul": ("xx", np.multiply),
+    "neg": ("x", np.negative),
+    "fma": ("xxx", lambda a, b, c: a * b + c),
+}
 
 
 def _pack(low, high):
@@ -109,17 +128,23 @@ def _flushed(a):
 
 
 FLOAT = {
-    "add": ("ff", np.add), "sub": ("ff", np.subtract), "mul": ("ff", np.multiply),
-    "fma": ("fff", fma32), "div": ("ff", np.divide), "sqrt": ("f", np.sqrt),
-    "rsqrt": ("f", _rsqrt), "rsqrt.ftz": ("f", lambda a: _rsqrt(_flushed(a))),
+    "add": ("ff", np.add),
+    "sub": ("ff", np.subtract),
+    "mul": ("ff", np.multiply),
+    "fma": ("fff", fma32),
+    "div": ("ff", np.divide),
+    "sqrt": ("f", np.sqrt),
+    "rsqrt": ("f", _rsqrt),
+    "rsqrt.ftz": ("f", lambda a: _rsqrt(_flushed(a))),
     "ex2": ("f", lambda a: np.exp2(a.astype(f64)).astype(f32)),
     "ex2.ftz": ("f", lambda a: _flushed(np.exp2(_flushed(a).astype(f64)).astype(f32))),
     "rcp.ftz": ("f", lambda a: _flushed(f32.type(1) / _flushed(a))),
     "fma.ftz": ("fff", lambda a, b, c: _flushed(fma32(*map(_flushed, (a, b, c))))),
     "abs.ftz": ("f", lambda a: np.abs(_flushed(a))),
-    "neg": ("w", lambda a: a ^ 0x8000_0000), "min": ("ff", np.fmin),
+    "neg": ("w", lambda a: a ^ 0x8000_0000),
+    "min": ("ff", np.fmin),
     "max": ("ff", np.fmax),
-}  # fmt: skip
+}
 COMPARE = {
     "eq": np.equal,
     "lt": np.less,
@@ -129,11 +154,20 @@ COMPARE = {
 }
 INTEGERS = ("b16", "u16", "b32", "u32", "s32", "b64", "u64", "s64")
 INTEGER = {  # x and y are the type as unsigned and as it is
-    "add": ("xx", np.add), "sub": ("xx", np.subtract), "mul.lo": ("xx", np.multiply), "and": ("xx", np.bitwise_and),
-    "or": ("xx", np.bitwise_or), "xor": ("xx", np.bitwise_xor), "not": ("x", np.invert), "min": ("yy", np.minimum),
-    "mad.lo": ("xxx", lambda a, b, c: a * b + c), "neg": ("x", lambda a: a.dtype.type(0) - a),
-    "max": ("yy", np.maximum), "div": ("yy", lambda a, b: (a - np.fmod(a, b)) // b), "rem": ("yy", np.fmod),
-}  # fmt: skip
+    "add": ("xx", np.add),
+    "sub": ("xx", np.subtract),
+    "mul.lo": ("xx", np.multiply),
+    "and": ("xx", np.bitwise_and),
+    "or": ("xx", np.bitwise_or),
+    "xor": ("xx", np.bitwise_xor),
+    "not": ("x", np.invert),
+    "min": ("yy", np.minimum),
+    "mad.lo": ("xxx", lambda a, b, c: a * b + c),
+    "neg": ("x", lambda a: a.dtype.type(0) - a),
+    "max": ("yy", np.maximum),
+    "div": ("yy", lambda a, b: (a - np.fmod(a, b)) // b),
+    "rem": ("yy", np.fmod),
+}
 
 
 def _picked(a, b, how):
@@ -157,24 +191,36 @@ EXACT = {
     "mad.wide.u32": ("wwd", lambda a, b, c: np.multiply(a, b, dtype=u64) + c),
     "mul.hi.u32": ("ww", lambda a, b: (np.multiply(a, b, dtype=u64) >> 32).astype(u32)),
     "mul.hi.s32": ("ss", lambda a, b: (np.multiply(a, b, dtype=i64) >> 32).astype(i32)),
-    "shl.b32": ("ww", np.left_shift), "shr.u32": ("ww", np.right_shift),
-    "shr.s32": ("ss", np.right_shift), "shl.b64": ("dw", np.left_shift),
-    "shr.u64": ("dw", np.right_shift), "shr.s64": ("qs", np.right_shift),
+    "shl.b32": ("ww", np.left_shift),
+    "shr.u32": ("ww", np.right_shift),
+    "shr.s32": ("ss", np.right_shift),
+    "shl.b64": ("dw", np.left_shift),
+    "shr.u64": ("dw", np.right_shift),
+    "shr.s64": ("qs", np.right_shift),
     "shl.b16": ("hw", lambda a, n: (a.astype(u32) << n).astype(u16)),
-    "bfe.u32": ("www", lambda a, at, n: (a >> at) & ((u64.type(1) << n) - 1).astype(u32)),
+    "bfe.u32": (
+        "www",
+        lambda a, at, n: (a >> at) & ((u64.type(1) << n) - 1).astype(u32),
+    ),
     "bfe.s32": ("sss", lambda a, at, n: a << (32 - at - n) >> (32 - n)),
-    "cvt.f32.bf16": ("h", of_bf16), "cvt.f32.f16": ("e", lambda a: a.astype(f32)),
-    "cvt.rn.bf16.f32": ("f", to_bf16), "cvt.rn.f16.f32": ("f", lambda a: a.astype(f16)),
+    "cvt.f32.bf16": ("h", of_bf16),
+    "cvt.f32.f16": ("e", lambda a: a.astype(f32)),
+    "cvt.rn.bf16.f32": ("f", to_bf16),
+    "cvt.rn.f16.f32": ("f", lambda a: a.astype(f16)),
     "cvt.rn.bf16x2.f32": ("ff", lambda high, low: _pack(to_bf16(low), to_bf16(high))),
-    "cvt.rn.f16x2.f32": ("ff", lambda high, low: _pack(low.astype(f16), high.astype(f16))),
+    "cvt.rn.f16x2.f32": (
+        "ff",
+        lambda high, low: _pack(low.astype(f16), high.astype(f16)),
+    ),
     "cvt.u64.u32": ("w", lambda a: a.astype(u64)),
     "cvt.s64.s32": ("s", lambda a: a.astype(i64)),
     "cvt.u32.u64": ("d", lambda a: a.astype(u32)),
     "cvt.u32.u16": ("h", lambda a: a.astype(u32)),
     "cvt.rn.f32.s32": ("s", lambda a: a.astype(f32)),
-    "cvt.u16.u32": ("w", lambda a: a.astype(u16)), "and.pred": ("pp", np.logical_and),
+    "cvt.u16.u32": ("w", lambda a: a.astype(u16)),
+    "and.pred": ("pp", np.logical_and),
     "or.pred": ("pp", np.logical_or),
-}  # fmt: skip
+}
 MOVES = {  # of a pair in braces, by name and whether the pair is the destination
     ("mov.b32", True): ("w", _unpack),
     ("mov.b32", False): ("hh", _pack),

@@ -237,7 +237,7 @@ ACTIONS = {
     r"cp\.async\.wait_(?:group|all)": Kernel._wait,
     r"bar(\.warp)?\.sync": Kernel._barrier,
     r"(bra|bra\.uni|ret)": Kernel._leave,
-}  # fmt: skip
+}
 
 
 def _constant(text: str, kind: str):
