@@ -4,9 +4,7 @@
 zeros, stored sparsely, and prints as JSON the peak of the resident set (VmHWM) when
 everything is imported and at the end, in bytes. ``python conversion_cost.py time FOLDER
 MEBIBYTES SHARDS ROUNDS`` converts a checkpoint of random values and copies it with
-safetensors, in turns, and prints the seconds of each. ``python conversion_cost.py plan
-FOLDER LAYERS ROUNDS`` plans the conversion of a wide GPT-NeoX of random bfloat16
-values, whose small model is small, and copies it with safetensors, in turns.
+safetensors, in turns, and prints the seconds of each.
 """
 
 import json
@@ -21,12 +19,11 @@ from pathlib import Path
 import torch
 from checkpoints import write_plan
 from safetensors.torch import load_file, save_file
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from hf_rmsnorm import plan_conversion
 from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy
 
 HIDDEN = 1024
+LINEARS = [("qkv", 3, 1), ("out", 1, 1), ("up", 4, 1), ("down", 1, 4)]
 
 
 def shapes(number, mebibytes):
@@ -39,22 +36,15 @@ def shapes(number, mebibytes):
         left -= 32 * HIDDEN << 10
     layer = 0
     while left > 0:
-        for name, shape in {
-            "qkv": (3, 1),
-            "out": (1, 1),
-            "up": (4, 1),
-            "down": (1, 4),
-        }.items():
-            yield f"{number}.{layer}.{name}", (shape[0] * HIDDEN, shape[1] * HIDDEN)
-            left -= shape[0] * shape[1] * HIDDEN**2
+        for name, rows, columns in LINEARS:
+            yield f"{number}.{layer}.{name}", (rows * HIDDEN, columns * HIDDEN)
+            left -= rows * columns * HIDDEN**2
         layer += 1
 
 
 def plan_for(names):
-    centre = [Centre("wte", 1, HIDDEN)]
-    centre += [
-        Centre(name, 0, HIDDEN) for name in names if name.endswith(("out", "down"))
-    ]
+    writers = [name for name in names if name.endswith(("out", "down"))]
+    centre = [Centre("wte", 1, HIDDEN), *(Centre(n, 0, HIDDEN) for n in writers)]
     return CentringPlan(centre=tuple(centre), copy=(Copy("head", "wte"),))
 
 
@@ -76,15 +66,9 @@ def make(folder, mebibytes, count, fill):
         with open(folder / name, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             if fill:
-                piece = (
-                    (torch.randn(1 << 20) * 0.02 + 0.01)
-                    .bfloat16()
-                    .view(torch.uint8)
-                    .numpy()
-                    .tobytes()
-                )
-                for _ in range(0, at, len(piece)):
-                    file.write(piece)
+                piece = (torch.randn(1 << 20) * 0.02 + 0.01).bfloat16()
+                for _ in range(0, at, piece.nbytes):
+                    file.write(piece.view(torch.uint8).numpy().tobytes())
             file.truncate(8 + len(text) + at)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weights})
@@ -93,12 +77,8 @@ def make(folder, mebibytes, count, fill):
 
 
 def peak():
-    return (
-        int(
-            re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)
-        )
-        << 10
-    )
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) << 10
 
 
 def memory(folder, mebibytes, count):
@@ -143,48 +123,6 @@ def seconds(folder, mebibytes, count, rounds):
     return times
 
 
-def planning(folder, layers, rounds):
-    config = GPTNeoXConfig(
-        hidden_size=4096, intermediate_size=16384, num_attention_heads=32,
-        num_hidden_layers=layers, dtype="bfloat16",
-        architectures=["GPTNeoXForCausalLM"],
-    )  # fmt: skip
-    config.save_pretrained(folder / "src")
-    with torch.device("meta"):
-        shapes = {
-            name: t.shape for name, t in GPTNeoXForCausalLM(config).state_dict().items()
-        }
-    piece = (torch.randn(1 << 20) * 0.02 + 0.01).bfloat16()
-    tensors = {
-        name: piece.repeat(-(-shape.numel() // len(piece)))[: shape.numel()]
-        for name, shape in shapes.items()
-    }
-    tensors = {name: tensor.view(shapes[name]) for name, tensor in tensors.items()}
-    save_file(tensors, folder / "src" / "model.safetensors", {"format": "pt"})
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    del tensors
-    times = {"plan": [], "copy_to_disk": [], "bytes": size}
-
-    def copy():
-        save_file(
-            load_file(folder / "src" / "model.safetensors"), folder / "copy.safetensors"
-        )
-        with open(folder / "copy.safetensors", "rb") as file:
-            os.fsync(file.fileno())
-
-    for _ in range(rounds):
-        for name, run in {
-            "plan": lambda: plan_conversion(folder / "src"),
-            "copy_to_disk": copy,
-        }.items():
-            os.sync()
-            start = time.perf_counter()
-            run()
-            times[name].append(round(time.perf_counter() - start, 3))
-        (folder / "copy.safetensors").unlink()
-    return times
-
-
 if __name__ == "__main__":
-    measure = {"memory": memory, "time": seconds, "plan": planning}[sys.argv[1]]
+    measure = {"memory": memory, "time": seconds}[sys.argv[1]]
     print(json.dumps(measure(Path(sys.argv[2]), *map(int, sys.argv[3:]))))

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from checkpoints import contents, tiny, write_checkpoint, write_plan
 
+SHARDS, PLAN = tiny(torch.bfloat16, hidden=96, vocabulary=3000)
+
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -73,37 +75,45 @@ def forked(work):
     return os.waitpid(child, 0)[1], int(text or 0)
 
 
+def faults(src, dst, whole, place):
+    """(what went wrong, how many shards were resumed) where a conversion is killed at a
+    place and then done again.
+    """
+    before, staging = contents(src), dst.with_name("dst.converting")
+
+    def dying():
+        if place is not None:
+            killed_at(*place)
+        write_plan(PLAN, src, dst, progress=None if place else within_a_shard)
+
+    status, _ = forked(dying)
+    wrong = [] if os.WIFSIGNALED(status) else ["it was not killed"]
+    if dst.exists() and contents(dst) != whole:
+        wrong.append("DST was there and not whole")
+    resumed = 0
+    if not dst.exists() or any(staging.iterdir()):
+        status, resumed = forked(lambda: write_plan(PLAN, src, dst).resumed)
+        if status:
+            wrong.append("it did not resume")
+        if staging.exists():
+            wrong.append("the staging folder is left")
+    if contents(src) != before:
+        wrong.append("the source changed")
+    if not dst.exists() or contents(dst) != whole:
+        wrong.append("the result differs from an undisturbed one")
+    for path in (dst, staging):
+        shutil.rmtree(path, ignore_errors=True)
+    return {"wrong": wrong, "resumed": resumed}
+
+
 def main(folder):
     torch.set_num_threads(1)
-    shards, plan = tiny(torch.bfloat16, hidden=96, vocabulary=3000)
-    src = write_checkpoint(folder / "src", shards, metadata={"format": "pt"})
+    src = write_checkpoint(folder / "src", SHARDS, metadata={"format": "pt"})
     (src / "README.md").write_text("read me\n" * 1000)
-    before, dst, staging = contents(src), folder / "dst", folder / "dst.converting"
-    write_plan(plan, src, folder / "whole")
+    write_plan(PLAN, src, folder / "whole")
     whole, report = contents(folder / "whole"), {}
     for name, place in BOUNDARIES.items():
-
-        def dying(place=place):
-            if place is not None:
-                killed_at(*place)
-            write_plan(plan, src, dst, progress=None if place else within_a_shard)
-
-        status, _ = forked(dying)
-        wrong = [] if os.WIFSIGNALED(status) else ["it was not killed"]
-        if dst.exists() and contents(dst) != whole:
-            wrong.append("DST was there and not whole")
-        resumed = 0
-        if not dst.exists() or any(staging.iterdir()):
-            status, resumed = forked(lambda: write_plan(plan, src, dst).resumed)
-            wrong += ["it did not resume"] if status else []
-            wrong += ["the staging folder is left"] if staging.exists() else []
-        if not dst.exists() or contents(dst) != whole or contents(src) != before:
-            wrong.append(
-                "the result differs from an undisturbed one, or the source changed"
-            )
-        report[name] = {"wrong": wrong, "resumed": resumed}
-        for path in (dst, staging):
-            shutil.rmtree(path, ignore_errors=True)
+        report[name] = faults(src, folder / "dst", whole, place)
     print(json.dumps(report))
 
 

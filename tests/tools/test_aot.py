@@ -7,14 +7,11 @@ bytes, sums in one order, and memory that fits the chip.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 
 import pytest
-from places import ROOT
+from processes import python
 
 pytest.importorskip("triton", reason="nothing is compiled without Triton")
 GATED = ("mamba-bf16", "qwen3_next-bf16", "gated_layernorm-bf16")
@@ -54,14 +51,8 @@ SAMPLE = (
 
 @cache
 def compiled(cases, *options):
-    # it would compile nothing
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "benchmarks", "aot", *cases, *options, "--json"]
-    run = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=ROOT
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return json.loads(run.stdout)["kernels"]
+    printed = python("-m", "benchmarks", "aot", *cases, *options, "--json")
+    return json.loads(printed)["kernels"]
 
 
 @pytest.fixture(

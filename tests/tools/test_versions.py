@@ -15,6 +15,7 @@ from places import ROOT
 from scripts import versions
 from scripts.versions import NEWEST, RESULTS, ROWS
 
+PACKAGES = ("transformers", "torch", "triton")
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
@@ -27,26 +28,20 @@ def least(name):
 
 def test_every_row_passed():
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    assert [each["row"] for each in results] == [*ROWS]
-    assert all(each["passed"] and not each["failures"] for each in results)
-    for each in results:
-        had = each["versions"]
-        if each["row"] == NEWEST:
+    assert [result["row"] for result in results] == [*ROWS]
+    for result in results:
+        assert result["passed"] and not result["failures"]
+        if result["row"] == NEWEST:
             continue  # it has what was the newest then
-        python, transformers, torch_version, triton = each["row"].split("/")
-        assert (
-            had["python"].startswith(python + ".")
-            and had["torch"].split("+")[0] == torch_version
-        )
-        assert (had["transformers"], had["triton"]) == (transformers, triton)
+        row = dict(zip(("python", *PACKAGES), result["row"].split("/"), strict=True))
+        for name, version in row.items():
+            assert result["versions"][name].startswith(version), result["row"]
 
 
 def test_the_package_asks_for_the_oldest_row():
     python, *packages = ROWS[0].split("/")
     assert re.search(r'requires-python = ">=([\d.]+)"', PROJECT)[1] == python
-    for name, version in zip(
-        ("transformers", "torch", "triton"), packages, strict=True
-    ):
+    for name, version in zip(PACKAGES, packages, strict=True):
         assert version.startswith(least(name) + ".")
 
 
@@ -81,9 +76,5 @@ def test_a_row_whose_python_is_not_here_is_one_line(monkeypatch, tmp_path, capsy
     )
     assert versions.main() == 1
     said = capsys.readouterr().out
-    assert (
-        said.startswith(
-            "2.1/4.57.6/2.10.0/3.6.0: not run: there is no python2.1 on PATH"
-        )
-        and said.count("\n") == 1
-    )
+    assert said.startswith("2.1/4.57.6/2.10.0/3.6.0: not run: there is no python2.1 on")
+    assert said.count("\n") == 1

@@ -56,14 +56,3 @@ def test_time_is_that_of_a_copy(tmp_path):
     """
     times = measure("time", tmp_path, 768, 3, 5)
     assert min(times["convert"]) <= 1.5 * min(times["copy_to_disk"]), times
-
-
-@pytest.mark.nightly
-def test_planning_takes_no_longer_than_a_copy(tmp_path):
-    """Of 2 GB, where the small model that stands for it is small: the best of three
-    turns.
-    """
-    times = measure("plan", tmp_path, 3, 3)
-    assert times["bytes"] > 2e9 and min(times["plan"]) <= min(times["copy_to_disk"]), (
-        times
-    )
