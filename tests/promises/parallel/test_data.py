@@ -3,6 +3,7 @@ one in the same wrapping.
 """
 
 import contextlib
+import itertools
 import unittest.mock
 from dataclasses import dataclass
 from typing import Any
@@ -237,24 +238,29 @@ def assert_unpatched(model, types, order):
     assert not ran
 
 
-def work(rank, names):
-    for name in names:
-        for order in ("patch first", "wrap first"):
-            check(name, CASES[name], rank, order)
+def work(rank, pairs):
+    for name, order in pairs:
+        check(name, CASES[name], rank, order)
 
 
-QUICK = ["DDP", "FSDP2"]
-FULL = ["accelerate", "accelerate, FSDP2", "FSDP2, bf16, checkpoints", "FSDP1, bf16"]
-NIGHTLY = [name for name in CASES if name not in (*QUICK, *FULL)]
+QUICK = [("DDP", "patch first"), ("FSDP2", "wrap first")]
+FULL = [
+    ("accelerate", "wrap first"),
+    ("accelerate, FSDP2", "patch first"),
+    ("FSDP2, bf16, checkpoints", "patch first"),
+    ("FSDP1, bf16", "wrap first"),
+]
+PAIRS = itertools.product(CASES, ("patch first", "wrap first"))
+NIGHTLY = [pair for pair in PAIRS if pair not in (*QUICK, *FULL)]
 
 
 @pytest.mark.parametrize(
-    "names",
+    "pairs",
     [
         pytest.param(QUICK, id="DDP and FSDP2"),
         pytest.param(FULL, id="one of each", marks=pytest.mark.full),
         pytest.param(NIGHTLY, id="the rest", marks=pytest.mark.nightly),
     ],
 )
-def test_data_parallel_training(names, tmp_path, monkeypatch):
-    run_ranks(work, tmp_path, monkeypatch, names)
+def test_data_parallel_training(pairs, tmp_path, monkeypatch):
+    run_ranks(work, tmp_path, monkeypatch, pairs)

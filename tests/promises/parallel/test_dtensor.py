@@ -76,15 +76,18 @@ def check(mesh, function, operands, placements, of_outputs, of_gradients):
 
 
 def norms(mesh):
-    weight, bias = 0.5 + normal(64, seed=2).abs(), normal(64, seed=3)
-    for rows, partial in ((WHOLE, WHOLE), (Shard(0), Partial()), (Shard(1), Partial())):
-        for length in (4, 3):  # evenly, and not
-            operands = [normal(2, length, 64), weight, bias]
-            placements = [rows, WHOLE, WHOLE]
-            grads = [rows, partial, partial]
-            with count_launches() as launches:
-                check(mesh, layer_norm, operands, placements, [rows], grads)
-            assert (launches["norm_forward"], launches["norm_backward"]) == (3, 2)
+    weight, bias = normal(64, seed=2), normal(64, seed=3)
+    # whole, evenly split, and not
+    for rows, partial, length in (
+        (WHOLE, WHOLE, 4),
+        (Shard(0), Partial(), 4),
+        (Shard(1), Partial(), 3),
+    ):
+        operands = [normal(2, length, 64), weight, bias]
+        placements, grads = [rows, WHOLE, WHOLE], [rows, partial, partial]
+        with count_launches() as launches:
+            check(mesh, layer_norm, operands, placements, [rows], grads)
+        assert (launches["norm_forward"], launches["norm_backward"]) == (3, 2)
 
 
 def a_split_hidden_size_is_gathered(mesh):
