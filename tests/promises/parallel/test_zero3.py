@@ -125,8 +125,8 @@ def test_weights_that_are_gathered_for_each_call(order, memory_efficient):
     for _ in range(2):
         got, fused, fired, ran = step(model, zero3)
         # Every norm is called as a module, so that its hooks have run: nothing is
-        # computed ahead of it.
-        assert fired == events and not ran["sums"]
+        # computed ahead of it. Those of q and k are called together.
+        assert sorted(fired) == sorted(events) and not ran["sums"]
         assert ran["norm_forward"] == ran["norm_backward"] == NORMS
         torch.testing.assert_close(got, loss)
         assert_gradients_as_accurate(fused, plain, exact, order)
