@@ -78,9 +78,20 @@ def hats(
         scale = None
         if W is not None:
             scale = weight_scale(
-                w, W, X, at, col_mask, tile, tiles, WHOLE, OFFSET, ROUND_OFFSET,
-                RELOAD_W, None, STAGES,
-            )  # fmt: skip
+                w,
+                W,
+                X,
+                at,
+                col_mask,
+                tile,
+                tiles,
+                WHOLE,
+                OFFSET,
+                ROUND_OFFSET,
+                RELOAD_W,
+                None,
+                STAGES,
+            )
         xhat = hat_of_output(x, scale, B, at, col_mask, WHOLE)
     else:
         if CENTERED:
@@ -269,16 +280,39 @@ def norm_backward(
         if DX is not None or (DG is not None and not AFTER):
             if W is not None:
                 g = g * weight_scale(
-                    w, W, X, tile_cols, col_mask, tile, tiles, BLOCK == N, OFFSET,
-                    ROUND_OFFSET, RELOAD_W, GATE, STAGES,
-                )  # fmt: skip
+                    w,
+                    W,
+                    X,
+                    tile_cols,
+                    col_mask,
+                    tile,
+                    tiles,
+                    BLOCK == N,
+                    OFFSET,
+                    ROUND_OFFSET,
+                    RELOAD_W,
+                    GATE,
+                    STAGES,
+                )
             dh = None
             if EARLY_DH:
                 dh = load(DH + other_at + cols[None, :], mask, DENSE)
             dx = input_gradient(
-                g, dh, x, xhat, rstd, filled, eps, N, GAPS, CENTERED, EPS_OUTSIDE,
-                BY_X, SCALED, EARLY_DH,
-            )  # fmt: skip
+                g,
+                dh,
+                x,
+                xhat,
+                rstd,
+                filled,
+                eps,
+                N,
+                GAPS,
+                CENTERED,
+                EPS_OUTSIDE,
+                BY_X,
+                SCALED,
+                EARLY_DH,
+            )
             if GATE == "silu_before":
                 dx = through_gate(dx, factor, slope, DG, first, dx_at, mask, DENSE)
             if DH is not None and not EARLY_DH:

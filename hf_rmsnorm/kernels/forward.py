@@ -172,9 +172,17 @@ def norm_forward(
         tl.store(MEAN + rows, mean, mask=row_mask)
     xhat = normalised(x, rstd[:, None], X, ROUNDING)
     y = affine(
-        xhat, X, W, B, tile, col_mask[None, :], BLOCK == N, OFFSET, ROUND_OFFSET,
+        xhat,
+        X,
+        W,
+        B,
+        tile,
+        col_mask[None, :],
+        BLOCK == N,
+        OFFSET,
+        ROUND_OFFSET,
         ROUNDING,
-    )  # fmt: skip
+    )
     if G is not None and GATE != "silu_before":
         if W is not None:
             y = round_product(y, X, W, ROUNDING)

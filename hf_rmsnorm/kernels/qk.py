@@ -151,13 +151,29 @@ def rows_forward(
     DENSE: tl.constexpr = 2 * BLOCK == N
     ROUND_OFFSET: tl.constexpr = ROUNDING != "once"
     y = affine(
-        x * rstd[:, None], X, W, None, low, low_cols, DENSE, OFFSET, ROUND_OFFSET,
+        x * rstd[:, None],
+        X,
+        W,
+        None,
+        low,
+        low_cols,
+        DENSE,
+        OFFSET,
+        ROUND_OFFSET,
         ROUNDING,
-    )  # fmt: skip
+    )
     z = affine(
-        z * rstd[:, None], X, W, None, high, high_cols, DENSE, OFFSET, ROUND_OFFSET,
+        z * rstd[:, None],
+        X,
+        W,
+        None,
+        high,
+        high_cols,
+        DENSE,
+        OFFSET,
+        ROUND_OFFSET,
         ROUNDING,
-    )  # fmt: skip
+    )
     y = as_output(y, X, W, ROUNDING)
     z = as_output(z, X, W, ROUNDING)
     at = offsets(place, of_tables, UNIT)

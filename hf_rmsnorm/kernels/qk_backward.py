@@ -59,9 +59,21 @@ def rows_backward(
         g, g_z = load_halves(dy_at, low, high, low_mask, high_mask)
         at = offsets(place, of_tables, UNIT)
         g, g_z = rotated(
-            g, g_z, COS, SIN, at, low, high, cols < R // 2, low_mask, DY, N, R, True,
+            g,
+            g_z,
+            COS,
+            SIN,
+            at,
+            low,
+            high,
+            cols < R // 2,
+            low_mask,
+            DY,
+            N,
+            R,
+            True,
             ONCE,
-        )  # fmt: skip
+        )
         if ONCE:
             g = rounded(g, DY)
             g_z = rounded(g_z, DY)

@@ -286,15 +286,10 @@ def autocast_to_float32(spec: NormSpec, *tensors):
 def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
     """Whether one launch norms and rotates q and k."""
     pairs = (q, k), (q_weight, k_weight), (cos, sin)
-    tensors = [t for pair in pairs for t in pair if t is not None]
-    if unserved(spec, "queries and keys") is not None or not is_direct(*tensors):
-        return False
     has_weights = q_weight is not None, k_weight is not None
     if has_weights != (spec.has_weight, spec.has_weight):
         return False
-    if any(one is not None and one.dtype != other.dtype for one, other in pairs):
-        return False
-    if not all(t.device == q.device and t.dtype in KERNEL_DTYPES for t in tensors):
+    if unserved(spec, "queries and keys") is not None or not _are_alike(pairs):
         return False
     return (
         _are_heads(q, k)
@@ -302,6 +297,20 @@ def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
         and all(_is_of_heads(q, weight) for weight in (q_weight, k_weight))
         and device_refusal(q.device.type, q.device.index) is None
     )
+
+
+def _are_alike(pairs: tuple) -> bool:
+    """Whether kernels read these pairs: plain tensors on one device, both of a pair of
+    one dtype.
+    """
+    pairs = [pair for pair in pairs if pair[0] is not None]
+    tensors = [t for pair in pairs for t in pair]
+    if not is_direct(*tensors):
+        return False
+    if any(one.dtype != other.dtype for one, other in pairs):
+        return False
+    device = tensors[0].device
+    return all(t.device == device and t.dtype in KERNEL_DTYPES for t in tensors)
 
 
 def _are_heads(q, k) -> bool:
