@@ -91,6 +91,13 @@ class Multiplied(Block):
         return h + self.b(self.n2(h)) * 0.5
 
 
+class ComputesBetween(Block):
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        half = x.flatten(1).view(x.shape) * 0.5
+        return half + self.b(self.n2(h))
+
+
 FUSED = {  # class -> its norms that are computed with a sum
     Plain: "+ n2",
     WithAnAlias: "+ n2",
@@ -100,6 +107,7 @@ FUSED = {  # class -> its norms that are computed with a sum
     NormInTheIf: "+ n2",
     NormBehindTheIf: "+ n2",
     Multiplied: "+ n2",
+    ComputesBetween: "+ n2",
 }
 
 
