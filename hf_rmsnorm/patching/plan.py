@@ -12,7 +12,7 @@ from ..formula import NormSpec
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe
 from .converted import follow_conversion
-from .formula.recognise import Verdict, class_name, recognise
+from .formula.recognise import class_name, recognise
 
 Globs = str | Iterable[str] | None
 
@@ -78,14 +78,13 @@ def list_norms(model: torch.nn.Module) -> list[Entry]:
     paths: dict[torch.nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
-    cache: dict[tuple, Verdict] = {}
     entries = []
     for module, names in paths.items():
         recipe = recipe_of(module)
         if recipe is not None:
             entries.append(Entry(module, names, recipe, patched=True))
             continue
-        verdict = recognise(module, cache)
+        verdict = recognise(module)
         if verdict.recipe is not None or verdict.reason is not None:
             entries.append(Entry(module, names, *verdict))
     return entries

@@ -11,19 +11,20 @@ import torch
 
 from ...formula import GATES, ROUNDINGS, NormSpec
 from ...fused.recipe import Recipe
-from .check import MIXED_DTYPES, prove
-from .closeness import affine, close, describe
-from .inputs import NotInFamily, Trial
-from .probe import Probe, Unusable, plain_attributes
+from ...reference import reference_norm
+from .check import prove
+from .closeness import affine, close
+from .inputs import Dtypes, NotInFamily, Trial
+from .probe import Neutral, Probe, Unusable
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Room for a float32 square root and its reciprocal, each rounded, when eps is read back
 # from an output.
 EPS_READING = 2e-6
-SAME_DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
-MACHINE_EPS = tuple(
-    torch.finfo(d).eps
-    for d in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-)
+SAME_DTYPES = (Dtypes(BF16, BF16, BF16), Dtypes(FP16, FP16, FP16))
+MIXED_DTYPES = (Dtypes(FP32, BF16, FP32), Dtypes(BF16, FP32, BF16))
+MIXED_GATES = (Dtypes(FP32, FP32, BF16), Dtypes(BF16, BF16, FP32))
+EPS_OF_TORCH = torch.finfo(FP32).eps  # that of F.rms_norm, where none is given
 
 
 class Fit(Trial):
@@ -49,46 +50,19 @@ class Fit(Trial):
                 "it normalises over more than the last dimension, or a part of it"
             )
         gate = self._find_needed_gate()
-        # What torch's own operator does of it; asked in bfloat16, where a cast to
-        # float32 around it shows.
-        with self.in_dtype(torch.bfloat16):
-            functional = self.probe.torch_norm(self.normal(2, self.size).bfloat16())
-        centered, weight, bias, offset = self._find_structure()
-        if functional == "hat" and weight is None:
-            functional = None
-        spec = NormSpec(
-            centered=centered,
-            eps=0.0,
-            has_weight=weight is not None,
-            has_bias=bias is not None,
-            weight_offset=offset,
-            rounding="before_weight" if functional == "hat" else "once",
-            functional=functional is not None,
-            group_size=None if self.group == self.size else self.group,
-        )
-        parameters = self.probe.module._parameters
-        recipe = Recipe(
-            spec,
-            weight,
-            bias,
-            hidden_size=self._fixed_size(weight),
-            layout=self.probe.layout,
-            dims=self.probe.dims,
-            absent=tuple(name for name, value in parameters.items() if value is None),
-        )
+        recipe, functional = self._find_structure()
         recipe = self._find_eps(recipe)
         if gate is not None:
-            recipe = replace(
-                recipe, spec=replace(recipe.spec, gate=gate), gate=self.probe.gate
-            )
+            spec = replace(recipe.spec, gate=gate)
+            recipe = replace(recipe, spec=spec, gate=self.probe.gate)
         recipe = self._find_rounding(recipe, functional)
         if gate is None and self.probe.gate is not None:
             recipe = self._find_optional_gate(recipe)
-        recipe = prove(self, self._with_settings(self._check_gate_dtypes(recipe)))
+        recipe = self._with_settings(self._check_gate_dtypes(recipe))
+        recipe = prove(self, recipe)
         if self.probe.head_dim is not None:
-            recipe = replace(
-                recipe, spec=replace(recipe.spec, group_size=None), hidden_size=None
-            )
+            spec = replace(recipe.spec, group_size=None)
+            recipe = replace(recipe, spec=spec, hidden_size=None)
         return recipe
 
     # One step of `recipe` each
@@ -99,109 +73,127 @@ class Fit(Trial):
         """
         if self.probe.neutral is None:
             return None
-        value, *_ = self.probe.neutral
-        x = 1e4 * (self.normal(2, 2, self.size) + 0.5)
+        value = self.probe.neutral.gate
+        x = self.large_rows()
         gate = 3.0 * self.normal(*x.shape)
-        open_gate = torch.full_like(x, value)
-        ungated = self.probe.run(x, open_gate)
+        ungated = self.probe.run(x)
         y = self.probe.run(x, gate)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid
         if close(y, ungated * silu / value, 1e-4):
-            self.probe.neutral = value, 1.0, 1 / value
+            self.probe.neutral = Neutral(value, after=1 / value)
             return "silu_after"
         if close(y, ungated * sigmoid, 1e-4):
-            self.probe.neutral = value, 1.0, 1.0
             return "sigmoid_after"
         # The product of x and gate is normalised, so a constant gate changes nothing.
-        if close(y, self.probe.run(x * silu / value, open_gate), 1e-4):
-            self.probe.neutral = value, 1 / value, 1.0
+        if close(y, self.probe.run(x * silu / value), 1e-4):
+            self.probe.neutral = Neutral(value, before=1 / value)
             return "silu_before"
         raise NotInFamily(
             f"its second input, {self.probe.gate!r}, is no gate that this package knows"
         )
 
-    def _find_structure(self) -> tuple[bool, str | None, str | None, float]:
+    def _find_structure(self) -> tuple[Recipe, str | None]:
+        """(the recipe but for eps and rounding, what torch's own norm does of it)."""
+        group_size = None if self.group == self.size else self.group
+        centered, weight, bias, offset = self._find_operands(group_size)
+        self.in_dtype(BF16)
+        half_rows = self.normal(4, self.size).bfloat16()
+        functional = self.probe.torch_norm(half_rows, autocast=False)
+        if self.probe.neutral is not None or (functional == "hat" and weight is None):
+            functional = None
+        autocast_functional = self.probe.torch_norm(half_rows, autocast=True)
+        differs = functional not in (None, autocast_functional)
+        spec = NormSpec(
+            centered=centered,
+            eps=0.0,
+            has_weight=weight is not None,
+            has_bias=bias is not None,
+            weight_offset=offset,
+            functional=functional is not None,
+            group_size=group_size,
+        )
+        parameters = self.probe.module._parameters
+        recipe = Recipe(
+            spec,
+            weight,
+            bias,
+            hidden_size=self._fixed_size(weight),
+            layout=self.probe.layout,
+            not_under_autocast=differs,
+            absent=tuple(name for name, value in parameters.items() if value is None),
+        )
+        return recipe, functional
+
+    def _find_operands(
+        self, group_size: int | None
+    ) -> tuple[bool, str | None, str | None, float]:
         """(centered, weight attribute, bias attribute, weight offset)."""
-        x = 1e4 * (self.normal(2, 2, self.size) + 0.5)  # so large that eps is nothing
+        x = self.large_rows()
         y = self.probe.run(x).double()
-        tensors = {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if tensor.shape[0] == self.size
-        }
+        tensors = {}
+        for name, tensor in self.tensors.items():
+            if len(tensor) == self.size:
+                tensors[name] = tensor
         for centered in (False, True):
-            xhat = self._hat(x.double(), centered)
-            operands = affine(xhat, y, tensors, 2e-5)
+            spec = NormSpec(centered, 0.0, has_weight=False, group_size=group_size)
+            hat = reference_norm(x.double(), None, None, spec)
+            operands = affine(hat, y, tensors, 2e-5)
             if operands:
                 return centered, *operands
-        raise NotInFamily(
-            describe(x, y, tensors) or "its formula is not one that this package knows"
-        )
-
-    def _hat(self, x: torch.Tensor, centered: bool) -> torch.Tensor:
-        h = x.unflatten(-1, (-1, self.group))
-        if centered:
-            h = h - h.mean(-1, keepdim=True)
-        rstd = h.pow(2).mean(-1, keepdim=True).rsqrt()
-        return (h * rstd).flatten(-2)
+        raise NotInFamily("its formula is not one that this package knows")
 
     def _fixed_size(self, weight: str | None) -> int | None:
         if self.group != self.size:
             # longer rows may have larger groups, or more of them
             return self.size
-        if weight is not None:
-            return None
-        with contextlib.suppress(Unusable):
-            self.probe.run(self.normal(2, self.size + 8))
-            return None
-        return self.size
+        if weight is None:
+            try:
+                self.probe.run(self.normal(4, self.size + 8))
+            except Unusable:
+                return self.size
+        return None
 
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
         """eps as the module's own output on rows of about that magnitude tells it, to
         about `EPS_READING`.
         """
-        neutral = {}
-        for name, value in (
-            (recipe.weight, 1.0 - recipe.spec.weight_offset),
-            (recipe.bias, 0.0),
-        ):
-            if name is not None:
-                neutral[name] = torch.full((self.size,), value, dtype=torch.float32)
+        neutral = dict(self.tensors)
+        if recipe.weight is not None:
+            one = 1.0 - recipe.spec.weight_offset
+            neutral[recipe.weight] = torch.full((self.size,), one)
+        if recipe.bias is not None:
+            neutral[recipe.bias] = torch.zeros(self.size)
+        self.probe.set(**neutral)
         x = scale * (1.0 + self.normal(1, self.size))
-        with self.probe.having(**neutral):
-            y = self.probe.run(x).double()[:, : self.group]
-        h = x.double()[:, : self.group]
+        y = self.probe.run(x)
+        y = y[0, : self.group].double()
+        h = x[0, : self.group].double()
         if recipe.spec.centered:
             h = h - h.mean()
-        rstd = ((y * h).sum() / (h * h).sum()).item()
-        mean_square = h.pow(2).mean().item()
+        mean_square = h.square().mean().item()
+        rstd = (y * h).mean().item() / mean_square
         if not rstd:
             return math.inf
+        without_eps = mean_square
+        with_eps = rstd**-2
         if recipe.spec.eps_outside:
-            without_eps, with_eps = math.sqrt(mean_square), 1 / rstd
-        else:
-            without_eps, with_eps = mean_square, rstd**-2
+            without_eps = math.sqrt(mean_square)
+            with_eps = 1 / rstd
         eps = with_eps - without_eps
         return 0.0 if abs(eps) <= 1e-5 * without_eps else eps
 
     def _find_eps(self, recipe: Recipe) -> Recipe:
         recipe, reading = self._place_eps(recipe)
         for name, value in self.probe.numbers.items():
-            if _reads_as(reading, value) and self._drives_eps(
-                recipe, name, 2.0 * value + 1e-3
-            ):
-                return replace(
-                    recipe,
-                    spec=recipe.spec.with_eps(float(value)),
-                    eps=name,
-                    eps_value=value,
-                )
-        for value in (float(f"{reading:.3g}"), *MACHINE_EPS):
+            if _reads_as(reading, value) and self._drives_eps(recipe, name):
+                spec = recipe.spec.with_eps(float(value))
+                return replace(recipe, spec=spec, eps=name, eps_value=value)
+        in_short = float(f"{reading:.3g}")
+        for value in (in_short, EPS_OF_TORCH):
             if _reads_as(reading, value):
-                return self._with_unset_eps(
-                    replace(recipe, spec=recipe.spec.with_eps(value))
-                )
+                spec = recipe.spec.with_eps(value)
+                return replace(recipe, spec=spec)
         raise NotInFamily(
             f"its eps, about {reading:.6g}, is fixed in its code and cannot be read exactly"
         )
@@ -213,62 +205,51 @@ class Fit(Trial):
         reading = self._read_eps(recipe)
         if not (math.isfinite(reading) and reading >= 0.0):
             raise NotInFamily(
-                "its eps is negative or not a number" + self._strange_numbers()
+                f"its eps is negative or not a number, with {self.probe.numbers}"
             )
-        if (
-            not reading
-            or abs(self._read_eps(recipe, 0.5 * math.sqrt(reading)) - reading)
-            <= 1e-3 * reading
-        ):
+        if self._stays(recipe, reading, 0.5 * math.sqrt(reading)):
             return recipe, reading
         recipe = replace(recipe, spec=replace(recipe.spec, eps_outside=True))
         reading = self._read_eps(recipe)
-        if (
-            not reading > 0.0
-            or abs(self._read_eps(recipe, 0.5 * reading) - reading) > 1e-3 * reading
-        ):
-            raise NotInFamily("its eps is neither inside the root nor beside it")
-        return recipe, reading
+        if reading > 0.0 and self._stays(recipe, reading, 0.5 * reading):
+            return recipe, reading
+        raise NotInFamily("its eps is neither inside the root nor beside it")
 
-    def _with_unset_eps(self, recipe: Recipe) -> Recipe:
-        """The recipe with the attribute that would hold eps; F.rms_norm has a default
-        for eps=None.
-        """
-        if recipe.spec.functional:
-            for name, value in plain_attributes(self.probe.module).items():
-                if value is None and self._drives_eps(recipe, name, 1e-3):
-                    return replace(recipe, eps=name)
-        return recipe
+    def _stays(self, recipe: Recipe, reading: float, scale: float) -> bool:
+        """Whether eps reads the same on rows of another magnitude."""
+        if not reading:
+            return True
+        return abs(self._read_eps(recipe, scale) - reading) <= 1e-3 * reading
 
-    def _drives_eps(self, recipe: Recipe, name: str, other: float) -> bool:
-        with contextlib.suppress(Unusable), self.probe.having(**{name: other}):
+    def _drives_eps(self, recipe: Recipe, name: str) -> bool:
+        value = self.probe.numbers[name]
+        other = 2.0 * value + 1e-3
+        self.probe.set(**{name: other})
+        try:
             return _reads_as(self._read_eps(recipe), other)
-        return False
+        except Unusable:
+            return False
+        finally:
+            self.probe.set(**{name: value})
 
     def _find_rounding(self, recipe: Recipe, functional: str | None) -> Recipe:
         """The recipe with its rounding order; settles whether the module's results are
         to be equal to the last bit.
         """
-        x, wide = self.rows(4096), self.rows(4096, half=True)
+        x, half_rows = self.rows(4096), self.rows(4096, half=True)
         dtypes = SAME_DTYPES
         if recipe.weight is not None and functional != "all":
             dtypes += MIXED_DTYPES
         for candidate in self._roundings(recipe, functional):
             self._find_exactness(candidate, x)
             if not self.exact and not self.agrees(recipe, x):
-                about = "its float32 results are not those of the formula it is closest to, "
-                raise NotInFamily(about + str(recipe.spec))
-            if all(self.agrees(candidate, wide, *pair) for pair in dtypes):
+                raise NotInFamily(
+                    f"its float32 results are not those of the formula it is closest to, {recipe.spec}"
+                )
+            if all(self.agrees(candidate, half_rows, *each) for each in dtypes):
                 return candidate
         self._find_exactness(recipe, x)
-        weight_dtypes = (
-            (torch.float32,)
-            if recipe.weight is None
-            else (torch.float32, torch.bfloat16)
-        )
-        if not all(
-            self.agrees(recipe, x, torch.float32, dtype) for dtype in weight_dtypes
-        ):
+        if not all(self.agrees(recipe, x, *each) for each in dtypes if each.x == FP32):
             raise NotInFamily(
                 f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}"
             )
@@ -287,52 +268,38 @@ class Fit(Trial):
         elif functional == "hat":
             orders = ["before_weight"]
         else:
-            orders = list(ROUNDINGS) if recipe.weight is not None else ["once", "rstd"]
+            orders = ["once", "rstd"]
+            if recipe.weight is not None:
+                orders = list(ROUNDINGS)
             if spec.gate is not None or spec.centered or spec.eps_outside:
                 orders.remove("rstd")
-        return (
-            replace(recipe, spec=replace(spec, rounding=rounding))
-            for rounding in orders
-        )
+        for rounding in orders:
+            yield replace(recipe, spec=replace(spec, rounding=rounding))
 
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
-        # a call that gives it runs the module's own forward
-        without = replace(recipe, other_input=self.probe.gate)
-        if recipe.spec.rounding == "rstd":
-            return without
-        x = self.rows(1024, half=True)
-        dtypes = ((torch.float32, torch.float32),)
+        dtypes = [Dtypes()]
         if not recipe.only_float32:
-            dtypes += SAME_DTYPES + MIXED_DTYPES
-        for kind in GATES:
+            dtypes += [*SAME_DTYPES, *MIXED_DTYPES]
+        for kind in GATES if recipe.spec.rounding != "rstd" else ():
             spec = replace(recipe.spec, gate=kind)
             gated = replace(recipe, spec=spec, gate=self.probe.gate, gate_optional=True)
-            if self._agrees_in(gated, x, dtypes):
+            if self._agrees_in(gated, dtypes):
                 return gated
-        return without
+        # a call that gives it runs the module's own forward
+        return replace(recipe, other_input=self.probe.gate)
 
     def _check_gate_dtypes(self, recipe: Recipe) -> Recipe:
         """Whether gates of another dtype than x's may be given too."""
         if recipe.gate is None:
             return recipe
-        x = self.rows(1024, half=True)
-        mixed = [(torch.float32, torch.float32, torch.bfloat16)]
-        if not recipe.only_float32:
-            mixed += [
-                (torch.bfloat16, torch.bfloat16, torch.float32),
-                (torch.bfloat16, torch.bfloat16, torch.float16),
-                (torch.float16, torch.float16, torch.bfloat16),
-            ]
-        if self._agrees_in(recipe, x, mixed):
-            return recipe
-        return replace(recipe, one_gate_dtype=True)
+        dtypes = MIXED_GATES[:1] if recipe.only_float32 else MIXED_GATES
+        return replace(recipe, one_gate_dtype=not self._agrees_in(recipe, dtypes))
 
-    def _agrees_in(
-        self, recipe: Recipe, x: torch.Tensor, dtypes: Iterable[tuple]
-    ) -> bool:
+    def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
+        x = self.rows(1024, half=True)
         with contextlib.suppress(Unusable):
-            return all(self.agrees(recipe, x, *combination) for combination in dtypes)
+            return all(self.agrees(recipe, x, *each) for each in dtypes)
         return False
 
     def _with_settings(self, recipe: Recipe) -> Recipe:
@@ -341,6 +308,7 @@ class Fit(Trial):
         """
         module = self.probe.module
         known = {recipe.weight, recipe.bias, recipe.eps, *recipe.absent}
+        hidden_size = recipe.hidden_size
         settings = []
         for name in sorted(self.attributes - known):
             value = getattr(module, name, None)
@@ -350,10 +318,9 @@ class Fit(Trial):
                 )
             if hasattr(module, name) and not self._is_shape(value):
                 settings.append((name, value))
-        # A whole number is the length of its rows, perhaps, or how many groups they
-        # have.
-        is_fixed = any(type(value) is int for _, value in settings)
-        hidden_size = self.size if is_fixed else recipe.hidden_size
+            if type(value) is int:
+                # perhaps the length of its rows, or how many groups they have
+                hidden_size = self.size
         return replace(recipe, settings=tuple(settings), hidden_size=hidden_size)
 
     def _is_shape(self, value) -> bool:

@@ -8,16 +8,16 @@ word that is not on them is refused, and the word is the reason in the report.
 """
 
 import ast
+import enum
 import inspect
 import types
-from collections import Counter
 from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 
 from ...fused.source import CannotRewrite, definition_of
-from .probe import is_plain
+from .probe import is_plain, own_tensors
 
 # Functions of torch and methods of a tensor that a norm may call.
 ARITHMETIC = {
@@ -28,21 +28,23 @@ ARITHMETIC = {
     "type_as", "unflatten", "unsqueeze", "var", "var_mean", "vector_norm", "view",
     "view_as",
 }  # fmt: skip
-SIZES = ("dim", "size")  # methods that say how large a tensor is
-# the only calls that may be given all sizes of the input
-TAKE_SHAPES = ("view", "reshape", "expand", "len")
+TAKE_SHAPES = ("view", "reshape", "expand")  # they may be given any size of the input
 WRITE = ("out", "inplace")  # arguments that have a function write to a tensor
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 SPECIAL_METHODS = ("__call__", "__getattr__", "__getattribute__")
-# Syntax that is read part by part. Other syntax has a method of `_Body`, or is refused.
-SYNTAX = (
-    ast.BinOp, ast.Constant, ast.Expr, ast.List, ast.Pass, ast.Return, ast.Starred,
-    ast.Tuple, ast.UnaryOp, ast.expr_context, ast.operator, ast.unaryop,
-)  # fmt: skip
 
 
 class NotPlain(Exception):
     """Why a forward is not plain arithmetic."""
+
+
+class Kind(enum.IntEnum):
+    """What the value of an expression depends on."""
+
+    CONSTANT = 0  # dtypes, numbers of dimensions, plain attributes: may decide a branch
+    LENGTH = 1  # of the rows: a number to compute with
+    SHAPE = 2  # any sizes of the input: only for the calls of TAKE_SHAPES, and guards
+    TENSOR = 3
 
 
 def attributes_read(module: torch.nn.Module) -> set[str]:
@@ -53,8 +55,7 @@ def attributes_read(module: torch.nn.Module) -> set[str]:
         NotPlain: the forward is not plain arithmetic, or its source cannot be read.
     """
     for name in SPECIAL_METHODS:
-        owner = next((cls for cls in type(module).__mro__ if name in vars(cls)), None)
-        if owner not in (torch.nn.Module, object):
+        if getattr(type(module), name) is not getattr(torch.nn.Module, name):
             raise NotPlain(f"its class defines {name}")
     code = _Code(module)
     code.read_method("forward", type(module).__mro__)
@@ -78,13 +79,17 @@ class _Code:
         if owner is None or replaced:
             raise NotPlain(f"its forward calls self.{name}")
         method = vars(owner)[name]
-        takes_module = not isinstance(method, (staticmethod, classmethod))
-        self.read_function(
-            getattr(method, "__func__", method), f"self.{name}", takes_module, owner
-        )
+        if isinstance(method, staticmethod):
+            self.read_function(method.__func__, f"self.{name}")
+        else:
+            self.read_function(method, f"self.{name}", True, owner)
 
     def read_function(
-        self, function, text: str, takes_module: bool, owner: type | None = None
+        self,
+        function,
+        text: str,
+        takes_module: bool = False,
+        owner: type | None = None,
     ) -> None:
         """Read a function that the source calls `text`.
 
@@ -93,43 +98,38 @@ class _Code:
             owner: the class whose method it is.
         """
         function = getattr(function, "_torchdynamo_orig_callable", function)
-        if any(function is forward for forward in TORCH_FORWARDS):
+        if function in TORCH_FORWARDS:
+            self.attributes.add("eps")
             return
-        if not isinstance(function, types.FunctionType) or str(
-            function.__module__
-        ).startswith("torch."):
+        if not isinstance(function, types.FunctionType):
             raise NotPlain(f"its forward calls {text}")
-        if (function, takes_module) in self._read:
-            return
-        self._read.add((function, takes_module))
-        _Body(self, function, takes_module, owner).read()
+        if str(function.__module__).startswith("torch."):
+            raise NotPlain(f"its forward calls {text}")
+        if (function, takes_module) not in self._read:
+            self._read.add((function, takes_module))
+            _Body(self, function, takes_module, owner).read()
 
-    def read_attribute(self, name: str) -> None:
+    def read_attribute(self, name: str) -> Kind:
         """Note that the forward reads an attribute; refuse any but a plain value or a
         tensor of the module.
         """
-        member = inspect.getattr_static(type(self.module), name, None)
-        if isinstance(member, property):
-            self.read_function(member.fget, f"self.{name}", takes_module=True)
-            return
         if name == "training":
             raise NotPlain("its forward reads self.training")
         value = getattr(self.module, name, None)
-        if not is_plain(value) and not self._is_own_tensor(name, value):
-            raise NotPlain(
-                f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
-            )
         self.attributes.add(name)
-
-    def _is_own_tensor(self, name: str, value) -> bool:
-        stores = (self.module._parameters, self.module._buffers, vars(self.module))
-        return isinstance(value, torch.Tensor) and any(
-            name in store for store in stores
+        if is_plain(value):
+            return Kind.CONSTANT
+        if any(value is tensor for _, tensor in own_tensors(self.module)):
+            return Kind.TENSOR
+        raise NotPlain(
+            f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
         )
 
 
 class _Body(ast.NodeVisitor):
-    """Reads the body of one function, statement by statement."""
+    """Reads the body of one function, statement by statement; `visit` gives the kind of
+    an expression.
+    """
 
     def __init__(
         self,
@@ -141,226 +141,237 @@ class _Body(ast.NodeVisitor):
         self.code = code
         self.function = function
         self.owner = owner
-        try:
-            self.definition = definition_of(function.__code__)
-        except CannotRewrite as error:
-            raise NotPlain(str(error)) from error
         parameters = list(inspect.signature(function, follow_wrapped=False).parameters)
-        names = [
-            node for node in ast.walk(self.definition) if isinstance(node, ast.Name)
-        ]
-        stored = Counter(node.id for node in names if isinstance(node.ctx, ast.Store))
         self.itself = parameters[0] if takes_module else None
-        self.local = {*parameters, *stored}
-        self.assigned_once = {
-            name for name, times in stored.items() if times == 1
-        } - set(parameters)
-        # local names that hold a dtype, a number of dimensions or a constant
-        self.static: set[str] = set()
-        self.sizes: set[str] = set()  # local names that hold a size of the input
-        # those that are not the length of its rows
-        self.leading_sizes: set[str] = set()
+        self.local = dict.fromkeys(parameters, Kind.TENSOR)
 
     def read(self) -> None:
-        defaults = (
-            *(self.function.__defaults__ or ()),
-            *(self.function.__kwdefaults__ or {}).values(),
-        )
+        try:
+            definition = definition_of(self.function.__code__)
+        except CannotRewrite as error:
+            raise NotPlain(f"{error}: {self.function.__name__}") from error
+        named_defaults = self.function.__kwdefaults__ or {}
+        defaults = (*(self.function.__defaults__ or ()), *named_defaults.values())
         if not all(map(is_plain, defaults)):
             raise NotPlain("its forward has a default that is no plain value")
-        self._visit_all(self.definition.body)
+        self._read_statements(definition.body)
 
-    def generic_visit(self, node: ast.AST) -> None:
-        if not isinstance(node, SYNTAX):
-            raise NotPlain(f"its forward uses {type(node).__name__.lower()}")
-        super().generic_visit(node)
+    def generic_visit(self, node: ast.AST) -> Kind:
+        raise NotPlain(f"its forward uses {type(node).__name__.lower()}")
 
-    def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
-        for node in nodes:
-            self.visit(node)
+    def _visit_all(self, nodes: Iterable[ast.AST]) -> Kind:
+        return max((self.visit(node) for node in nodes), default=Kind.CONSTANT)
 
     # Statements
 
+    def _read_statements(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            self.visit(statement)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        self.visit(node.value)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        self.visit(node.value)
+
     def visit_If(self, node: ast.If) -> None:
-        if self._is_off(node.test):
-            self._visit_all(node.orelse)
-            return
-        is_guard = not node.orelse and all(
-            isinstance(statement, ast.Raise) for statement in node.body
-        )
-        self._check_condition(node.test, sizes=is_guard)
-        self._visit_all(node.body)
-        self._visit_all(node.orelse)
+        if not self._is_off(node.test):
+            most = Kind.CONSTANT
+            if isinstance(node.body[0], ast.Raise):  # a guard
+                most = Kind.SHAPE
+            self._check_condition(node.test, most)
+            self._read_statements(node.body)
+        self._read_statements(node.orelse)
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        self._check_condition(node.test, sizes=True)
+        self._check_condition(node.test, Kind.SHAPE)
 
     def visit_Raise(self, node: ast.Raise) -> None:
         pass  # what an error says is no part of a result
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self._assign([node.target], node.value)
-
     def visit_Assign(self, node: ast.Assign) -> None:
-        self._assign(node.targets, node.value)
+        kind = self.visit(node.value)
+        for target in node.targets:
+            self._store(target, kind)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._store(node.target, self.visit(node.value))
+
+    def _store(self, target: ast.expr, kind: Kind) -> None:
+        if isinstance(target, ast.Tuple):
+            *leading, last = target.elts
+            for element in leading:
+                self._store(element, kind)
+            # `batch, length, size = x.shape`
+            if kind == Kind.SHAPE and not isinstance(last, ast.Starred):
+                kind = Kind.LENGTH
+            self._store(last, kind)
+            return
+        name = target.value if isinstance(target, ast.Starred) else target
+        if not isinstance(name, ast.Name):
+            raise NotPlain(f"its forward writes {ast.unparse(target)}")
+        before = self.local.get(name.id, kind)
+        self.local[name.id] = max(kind, before)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         raise NotPlain(f"its forward writes {ast.unparse(node.target)} in place")
 
-    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
-        parts = [
-            part for target in targets for part in getattr(target, "elts", [target])
-        ]
-        names = [_name_stored(part) for part in parts]
-        if _is_shape(value):
-            is_unpacked = isinstance(targets[0], (ast.Tuple, ast.List))
-            self.sizes.update(names)
-            self.leading_sizes.update(names[:-1] if is_unpacked else names)
-            self._visit_shape(value)
-            return
-        once = self.assigned_once.intersection(names)
-        if self._is_static(value):
-            self.static.update(once)
-        elif self._is_static(value, sizes=True):
-            self.sizes.update(once)
-        self.visit(value)
+    # Conditions
+
+    def _check_condition(self, test: ast.expr, most: Kind = Kind.CONSTANT) -> None:
+        """Refuse a condition that values decide, or sizes where they may not."""
+        if self.visit(test) > most:
+            raise NotPlain(f"its forward branches on {ast.unparse(test)}")
+
+    def _visit_condition(self, node: ast.expr, operands: list[ast.expr]) -> Kind:
+        kind = self._visit_all(operands)
+        if kind == Kind.TENSOR:
+            raise NotPlain(f"its forward branches on {ast.unparse(node)}")
+        if kind == Kind.LENGTH:
+            kind = Kind.SHAPE
+        return kind
+
+    def visit_Compare(self, node: ast.Compare) -> Kind:
+        operands = [node.left, *node.comparators]
+        if all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
+            self._visit_all(operands)  # `gate is None`
+            return Kind.CONSTANT
+        return self._visit_condition(node, operands)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Kind:
+        return self._visit_condition(node, node.values)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Kind:
+        self._check_condition(node.test)
+        return self._visit_all((node.body, node.orelse))
+
+    def _is_off(self, test: ast.expr) -> bool:
+        """Whether a condition asks for a library that is not there, as
+        `is_torch_npu_available()` does.
+        """
+        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+            return any(self._is_off(part) for part in test.values)
+        name = ast.unparse(test)
+        is_question = name.startswith("is_") and name.endswith("_available()")
+        return is_question and self._resolve(test.func)() is False
 
     # Expressions
 
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._check_condition(node.test)
-        self.visit(node.body)
-        self.visit(node.orelse)
+    def visit_Constant(self, node: ast.Constant) -> Kind:
+        return Kind.CONSTANT
 
-    def visit_Compare(self, node: ast.Compare) -> None:
-        self._check_condition(node)
+    def visit_Tuple(self, node: ast.Tuple | ast.List) -> Kind:
+        return self._visit_all(node.elts)
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._check_condition(node)
+    visit_List = visit_Tuple
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+    def visit_Starred(self, node: ast.Starred) -> Kind:
+        return self.visit(node.value)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Kind:
         if isinstance(node.op, ast.Not):
-            self._check_condition(node)
-        else:
-            self.visit(node.operand)
+            return self._visit_condition(node, [node.operand])
+        return self._number(node.operand)
 
-    def visit_Name(self, node: ast.Name) -> None:
-        if node.id in self.leading_sizes:
-            raise NotPlain(f"its forward computes with {node.id}, a size of its input")
+    def visit_BinOp(self, node: ast.BinOp) -> Kind:
+        return max(self._number(node.left), self._number(node.right))
+
+    def _number(self, node: ast.expr) -> Kind:
+        """The kind of an operand; refuse sizes other than the length of the rows."""
+        kind = self.visit(node)
+        if kind == Kind.SHAPE:
+            raise NotPlain(
+                f"its forward computes with {ast.unparse(node)}, a size of its input"
+            )
+        return kind
+
+    def visit_Name(self, node: ast.Name) -> Kind:
         if node.id == self.itself or node.id not in self.local:
             raise NotPlain(
                 f"its forward reads {node.id}, which is neither its input nor a tensor of its own"
             )
+        return self.local[node.id]
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
+    def visit_Attribute(self, node: ast.Attribute) -> Kind:
         if self._is_self(node.value):
-            self.code.read_attribute(node.attr)
-        elif node.attr in ("dtype", "ndim"):
+            return self.code.read_attribute(node.attr)
+        if node.attr == "shape":
             self.visit(node.value)
-        elif node.attr == "shape":
-            raise NotPlain(
-                f"its forward computes with {ast.unparse(node)}, the sizes of its input"
-            )
-        elif not isinstance(self._resolve(node), torch.dtype):
+            return Kind.SHAPE
+        if node.attr in ("dtype", "ndim"):
+            self.visit(node.value)
+            return Kind.CONSTANT
+        if not isinstance(self._resolve(node), torch.dtype):
             raise NotPlain(f"its forward reads {ast.unparse(node)}")
+        return Kind.CONSTANT
 
-    def visit_Subscript(self, node: ast.Subscript) -> None:
+    def visit_Subscript(self, node: ast.Subscript) -> Kind:
+        kind = self.visit(node.value)
         index = ast.unparse(node.slice)
-        if _is_shape(node.value):
-            if index not in ("-1", "-1:"):
-                raise NotPlain(
-                    f"its forward computes with {ast.unparse(node)}, a size of its input"
-                )
-            self._visit_shape(node.value)
-            return
-        if not all(
-            part in ("None", "...", ":") for part in index.strip("()").split(", ")
-        ):
+        if kind == Kind.SHAPE and index in ("-1", "-1:"):
+            return Kind.LENGTH
+        parts = index.strip("()").split(", ")
+        is_plain_index = all(part in ("None", "...", ":") for part in parts)
+        if kind == Kind.TENSOR and not is_plain_index:
             raise NotPlain(f"its forward reads {ast.unparse(node)}")
-        self.visit(node.value)
+        return kind
 
-    def visit_Call(self, node: ast.Call) -> None:
-        text = ast.unparse(node.func)
-        if any(
-            keyword.arg is None or keyword.arg in WRITE for keyword in node.keywords
-        ):
-            raise NotPlain(
-                f"its forward calls {text} with {ast.unparse(node.keywords)}"
-            )
-        self._check_function(node, text)
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if self._is_given_module(node):
-            arguments = arguments[1:]
-        for argument in arguments:
-            self._visit_argument(argument, text.rpartition(".")[2])
+    # Calls
 
-    def _visit_argument(self, argument: ast.expr, function: str) -> None:
-        value = argument.value if isinstance(argument, ast.Starred) else argument
-        if function in TAKE_SHAPES and _is_shape(value):
-            self._visit_shape(value)
-        elif (
-            function not in TAKE_SHAPES or getattr(value, "id", None) not in self.sizes
-        ):
-            self.visit(argument)
-
-    def _visit_shape(self, node: ast.expr) -> None:
-        """Read whose shape it is."""
-        shape = node.value if isinstance(node, ast.Subscript) else node
-        self.visit(shape.value)
-
-    # Functions that are called
-
-    def _check_function(self, call: ast.Call, text: str) -> None:
-        function = call.func
+    def visit_Call(self, node: ast.Call) -> Kind:
+        function = node.func
+        text = ast.unparse(function)
         name = text.rpartition(".")[2]
+        for keyword in node.keywords:
+            if keyword.arg is None or keyword.arg in WRITE:
+                raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        gives_module = bool(node.args) and self._is_self(node.args[0])
+        if gives_module:  # `nn.LayerNorm.forward(self, x)`
+            arguments = arguments[1:]
+        if text in ("len", "int"):
+            return self._visit_number(node)
+        if isinstance(function, ast.Attribute) and name in ("dim", "size"):
+            self._visit_all((function.value, *arguments))
+            return _kind_of_size(node)
+        self._check_function(function, text, gives_module)
+        read = self.visit if name in TAKE_SHAPES else self._number
+        for argument in arguments:
+            read(argument)
+        return Kind.TENSOR
+
+    def _visit_number(self, node: ast.Call) -> Kind:
+        """The kind of ``len(x.shape)`` or ``int(number)``."""
+        kind = self._visit_all(node.args)
+        if kind == Kind.TENSOR:
+            raise NotPlain(f"its forward calls {ast.unparse(node)}")
+        return Kind.CONSTANT if ast.unparse(node.func) == "len" else kind
+
+    def _check_function(
+        self, function: ast.expr, text: str, gives_module: bool
+    ) -> None:
+        """Refuse a function unless it is one of torch's in the list, or a helper that
+        is plain itself.
+        """
+        name = text.rpartition(".")[2]
+        mro = type(self.code.module).__mro__
+        is_method = isinstance(function, ast.Attribute)
+        called = self._resolve(function)
         if text == f"super().{name}" and self.owner is not None:
-            classes = type(self.code.module).__mro__
-            self.code.read_method(name, classes[classes.index(self.owner) + 1 :])
-        elif isinstance(function, ast.Attribute) and self._is_self(function.value):
-            self.code.read_method(name, type(self.code.module).__mro__)
+            self.code.read_method(name, mro[mro.index(self.owner) + 1 :])
+        elif is_method and self._is_self(function.value):
+            self.code.read_method(name, mro)
         elif text.startswith("ACT2FN["):
             # Transformers' table of gates, of which the module names one
-            self.visit(function.slice)
-        elif self._is_global(function):
-            self._check_global_function(call, text)
-        elif isinstance(function, ast.Attribute) and self._is_method_of_tensor(
-            call, name
-        ):
-            self.visit(function.value)
+            self._check_condition(function.slice)
+        elif _is_arithmetic_of_torch(called, name):
+            return
+        elif isinstance(called, types.FunctionType):
+            self.code.read_function(called, text, gives_module)
+        elif is_method and name in ARITHMETIC:
+            self._number(function.value)
         else:
             raise NotPlain(f"its forward calls {text}")
-
-    def _is_method_of_tensor(self, call: ast.Call, name: str) -> bool:
-        if name == "size":
-            return [ast.unparse(argument) for argument in call.args] == ["-1"]
-        return name in ARITHMETIC or name in SIZES
-
-    def _check_global_function(self, call: ast.Call, text: str) -> None:
-        """Refuse a function of the file unless it is one of torch's in the list, or a
-        helper that is plain itself.
-        """
-        function, name = self._resolve(call.func), text.rpartition(".")[2]
-        if function is int or function is len:
-            if not all(self._is_static(argument, sizes=True) for argument in call.args):
-                raise NotPlain(f"its forward calls {ast.unparse(call)}")
-        elif not _is_arithmetic_of_torch(function, name):
-            self.code.read_function(
-                function, text, takes_module=self._is_given_module(call)
-            )
-
-    def _is_given_module(self, call: ast.Call) -> bool:
-        """Whether a function's first argument is the module, as in
-        ``nn.LayerNorm.forward(self, x)``.
-        """
-        is_function = isinstance(self._resolve(call.func), types.FunctionType)
-        return is_function and bool(call.args) and self._is_self(call.args[0])
-
-    def _is_global(self, node: ast.expr) -> bool:
-        """Whether an expression is a name of the file, or an attribute of one."""
-        while isinstance(node, ast.Attribute):
-            node = node.value
-        return isinstance(node, ast.Name) and node.id not in self.local
 
     def _resolve(self, node: ast.expr):
         """Return the value of a name of the file, or of an attribute of one; None if it
@@ -370,115 +381,22 @@ class _Body(ast.NodeVisitor):
             return getattr(self._resolve(node.value), node.attr, None)
         if not isinstance(node, ast.Name) or node.id in self.local:
             return None
-        return self.function.__globals__.get(
-            node.id, {"int": int, "len": len}.get(node.id)
-        )
-
-    # Conditions
-
-    def _check_condition(self, test: ast.expr, sizes: bool = False) -> None:
-        """Refuse a condition that values decide: dtypes, dimensions and plain
-        attributes may, and sizes if allowed.
-        """
-        if not self._is_static(test, sizes):
-            raise NotPlain(f"its forward branches on {ast.unparse(test)}")
-        for node in ast.walk(test):
-            if isinstance(node, ast.Attribute) and self._is_self(node.value):
-                self.code.read_attribute(node.attr)
-
-    def _is_static(self, node: ast.expr, sizes: bool = False) -> bool:
-        if isinstance(node, (ast.BinOp, ast.BoolOp, ast.List, ast.Tuple, ast.UnaryOp)):
-            operands = [
-                child
-                for child in ast.iter_child_nodes(node)
-                if isinstance(child, ast.expr)
-            ]
-            return all(self._is_static(operand, sizes) for operand in operands)
-        match node:
-            case ast.Attribute():
-                return self._is_static_attribute(node, sizes)
-            case ast.Call():
-                return self._is_static_call(node, sizes)
-            case ast.Compare():
-                return self._is_static_comparison(node, sizes)
-        return isinstance(node, ast.Constant) or self._is_static_name(node, sizes)
-
-    def _is_static_name(self, node: ast.expr, sizes: bool) -> bool:
-        if isinstance(node, ast.Subscript):  # `x.shape[-1]`
-            return sizes and _is_shape(node.value)
-        known = self.static | self.sizes if sizes else self.static
-        return isinstance(node, ast.Name) and node.id in known
-
-    def _is_static_attribute(self, node: ast.Attribute, sizes: bool) -> bool:
-        if self._is_self(node.value):
-            return is_plain(getattr(self.code.module, node.attr, None))
-        if node.attr in ("dtype", "ndim") or (sizes and node.attr == "shape"):
-            return self._is_variable(node.value)
-        return isinstance(self._resolve(node), torch.dtype)
-
-    def _is_static_call(self, node: ast.Call, sizes: bool) -> bool:
-        function = ast.unparse(node.func)
-        if function == "len":
-            return _is_shape(node.args[0])
-        if function == "isinstance":
-            return True
-        allowed = SIZES if sizes else ("dim",)
-        return (
-            isinstance(node.func, ast.Attribute)
-            and node.func.attr in allowed
-            and self._is_variable(node.func.value)
-        )
-
-    def _is_static_comparison(self, node: ast.Compare, sizes: bool) -> bool:
-        operands = [node.left, *node.comparators]
-        if all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
-            # `gate is None`
-            return all(
-                self._is_variable(operand) or self._is_static(operand)
-                for operand in operands
-            )
-        return all(self._is_static(operand, sizes) for operand in operands)
-
-    def _is_variable(self, node: ast.expr) -> bool:
-        """Whether an expression is a local name or an attribute of the module."""
-        if isinstance(node, ast.Attribute):
-            return self._is_self(node.value)
-        return isinstance(node, ast.Name) and node.id in self.local
-
-    def _is_off(self, test: ast.expr) -> bool:
-        """Whether a condition asks for a library that is not there, as
-        `is_torch_npu_available()` does.
-        """
-        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-            return any(self._is_off(part) for part in test.values)
-        name = ast.unparse(test).removesuffix("()")
-        if not isinstance(test, ast.Call) or not (
-            name.startswith("is_") and name.endswith("_available")
-        ):
-            return False
-        return self._resolve(test.func)() is False
+        return self.function.__globals__.get(node.id)
 
     def _is_self(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and node.id == self.itself
 
 
-def _name_stored(target: ast.expr) -> str:
-    """Return the local name that a target of an assignment is."""
-    target = target.value if isinstance(target, ast.Starred) else target
-    if not isinstance(target, ast.Name):
-        raise NotPlain(f"its forward writes {ast.unparse(target)}")
-    return target.id
-
-
-def _is_shape(node: ast.expr) -> bool:
-    """Whether an expression is ``x.shape`` or ``x.shape[:-1]``."""
-    if isinstance(node, ast.Subscript):
-        return ast.unparse(node.slice) == ":-1" and _is_shape(node.value)
-    return isinstance(node, ast.Attribute) and node.attr == "shape"
+def _kind_of_size(call: ast.Call) -> Kind:
+    """The kind of ``x.dim()``, ``x.size(-1)`` or ``x.size()``."""
+    if call.func.attr == "dim":
+        return Kind.CONSTANT
+    is_last = ast.unparse(call).endswith(".size(-1)")
+    return Kind.LENGTH if is_last else Kind.SHAPE
 
 
 def _is_arithmetic_of_torch(function, name: str) -> bool:
+    if function is None or name not in ARITHMETIC:
+        return False
     places = (torch, F, torch.linalg)
-    return name in ARITHMETIC and any(
-        function is getattr(place, name, None) for place in places
-    )
+    return any(function is getattr(place, name, None) for place in places)

@@ -173,3 +173,12 @@ def test_a_gate_of_another_kind_is_named():
 
     (record,) = report_on(make(forward)).skipped
     assert "'gate', is no gate that this package knows" in record.reason
+
+
+def in_its_inputs_dtype(self, x):
+    return F.layer_norm(x, x.shape[-1:], self.weight, None, self.eps).to(x.dtype)
+
+
+def test_a_cast_that_autocast_does_not_undo_is_left_to_the_module():
+    (record,) = report_on(make(in_its_inputs_dtype)).swapped
+    assert "under autocast it runs its own forward" in record.notes

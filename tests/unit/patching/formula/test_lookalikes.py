@@ -102,21 +102,22 @@ def lookalike(forward, name):
     return type(name, (nn.Module,), {"__init__": __init__, "forward": forward})()
 
 
+UNKNOWN = "its formula is not one that this package knows"
 NORMALISE = {
-    weight_first: "not one that this package knows",
-    divide_by_std: "standard deviation without centring",
-    unbiased: "unbiased",
-    l2: "L2 norm",
+    weight_first: UNKNOWN,
+    divide_by_std: UNKNOWN,
+    unbiased: UNKNOWN,
+    l2: UNKNOWN,
     random_forward: "calls torch.rand_like",
-    scaled_by_an_attribute: "not one that this package knows",
+    depends_on_rows: "reads y.flatten()[0]",
+    scaled_by_an_attribute: UNKNOWN,
     only_for_three_dimensions: "dimensional input",
     only_in_float32: "needs float32",
 }
 DO_NOT = {
-    divide_by_variance: "variance without the root",
-    affine: "affine",
+    divide_by_variance: "does not normalise over the last dimension",
+    affine: "does not normalise over the last dimension",
     over_dim_1: "another dimension",
-    depends_on_rows: "reads y.flatten()[0]",
     returns_pair: "tuple",
     two_inputs: "must be given 'residual'",
 }

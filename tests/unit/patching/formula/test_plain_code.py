@@ -86,32 +86,34 @@ REFUSED = {
     "branches on is_long(x)": "return longer(self.norm(x))",
     "calls x.numel": "return self.norm(x) * (1 + x.numel() // 1000000)",
     "calls np.prod": "return self.norm(x) * (1 + np.prod(x.shape) // 1000000)",
-    "calls x.size": "return self.norm(x) * (1 + x.size(0) // 512)",
+    "computes with x.size(0)": "return self.norm(x) * (1 + x.size(0) // 512)",
     "calls int(x.sum())": "return self.norm(x) * int(x.sum())",
     "calls len(x)": "return self.norm(x) * (1 + len(x) // 512)",
     "computes with x.shape[-2]": "return self.norm(x) * (1 + x.shape[-2] // 512)",
     "computes with rows": "rows, size = x.shape\nreturn self.norm(x) * (1 + rows // 512)",
     "calls x.stride": "return self.norm(x) * (1 + x.stride(0) // 1000)",
     "calls {600: 2.0}.get": "return self.norm(x) * {600: 2.0}.get(x.shape[0], 1.0)",
+    "uses match": "match self.gain:\n    case _:\n        return self.norm(x)",
     "uses for": "for _ in range(x.shape[0] // 8192):\n    x = 2 * x\nreturn self.norm(x)",
     "calls torch.arange": "return self.norm(x) * torch.arange(x.size(-1))",
     "calls torch.stack": "return torch.stack([self.norm(row) for row in x])",
     "reads x[:512]": "return self.norm(x[:512])",
     # Values
-    "branches on x.abs().max() > 1e+18": "return 2 * self.norm(x) if x.abs().max() > 1e18 else self.norm(x)",
+    "calls x.abs().max": "return 2 * self.norm(x) if x.abs().max() > 1e18 else self.norm(x)",
     "branches on x < 3": "return self.norm(x * (x < 3))",
-    "branches on not torch.isfinite(x).all()": "if not torch.isfinite(x).all():\n    raise\nreturn self.norm(x)",
+    "calls torch.isfinite(x).all": "if not torch.isfinite(x).all():\n    raise\nreturn self.norm(x)",
     "branches on self.weight": "return self.norm(x) if self.weight else x",
     "calls x.sum().item": "return self.norm(x) * x.sum().item()",
     "calls self.weight.clamp": "return self.weight.clamp(max=3) * rms(x)",
+    "calls (2 * x).clamp": "return self.norm((2 * x).clamp(max=1e18).to(x.dtype))",
     "calls torch.where": "return torch.where(x > 3, x, self.norm(x))",
     "calls self.norm(x).nan_to_num": "return self.norm(x).nan_to_num()",
     # Modes and devices
     "reads self.training": "return 2 * self.norm(x) if self.training else self.norm(x)",
-    "branches on torch.is_grad_enabled()": "return 2 * self.norm(x) if torch.is_grad_enabled() else self.norm(x)",
-    "branches on torch.compiler.is_compiling()": "return 2 * x if torch.compiler.is_compiling() else self.norm(x)",
-    "branches on x.requires_grad": "return 2 * self.norm(x) if x.requires_grad else self.norm(x)",
-    "branches on x.is_cuda": "return 2 * self.norm(x) if x.is_cuda else self.norm(x)",
+    "calls torch.is_grad_enabled": "return 2 * self.norm(x) if torch.is_grad_enabled() else self.norm(x)",
+    "calls torch.compiler.is_compiling": "return 2 * x if torch.compiler.is_compiling() else self.norm(x)",
+    "reads x.requires_grad": "return 2 * self.norm(x) if x.requires_grad else self.norm(x)",
+    "reads x.is_cuda": "return 2 * self.norm(x) if x.is_cuda else self.norm(x)",
     "reads x.device": "return self.norm(x).to(x.device)",
     "uses with": "with torch.autocast('cpu', enabled=False):\n    return self.norm(x)",
     # What outlives the call
@@ -132,7 +134,7 @@ REFUSED = {
     "reads self.table": "return self.norm(x) * self.table['scale']",
     "calls self.post": "return self.post(x)",
     "calls getattr": "return self.norm(x) * getattr(self, 'bonus', 1.0)",
-    "reads its attribute 'steps'": "return self.norm(x) * self.steps",
+    "reads self.steps": "return self.norm(x) * self.steps",
     "reads TENSOR": "return self.norm(x) * TENSOR",
     "reads FACTOR": "return self.norm(x) * FACTOR",
     "reads module.gain": "gain = gain_of(module=self)\nreturn self.norm(x) * gain",
@@ -151,14 +153,12 @@ REFUSED = {
 CLASSES_REFUSED = {
     "has a default that is no plain value": "def forward(self, x, gain=TENSOR):\n    return self.norm(x) * gain",
     "its class defines __call__": "__call__ = Base.norm\n\ndef forward(self, x):\n    return self.norm(x)",
-    "its class defines __getattr__":
-        "__getattr__ = nn.Module.__getattr__\n\ndef forward(self, x):\n    return self.norm(x)",
+    "its class defines __getattribute__": (
+        "def __getattribute__(self, name):\n    return super().__getattribute__(name)\n\n"
+        "def forward(self, x):\n    return self.norm(x)"
+    ),
     "no plain function definition": "forward = lambda self, x: self.norm(x)",
     "variables of the function around it": "@torch.no_grad()\ndef forward(self, x):\n    return self.norm(x)",
-    "uses match": (
-        "@property\ndef scale(self):\n    match self.gain:\n        case _:\n            return self.weight\n\n"
-        "def forward(self, x):\n    return self.scale * rms(x)"
-    ),
 }
 ACCEPTED = {
     "a helper of its class": "return self.norm(x)",
