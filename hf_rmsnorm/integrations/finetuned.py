@@ -2,7 +2,6 @@
 trained as RMSNorm and marked so.
 """
 
-import sys
 import warnings
 
 import torch
@@ -62,26 +61,25 @@ class Recentre:
     """
 
     def __init__(self, model: torch.nn.Module):
-        found = _recorded(model, "Recentre")
-        _check_serves(model, found)
-        tensors = Weights(found.model, found.head)
-        if why_not := outside_of(model, found.model) or tensors.hooked(found.record):
+        recorded = _recorded(model, "Recentre")
+        _check_serves(model, recorded)
+        tensors = Weights(recorded.model, recorded.head)
+        record = recorded.record
+        why_not = outside_of(model, recorded.model) or tensors.hooked(record)
+        if why_not:
             raise ValueError(f"this model cannot be kept centred: {why_not}")
-        self._steps = [
-            (name, *tensors.data[name], how)
-            for name, how in _to_centre(tensors, found.record)
-        ]
-        self._shapes = {
-            name: module._parameters[key].shape for name, module, key, _ in self._steps
-        }
         self._model = model
+        self._steps = []
+        for name, how in _to_centre(tensors, record):
+            module, key = tensors.data[name]
+            self._steps.append((name, module, key, how, module._parameters[key].shape))
         if any(
-            is_dtensor(module._parameters[key]) for _, module, key, _ in self._steps
+            is_dtensor(module._parameters[key]) for _, module, key, *_ in self._steps
         ):
             return
-        if moved(tensors, found.record):
+        if moved(tensors, record):
             self._run(frozen=True)
-        if why_not := moved(tensors, found.record):
+        if why_not := moved(tensors, record):
             raise ValueError(f"this model cannot be kept centred: {why_not}")
 
     def __call__(self) -> None:
@@ -96,12 +94,11 @@ class Recentre:
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = {id(p) for p in self._model.parameters()}
-        trained = [
-            (name, module._parameters[key]) for name, module, key, _ in self._steps
-        ]
-        missed = [
-            name for name, p in trained if p.requires_grad and id(p) not in stepped
-        ]
+        missed = []
+        for name, module, key, *_ in self._steps:
+            parameter = module._parameters[key]
+            if parameter.requires_grad and id(parameter) not in stepped:
+                missed.append(name)
         if missed and stepped - ours:
             what = f"this optimizer updates copies of the parameters, and not {missed[0]} itself"
             cure = "use one that updates the parameters, or train as RMSNorm (train_as_rms)"
@@ -109,52 +106,43 @@ class Recentre:
 
     @torch.no_grad()
     def _run(self, frozen: bool) -> None:
-        for name, module, key, how in self._steps:
+        for name, module, key, how, shape in self._steps:
             parameter = module._parameters[key]
-            if parameter.shape != self._shapes[name] or parameter.is_meta:
+            if parameter.shape != shape or parameter.is_meta:
                 cure = "build Recentre after that, under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
                 raise ValueError(
                     f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: {cure}"
                 )
-            if not (frozen or parameter.requires_grad):
-                continue
-            sharded = is_dtensor(parameter)
-            across = sharded and any(
-                place.is_shard(how["axis"]) for place in parameter.placements
-            )
-            # A shard has some of the rows whole, unless the parameter is sharded along
-            # the residual stream.
-            tensor = (
-                parameter.full_tensor()
-                if across
-                else parameter.to_local()
-                if sharded
-                else parameter
-            )
-            centre_(tensor, **how)
-            if across:
-                from torch.distributed.tensor import distribute_tensor
-
-                shards = distribute_tensor(
-                    tensor,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    src_data_rank=None,
-                )
-                parameter.to_local().copy_(shards.to_local())
+            if frozen or parameter.requires_grad:
+                _centre(parameter, how)
 
 
-def _check_serves(model: torch.nn.Module, found: Recorded) -> None:
+def _centre(parameter: torch.Tensor, how: dict) -> None:
+    """Take the mean off a parameter, in place."""
+    if not is_dtensor(parameter):
+        centre_(parameter, **how)
+    elif not any(place.is_shard(how["axis"]) for place in parameter.placements):
+        # A shard has some of the rows whole.
+        centre_(parameter.to_local(), **how)
+    else:
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = parameter.full_tensor()
+        centre_(whole, **how)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shards = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        parameter.to_local().copy_(shards.to_local())
+
+
+def _check_serves(model: torch.nn.Module, recorded: Recorded) -> None:
     """Raise ValueError for a model under FSDP1, or one that was trained as RMSNorm."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(
-        isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules()
-    ):
+    names = [type(module).__name__ for module in model.modules()]
+    if "FullyShardedDataParallel" in names:
         cure = "use FSDP2 (fully_shard), or train as RMSNorm (train_as_rms)"
         raise ValueError(
             f"FSDP1 keeps parameters as pieces of a flat one, without rows to centre: {cure}"
         )
-    if found.followed:
+    if recorded.followed:
         why = "its weights may have any mean, and taking it off would change what the model computes"
         raise ValueError(
             f"this model's config says that it was trained as RMSNorm: {why}"
@@ -217,9 +205,10 @@ def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
 
 def _recorded(model: torch.nn.Module, function: str) -> Recorded:
     check_module(function, model)
-    if (found := conversion_of(model)) is None:
+    recorded = conversion_of(model)
+    if recorded is None:
         cure = "make a checkpoint with hf-rmsnorm convert, and load that"
         raise ValueError(
             f"the config of this {type(model).__name__} records no conversion: {cure}"
         )
-    return found
+    return recorded

@@ -19,8 +19,9 @@ from .finetuned import TRAINED, Recentre, mark_as_rms
 
 # whose level and handlers are Transformers'
 logger = logging.get_logger("transformers.integrations.hf_rmsnorm")
-PATCH_OPTIONS = dict(inspect.signature(patch_model).parameters)
-del PATCH_OPTIONS["model"]
+# of the callback: those of `patch_model`, and two of its own
+OPTIONS = [*inspect.signature(patch_model).parameters, "recentre", "train_as_rms"]
+OPTIONS.remove("model")
 
 
 class HfRmsNormCallback(TrainerCallback):
@@ -69,18 +70,17 @@ class HfRmsNormCallback(TrainerCallback):
             raise ValueError(
                 "recentre and train_as_rms contradict each other: choose one"
             )
-        for name, flag in (("recentre", recentre), ("train_as_rms", train_as_rms)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} is {flag!r}: pass True or False")
         for name in options:
-            _check_name(name)
-        check_options(**options)
+            if name not in OPTIONS:
+                raise TypeError(
+                    "HfRmsNormCallback takes the arguments of patch_model, and there is "
+                    f"no {name!r}{did_you_mean(name, OPTIONS)}"
+                )
+        check_options(recentre=recentre, train_as_rms=train_as_rms, **options)
         self.report: PatchReport | None = None
-        self._recentre_wanted, self._trained_as_rms, self._options = (
-            recentre,
-            train_as_rms,
-            options,
-        )
+        self._recentre_wanted = recentre
+        self._trained_as_rms = train_as_rms
+        self._options = options
         self._recentre: Recentre | None = None
         self._saves_trained = False
         self._patched: weakref.ref[torch.nn.Module] | None = None
@@ -99,11 +99,10 @@ class HfRmsNormCallback(TrainerCallback):
     def on_train_begin(
         self, args, state, control, model=None, optimizer=None, **kwargs
     ):
-        self._patch(model, resumed=state.global_step > 0, again=args.use_liger_kernel)
+        self._patch(model, resumed=state.global_step > 0, liger=args.use_liger_kernel)
         self._say(args, state)
-        if args.use_liger_kernel and any(
-            "liger_kernel" in norm.reason for norm in self.report.skipped
-        ):
+        reasons = [norm.reason for norm in self.report.skipped]
+        if any("liger_kernel" in reason for reason in reasons):
             cure = "liger_kernel_config={'rms_norm': False} keeps its other kernels"
             logger.warning(f"use_liger_kernel took norms: {cure}")
         if self._recentre_wanted:
@@ -132,33 +131,32 @@ class HfRmsNormCallback(TrainerCallback):
         self._recentre = None
         self.on_save(args, state, control)  # it may be saved now, which is no event
 
-    def _patch(
-        self, model: torch.nn.Module, resumed: bool, again: bool = False
-    ) -> None:
+    def _patch(self, model: torch.nn.Module, resumed: bool, liger: bool = False):
         if self._trained_as_rms:
             mark_as_rms(model, trained=resumed)
         elif self._recentre_wanted:
             Recentre(model)  # what has moved before is centred
         before = self._patched and self._patched()
-        if before is not None and any(module is before for module in model.modules()):
-            if conversion_of(before) is None and not again:
+        if before in model.modules():
+            if conversion_of(before) is None and not liger:
                 return
             model = before
         with warnings.catch_warnings():
-            if again:  # Liger may have them all, which is said where training begins
+            if liger:  # it may have them all, which is said where training begins
                 warnings.filterwarnings("ignore", "patch_model changed no norm")
-            if before is model:  # other weights may have been loaded since
+            if model is before:  # other weights may have been loaded since
                 repatch_model(model)
             self.report = patch_model(model, **self._options)
         self._patched = weakref.ref(model)
-        if str(self.report) != self._logged:
-            self._logged = str(self.report)
-            logger.info(self._logged)
-            conversion = conversion_of(model)
-            if conversion is not None and conversion.why_not:
-                logger.warning(
-                    f"each norm that the conversion recorded {conversion.why_not}"
-                )
+        if str(self.report) == self._logged:
+            return
+        self._logged = str(self.report)
+        logger.info(self._logged)
+        conversion = conversion_of(model)
+        if conversion is not None and conversion.why_not:
+            logger.warning(
+                f"each norm that the conversion recorded {conversion.why_not}"
+            )
 
     def _say(self, args, state) -> None:
         line = swapped_line(self.report, args.device)
@@ -205,13 +203,3 @@ def swapped_line(report: PatchReport, device: torch.device) -> str:
         # a sharded model is put on its GPU later
         records = [runs_on(device)]
     return "; ".join([line, *(f"runs on {text}" for text in where_norms_run(records))])
-
-
-def _check_name(name: str) -> None:
-    if name in PATCH_OPTIONS:
-        return
-    known = [*PATCH_OPTIONS, "recentre", "train_as_rms"]
-    cure = did_you_mean(name, known) or f"; choose among {', '.join(known)}"
-    raise TypeError(
-        f"HfRmsNormCallback takes the arguments of patch_model, and there is no {name!r}{cure}"
-    )

@@ -2,14 +2,13 @@
 report.
 """
 
-from .checks import NormCheck
+from .checks import Check
 from .equivalence import verify_equivalence
 from .inspection import Inspection, NaiveSwap, NormInput, inspect_norms
 from .noise import LogitDifference, NoiseFloor
-from .report import EquivalenceReport, GreedyComparison, GreedyDifference
+from .report import EquivalenceReport
 
 __all__ = [
-    "EquivalenceReport", "GreedyComparison", "GreedyDifference", "Inspection",
-    "LogitDifference", "NaiveSwap", "NoiseFloor", "NormCheck", "NormInput",
-    "inspect_norms", "verify_equivalence",
+    "Check", "EquivalenceReport", "Inspection", "LogitDifference", "NaiveSwap",
+    "NoiseFloor", "NormInput", "inspect_norms", "verify_equivalence",
 ]  # fmt: skip

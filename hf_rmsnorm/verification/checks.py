@@ -1,188 +1,176 @@
-"""Compares one norm with the original, almost bit for bit."""
+"""Compares norms and fused layers with the originals, on the inputs that they get in
+the model.
 
-import math
+The comparison does not depend on how a layer is fused. Unfused, the layer has its
+original class, and its norms stay patched.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from ..formula import HALF_DTYPES
+from ..fused.layer import layer_part
+from .calls import Call
 from .context import one_line
-from .norms import Expected, NormCall
+from .noise import NoiseFloor, compare_logits
+from .quantised import quantised_modules
 from .tolerance import ulp
 
+# of the elements; see `judge_norm`
 MAX_OFF_HALF = 1e-3
 MAX_OFF_FLOAT = 1e-2
 MAX_ULP = 2.0
 WORST_ULP = 4.0
-NOT_REACHED = "not reached by these inputs"
-NOT_COMPARED = "not compared: it does not map a tensor to one of the same shape"
 # of elements in rows nearly constant; a wrong rounding order changes five times as many
 _MAX_AMPLIFIED = 0.05
+NOT_COMPARED = "not compared: it does not map a tensor to one of the same shape"
 
 
 @dataclass(frozen=True)
-class NormCheck:
-    """One module: its output against the original's on the same input.
+class Check:
+    """The comparison of one part of a model: a norm, a fused layer, a gradient.
 
-    At most 0.1 % of the values in half precision and 1 % in float32 (or one value) may
-    be off, and none by more than 4 ulp. In half precision a value is off if it differs
-    at all. If the norm is centred, 0.1 % grows by 1 + |mean|/std of its rows. In
-    float32 a value is off beyond 2 ulp. There an ulp is 2^-23 of the largest term in
-    its row: weight * rstd * x, bias, and for a centred norm weight * rstd * mean.
-    docs/correctness.md gives the reasons.
+    Attributes:
+        path: of the module, with the fused pieces of a layer, and the name of a
+            gradient.
+        passed: whether it has no fault.
+        text: the result in words, or why there is none.
+        compared: how many values were compared; 0 if none could be.
+        differing: how many of them are not equal.
     """
 
     path: str
-    class_name: str
-    # the coarser dtype of input and output, which is where the original rounds
-    dtype: str = ""
-    # that were compared; 0 if the module did not run, or changes the shape of its input
-    elements: int = 0
-    differing: int = 0  # how many of them are not equal
-    off: int = 0  # how many are off, as defined above
-    allowed: int = 0  # how many may be
-    # the largest difference, in ulp of the value in half precision, or of float32 as
-    # above
-    worst_ulp: float = 0.0
-    passed: bool = True
-    reason: str = ""  # why it failed, or why nothing was compared
-
-    @property
-    def reached(self) -> bool:
-        """Whether the inputs ran the module at all."""
-        return self.reason != NOT_REACHED
-
-    @property
-    def was_compared(self) -> bool:
-        """Whether there is a result: values that were compared, or a failure."""
-        return self.elements > 0 or not self.passed
-
-    @property
-    def words(self) -> str:
-        """The line of a report."""
-        if not self.elements:
-            return self.reason
-        counts = f"{self.off} of {self.elements} values {_how_far(self.dtype)} (limit {self.allowed})"
-        if not self.differing:
-            return counts
-        text = f"{counts}; largest difference {self.worst_ulp:.2g} rounding steps"
-        return f"{self.reason}; {text}" if self.worst_ulp > WORST_ULP else text
+    passed: bool
+    text: str
+    compared: int = 0
+    differing: int = 0
 
 
-def check_norm(path: str, class_name: str, calls: list[NormCall]) -> NormCheck:
-    """Run the candidate's module on the recorded calls, and compare all its outputs at
-    once.
+Judge = Callable[[Call, list[torch.Tensor], list[torch.Tensor]], Check]
+
+
+def check_outputs(call: Call, judge: Judge) -> Check:
+    """Compare a module's outputs with the original's, without gradients and with them;
+    returns the worse.
     """
-    compared = []
-    for call in calls:
-        if call.expected is None or not call.expected.y.numel():
-            continue
+    checks = []
+    for grad in (False, True):
         try:
-            with torch.no_grad():
-                y = call.run(call.candidate)
+            ours = _run(call, call.module, grad)
+            with call.original() as original:
+                theirs = _run(call, original, grad)
         except Exception as error:
             # whatever a broken kernel or forward raises is the verdict on it
-            return _failed(path, class_name, f"raises {one_line(error)}")
-        compared.append((y, call.expected))
-    if not compared:
-        return NormCheck(
-            path, class_name, reason=NOT_COMPARED if calls else NOT_REACHED
-        )
-    return _judge(path, class_name, compared)
+            return Check(call.path, False, f"raises {one_line(error)}")
+        if _kinds(ours) != _kinds(theirs):
+            text = f"returns {_kinds(ours)}, the original {_kinds(theirs)}"
+            return Check(call.path, False, text)
+        checks.append(judge(call, ours, theirs))
+    return worst(checks)
 
 
-def _failed(path: str, class_name: str, reason: str, dtype: str = "") -> NormCheck:
-    return NormCheck(
-        path, class_name, dtype, worst_ulp=math.inf, passed=False, reason=reason
-    )
+def worst(checks: list[Check]) -> Check:
+    """The check that failed, or has the most values that differ."""
+    return min(checks, key=lambda c: (c.passed, -c.differing, -c.compared))
+
+
+def _run(call: Call, module: torch.nn.Module, grad: bool) -> list[torch.Tensor]:
+    with torch.set_grad_enabled(grad):
+        x = call.x.detach().clone().requires_grad_(grad)
+        return [y.detach() for y in call.again().outputs(module, x)]
+
+
+def _kinds(outputs: list[torch.Tensor]) -> str:
+    return ", ".join(f"{y.dtype} {tuple(y.shape)}" for y in outputs) or "no tensor"
 
 
 @torch.no_grad()
-def _judge(path: str, class_name: str, compared: list[tuple]) -> NormCheck:
-    """Compare outputs, each with its expected one."""
-    elements = differing = off = 0
-    worst = amplified = 0.0
-    for y, expected in compared:
-        theirs = expected.y
-        dtype = max(expected.dtype, theirs.dtype, key=lambda d: torch.finfo(d).eps)
-        name = str(dtype).removeprefix("torch.")
-        kinds = _kinds_differ(y, theirs)
-        if kinds:
-            return _failed(path, class_name, kinds, name)
-        distance = _distance(y, expected, dtype)
-        worst = max(worst, distance.ulps)
-        off += distance.off
-        differing += distance.differing
-        elements += y.numel()
-        amplified += expected.amplification.mean().item() * y.numel()
-    half = dtype in HALF_DTYPES
-    share = (
-        min(MAX_OFF_HALF * amplified / elements, _MAX_AMPLIFIED)
-        if half
-        else MAX_OFF_FLOAT
-    )
-    allowed = max(1, int(share * elements))
-    reason = ""
-    if worst > WORST_ULP:
-        reason = f"a value is {worst:.3g} rounding steps away (limit {WORST_ULP:g})"
-    elif off > allowed:
-        reason = f"{off} of {elements} values {_how_far(name)} (limit {allowed})"
-    return NormCheck(
-        path,
-        class_name,
-        name,
-        elements,
-        differing,
-        off,
-        allowed,
-        worst,
-        not reason,
-        reason,
-    )
+def judge_norm(
+    call: Call, ours: list[torch.Tensor], theirs: list[torch.Tensor]
+) -> Check:
+    """Whether a norm's output is the original's, almost bit for bit.
 
-
-def _how_far(dtype: str) -> str:
-    """How far a value may be from the original's before it counts."""
-    half = dtype in ("float16", "bfloat16")
-    return "differ" if half else f"are more than {MAX_ULP:g} rounding steps away"
-
-
-def _kinds_differ(y, theirs: torch.Tensor) -> str:
-    """The difference in type, dtype or shape from the original's output; "" if there is
-    none.
+    At most 0.1 % of the values in half precision and 1 % in float32 (or one value) may
+    be off, and none by more than 4 ulp. In half precision a value is off if it differs
+    at all, and 0.1 % grows by 1 + |mean|/std of the rows. In float32 a value is off
+    beyond 2 ulp. There an ulp is 2^-23 of the largest value in its row, times the same.
+    docs/correctness.md gives the reasons.
     """
-    if not isinstance(y, torch.Tensor):
-        return f"returns a {type(y).__name__}, the original a tensor"
-    if y.dtype != theirs.dtype or y.shape != theirs.shape:
-        return f"returns {y.dtype} {tuple(y.shape)}, the original {theirs.dtype} {tuple(theirs.shape)}"
-    return ""
-
-
-class _Distance(NamedTuple):
-    """How many elements are not equal, how many are off, and the largest difference in
-    ulp; see `NormCheck`.
-    """
-
-    differing: int
-    off: int
-    ulps: float
-
-
-def _distance(y: torch.Tensor, expected: Expected, dtype: torch.dtype) -> _Distance:
-    rounds_last = y.dtype in HALF_DTYPES
-    y, theirs = y.double(), expected.y.double()
-    unequal = (y != theirs) & ~(y.isnan() & theirs.isnan())
-    difference = torch.where(unequal, (y - theirs).abs(), 0.0).nan_to_num(
-        nan=math.inf, posinf=math.inf
-    )
-    fine = (
-        expected.largest_term
-        * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    )
-    coarse = torch.maximum(ulp(theirs, dtype), fine) if dtype in HALF_DTYPES else fine
+    x = call.x
+    if [y.shape for y in theirs] != [x.shape]:
+        return Check(call.path, True, NOT_COMPARED)
+    y, expected = ours[0].double(), theirs[0].double()
+    # the coarser one is where the original rounds
+    dtype = max(x.dtype, theirs[0].dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    spread, mean = torch.std_mean(x.double(), -1, correction=0, keepdim=True)
+    amplified = (1 + mean.abs() / spread.clamp_min(1e-30)).nan_to_num(1.0, 1.0)
+    sizes = expected.nan_to_num(0.0, 0.0, 0.0).abs()
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    fine = sizes.amax(-1, keepdim=True) * amplified * eps
+    unequal = _unequal(y, expected)
+    difference = torch.where(unequal, (y - expected).abs(), 0.0)
+    difference = difference.nan_to_num(torch.inf, torch.inf)
+    steps = (difference / torch.maximum(ulp(sizes, dtype), fine)).max().item()
     # half-precision output is rounded last; other output may be multiplied by the
     # weight after the rounding
-    off = unequal if rounds_last else difference > MAX_ULP * fine
-    ulps = (difference / coarse.clamp_min(1e-300)).max().item()
-    return _Distance(unequal.sum().item(), off.sum().item(), ulps)
+    if ours[0].dtype in HALF_DTYPES:
+        off, how = unequal, "differ"
+    else:
+        off = difference > MAX_ULP * fine
+        how = f"are more than {MAX_ULP:g} rounding steps away"
+    share = MAX_OFF_FLOAT
+    if dtype in HALF_DTYPES:
+        share = min(MAX_OFF_HALF * amplified.mean().item(), _MAX_AMPLIFIED)
+    count, allowed = off.sum().item(), max(1, int(share * y.numel()))
+    text = f"{count} of {y.numel()} values {how} (limit {allowed})"
+    text += f"; largest difference {steps:.2g} rounding steps (limit {WORST_ULP:g})"
+    passed = count <= allowed and steps <= WORST_ULP
+    return Check(call.path, passed, text, y.numel(), unequal.sum().item())
+
+
+def judge_layer(
+    call: Call, ours: list[torch.Tensor], theirs: list[torch.Tensor]
+) -> Check:
+    """Whether a fused layer's outputs are those of the unfused layer, bit for bit.
+
+    Two cases are compared by their errors against float64 instead: a fusion that does
+    not promise equal bits, such as q and k with their rotary embedding, and a layer
+    whose unfused runs differ among themselves.
+    """
+    compared, differing = sum(y.numel() for y in theirs), _differing(ours, theirs)
+    text = f"{differing} of {compared} values differ"
+    if not differing:
+        return Check(call.path, True, text, compared)
+    if getattr(layer_part(type(call.module))._hf_rmsnorm_fusion, "keeps_bits", False):
+        with call.original() as original:
+            again = _run(call, original, torch.is_grad_enabled())
+        if not _differing(theirs, again):
+            return Check(call.path, False, text, compared, differing)
+    floor = _noise_floor(call, ours, theirs)
+    return Check(call.path, floor.passed, floor.text, compared, differing)
+
+
+def _unequal(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Which elements are not equal; NaN equals NaN."""
+    return (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+
+
+def _differing(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
+    """How many elements are not equal."""
+    pairs = zip(ours, theirs, strict=True)
+    return sum(_unequal(a, b).sum().item() for a, b in pairs)
+
+
+def _noise_floor(call: Call, ours: list, theirs: list) -> NoiseFloor:
+    """Both against the original in float64."""
+    again = call.again()
+    with call.exactly():
+        exact = again.outputs(call.module, call.x)
+    rows = [
+        [y.reshape(-1, y.shape[-1]) for y in outputs if y.dim()]
+        for outputs in (theirs, ours, exact)
+    ]
+    quantised = bool(quantised_modules(call.module))
+    return compare_logits(*rows, are_logits=False, quantised=quantised)[1]

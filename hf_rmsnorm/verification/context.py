@@ -20,14 +20,7 @@ GREEDY = {
 }
 # The outputs of CLIP's vision tower come besides the model's; their `last_hidden_state`
 # is not normalised.
-NOT_OUTPUT = (
-    "past_key_values",
-    "cache",
-    "hidden_states",
-    "attentions",
-    "loss",
-    "vision_model_output",
-)
+_NOT_OUTPUT = ("cache", "past_key_values", "attentions", "loss", "vision_model_output")
 _POSITIONS = (
     "max_position_embeddings",
     "n_positions",
@@ -35,8 +28,7 @@ _POSITIONS = (
     "max_target_positions",
 )
 TOKENS = (2, 24)  # rows and their length
-VOCABULARY_IF_UNKNOWN = 64
-RANDOM = "pixel_values", "input_values", "input_features"
+_RANDOM = ("pixel_values", "input_values", "input_features")
 
 
 @contextmanager
@@ -57,10 +49,8 @@ def max_positions(config) -> int:
     """
     text = config.get_text_config()
     values = [getattr(text, key, None) for key in _POSITIONS]
-    return min(
-        (value for value in values if isinstance(value, int) and value > 0),
-        default=sys.maxsize,
-    )
+    limits = [value for value in values if isinstance(value, int) and value > 0]
+    return min(limits, default=sys.maxsize)
 
 
 def prompt_length(config, tokens: int, new_tokens: int) -> int:
@@ -84,11 +74,11 @@ def hooked(model, paths, hook):
             def called(module, args, kwargs, output, path=path):
                 return hook(path, (*args, *kwargs.values()), output)
 
-            stack.enter_context(
-                model.get_submodule(path).register_forward_hook(
-                    called, prepend=True, with_kwargs=True
-                )
+            module = model.get_submodule(path)
+            handle = module.register_forward_hook(
+                called, prepend=True, with_kwargs=True
             )
+            stack.callback(handle.remove)
         yield
 
 
@@ -106,23 +96,23 @@ def default_inputs(
     `tokens` are rows and their length, which leaves room for `new_tokens`.
     """
     main = getattr(model, "main_input_name", None)
-    if main not in (*RANDOM, "input_ids"):
+    if main not in (*_RANDOM, "input_ids"):
         raise ValueError(
             f"{type(model).__name__}: nothing is known of the input {main!r}: pass inputs"
         )
     config = model.config
     names = inspect.signature(model.forward).parameters
     draw = _Draw(config, tokens[0], prompt_length(config, tokens[1], new_tokens))
-    inputs = {main: draw.ids() if main == "input_ids" else draw.floats(main)}
-    if (
-        main == "input_ids"
-        and "pixel_values" in names
-        and _compares_text_with_images(config)
-    ):
-        inputs["pixel_values"] = draw.floats("pixel_values")
+    if main != "input_ids":
+        inputs = {main: draw.floats(main)}
+    else:
+        inputs = {main: draw.ids()}
+        if "pixel_values" in names and _compares_text_with_images(config):
+            inputs["pixel_values"] = draw.floats("pixel_values")
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = draw.ids()
-    if "use_cache" in names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    if takes_any or "use_cache" in names:
         inputs["use_cache"] = False
     return inputs
 
@@ -146,18 +136,13 @@ class _Draw:
 
     def ids(self) -> torch.Tensor:
         """Token ids that have no special meaning."""
-        special = {
-            v
-            for k, v in vars(self.config).items()
-            if k.endswith("_id") and isinstance(v, int)
-        }
-        vocabulary = self._number("vocab_size", default=VOCABULARY_IF_UNKNOWN)
-        plain = [i for i in range(vocabulary) if i not in special and i > 2] or list(
-            range(vocabulary)
-        )
-        chosen = torch.randint(
-            len(plain), (self.rows, self.length), generator=self.generator
-        )
+        words = set(range(self._number("vocab_size", default=64)))
+        for name, value in vars(self.config).items():
+            if name.endswith("_id") and isinstance(value, int):
+                words.discard(value)
+        plain = sorted(words - {0, 1, 2})
+        size = (self.rows, self.length)
+        chosen = torch.randint(len(plain), size, generator=self.generator)
         return torch.tensor(plain)[chosen]
 
     def floats(self, name: str) -> torch.Tensor:
@@ -170,19 +155,16 @@ class _Draw:
             shape = bins, 2 * self._number("max_source_positions", default=50)
         else:
             shape = (4000,)
-        return torch.randn(
-            self.rows, *shape, generator=self.generator, dtype=torch.float64
-        )
+        generator = self.generator
+        return torch.randn(self.rows, *shape, generator=generator, dtype=torch.float64)
 
     def _number(self, *keys: str, default: int) -> int:
         """The first whole number that the config, or a part of it, has by one of these
         names.
         """
-        parts = [
-            self.config,
-            *(v for v in vars(self.config).values() if isinstance(v, PretrainedConfig)),
-        ]
-        for part in parts:
+        inner = vars(self.config).values()
+        parts = [part for part in inner if isinstance(part, PretrainedConfig)]
+        for part in (self.config, *parts):
             for key in keys:
                 value = getattr(part, key, None)
                 if isinstance(value, (list, tuple)) and value:
@@ -213,11 +195,13 @@ def output_tensors(output) -> Iterator[torch.Tensor]:
         yield output
     elif isinstance(output, dict):
         for key, value in output.items():
-            if not any(
-                key == word or (word != "hidden_states" and word in key)
-                for word in NOT_OUTPUT
-            ):
+            if not _is_beside(key):
                 yield from output_tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from output_tensors(value)
+
+
+def _is_beside(key: str) -> bool:
+    """Whether an output of this name is not what the model is run for."""
+    return key == "hidden_states" or any(word in key for word in _NOT_OUTPUT)

@@ -1,41 +1,30 @@
 """Run two models on the same inputs and compare their results."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from ..fused.layer import layer_part
 from ..fused.norm import recipe_of
-from ..ops import backend as backends
-from ..ops import chosen_backend, use_backend
-from ..patching import count_launches, patched, unpatch_model
+from ..ops import backend, chosen_backend
+from ..patching import count_launches, is_patched, patched
 from ..patching.numerics import SERVERS
-from .checks import NormCheck, check_norm
+from .calls import keeps_formula, rounds_otherwise, unpatched
+from .checks import Check, judge_layer, judge_norm
 from .context import evaluating
 from .float64 import in_float64
-from .gradients import GradientCheck, check_norm_gradients
 from .inputs import checked_inputs, device_of, first_parameter
-from .layers import LayerCheck, LayerComparison, comparing_layers
-from .modules import changed_modules
 from .noise import NoiseFloor, compare_logits
-from .norms import (
-    NormCall,
-    keeps_formula,
-    recording_norms,
-    rounds_otherwise,
-    rows_of,
-    run_reference,
-    run_stated_orders,
-)
+from .parts import Parts
 from .pictures import is_text_alone
-from .quantised import counted, quantised_modules, recording_dtypes
+from .quantised import quantised_modules
 from .report import EquivalenceReport
-from .runs import compare_greedy, generate, outputs_of
+from .runs import compare_greedy, generate, outputs_of, why_not_generate
 
 
 def verify_equivalence(
@@ -44,9 +33,7 @@ def verify_equivalence(
     inputs: Mapping | torch.Tensor | Sequence | None = None,
     *,
     max_new_tokens: int = 32,
-    backend: str | None = None,
-    norms: bool | Iterable[str] = True,
-    rows_per_norm: int = 64,
+    norms: bool = True,
     backward: bool = False,
     numerics: str = "model",
     progress: Callable[[str], object] = str,
@@ -57,38 +44,37 @@ def verify_equivalence(
     Four things are compared:
 
     - the outputs of both models, with a float64 run of the reference (`NoiseFloor`);
-    - each changed module, on inputs recorded in the reference's run, almost bit for bit
-      (`NormCheck`). This finds a wrong order of rounding, which logits do not show;
-    - each fused layer of the candidate with the same layer unfused (`LayerCheck`);
+    - each patched or changed norm with the original, on the inputs that it gets in the
+      candidate, almost bit for bit. This finds a wrong order of rounding, which logits
+      do not show;
+    - each fused layer of the candidate with the same layer unfused;
     - greedy generation: the same tokens, up to a tie within the rounding error.
+
+    The kernels run where they can; ``with use_backend("reference"):`` compares the
+    formulas in plain PyTorch on any machine.
 
     Args:
         reference_model: a Transformers model, in the dtype to compare. It runs without
             its patch. If it returns no logits, its last and pooled hidden states are
             compared.
-        candidate_model: a patched model or a changed copy, on the same device, with the
-            same parameter names and shapes. None: the reference model itself, patched,
-            or with its patch if it has one.
+        candidate_model: a patched model or a changed copy, on the same device. None:
+            the reference model itself, patched, or with its patch if it has one.
         inputs: token ids, a LongTensor of shape (batch, tokens) or (tokens,); or
             keyword arguments of the model, as a tokenizer returns them; or a list of
             either. A few hundred tokens are enough: logits are kept in float64. Where a
             two-dimensional attention mask is 0, logits are not compared. None: random
             images, audio or token ids, of the sizes in the model's config; and a text
             with a picture in it where the model takes such.
-        max_new_tokens: how many tokens to generate per prompt; 0 generates nothing.
-        backend: what `use_backend` shall choose for the candidate; None leaves the
-            choice in force.
-        norms: the modules to compare one by one: their paths, or True for every leaf
-            module that differs. False compares none, and the two models need not have
-            the same parameters then.
-        rows_per_norm: about how many rows (vectors that a norm normalises) are compared
-            for each module.
+        max_new_tokens: how many tokens to generate per prompt; 0 generates nothing, and
+            neither does an encoder-decoder.
+        norms: also compare the norms and the fused layers one by one. Other leaf
+            modules are listed too if their output differs from the reference's.
         backward: also compare the gradients of each patched norm and fused layer: at
-            most 1.5 times eager's error against float64 (`GradientCheck`).
+            most 1.5 times eager's error against float64.
         numerics: as in `patch_model`, for a reference model that is patched here. Norms
             that round as a server does are compared with that order of rounding in
             plain torch, not with their originals.
-        progress: is called with the name of each step, seven times.
+        progress: is called with the name of each step, six times.
 
     Returns:
         An `EquivalenceReport`: ``passed``, ``verdict``, ``to_dict()``; printed, the
@@ -96,10 +82,9 @@ def verify_equivalence(
         ran for a patched candidate, nothing was verified, and ``passed`` is False.
 
     Raises:
-        ValueError: an unknown backend; empty inputs, or token ids outside the
-            vocabulary; a model of unknown inputs, or without outputs to compare; models
-            with different vocabularies, parameters or devices; a path in `norms` that
-            is no module.
+        ValueError: empty inputs, or token ids outside the vocabulary; a model of
+            unknown inputs, or without outputs to compare; models with different
+            vocabularies.
         TypeError: a model that is not a module, inputs that are neither tensors nor
             mappings.
 
@@ -109,175 +94,157 @@ def verify_equivalence(
     Example:
         >>> import torch
         >>> from transformers import AutoModelForCausalLM
-        >>> from hf_rmsnorm import verify_equivalence
+        >>> from hf_rmsnorm import use_backend, verify_equivalence
         >>> from hf_rmsnorm.demo import demo_path
         >>> model = AutoModelForCausalLM.from_pretrained(demo_path("llama"))
-        >>> verify_equivalence(model, inputs=torch.tensor([[72, 101, 108, 108, 111]]), max_new_tokens=4).passed
+        >>> with use_backend("reference"):
+        ...     verify_equivalence(model, inputs=torch.tensor([[72, 101, 108]]), max_new_tokens=4).passed
         True
     """
-    if candidate_model is None:
-        candidate_model = reference_model
-    if inputs is None and getattr(
-        getattr(reference_model, "config", None), "is_encoder_decoder", False
-    ):
-        # it would generate from the decoder's start token, not from a text
-        max_new_tokens = 0
-    chosen = nullcontext() if backend is None else use_backend(backend)
-    batches = checked_inputs(
-        reference_model, candidate_model, inputs, max_new_tokens, norms is not False
-    )
+    reference = reference_model
+    candidate = reference if candidate_model is None else candidate_model
+    batches = checked_inputs(reference, candidate, inputs, max_new_tokens)
+    why_no_text = why_not_generate(reference, batches, max_new_tokens)
+    runs = _Runs(batches, 0 if why_no_text else max_new_tokens, progress)
     with ExitStack() as stack:
-        for model in dict.fromkeys((reference_model, candidate_model)):
+        for model in {reference, candidate}:
             stack.enter_context(evaluating(model))
-        candidate = stack.enter_context(
-            _candidate_state(reference_model, candidate_model, numerics)
+        if candidate is not reference:
+            stack.enter_context(unpatched(*reference.modules()))
+        elif not is_patched(reference):
+            stack.enter_context(patched(reference, numerics=numerics))
+        outputs, texts, parts = _run_candidate(
+            reference, candidate, runs, norms, backward
         )
-        work = _Work(
-            reference_model,
-            candidate_model,
-            batches,
-            max_new_tokens,
-            backward,
-            progress,
-        )
-        paths = _paths(reference_model, candidate, norms)
-        reference = work.run_reference(paths, rows_per_norm)
-        with (
-            candidate.state(),
-            chosen,
-            count_launches() as launches,
-            warnings.catch_warnings(),
-        ):
-            result = work.run_candidate(paths, reference.calls)
-            orders = _other_orders(candidate_model)
-            ran_itself = not orders and _is_itself(candidate_model, paths)
-            idle = ran_itself and not launches and chosen_backend() != "reference"
-    logits = reference.logits, result.logits, reference.exact_logits
-    quantised = quantised_modules(reference_model)
-    difference, floor = compare_logits(
-        *logits, reference.are_logits, quantised=bool(quantised)
+        stack.enter_context(unpatched(*reference.modules()))
+        own_outputs, own_texts = runs.of(reference, "the reference")
+        progress("float64")
+        with in_float64(reference):
+            exact, are_logits = outputs_of(reference, batches)
+    quantised = quantised_modules(reference)
+    is_quantised = bool(quantised)
+    logits, floor = compare_logits(
+        own_outputs, outputs, exact, are_logits, is_quantised
     )
-    device = device_of(reference_model)
-    rotations = tuple(
-        check.path.partition(":")[0] for check in result.layers if "rot" in check.path
-    )
+    greedy = Check("", True, why_no_text)
+    if not why_no_text:
+        margin = _tie_margin(floor, is_quantised)
+        greedy = compare_greedy(own_texts, texts, margin)
+    rotations = []
+    if is_text_alone(reference, batches):
+        rotations = [check.path for check in parts["fused"] if "rot" in check.path]
     return EquivalenceReport(
-        model=type(reference_model).__name__,
-        dtype=str(first_parameter(reference_model).dtype).removeprefix("torch."),
-        device=str(device),
-        logits=difference,
+        model=type(reference).__name__,
+        dtype=str(first_parameter(reference).dtype).removeprefix("torch."),
+        device=str(device_of(reference)),
+        logits=logits,
         noise_floor=floor,
-        norms=None if paths is None else result.norms,
-        greedy=compare_greedy(
-            reference.texts, result.texts, _tie_margin(floor, bool(quantised))
-        ),
-        launches=dict(launches),
-        backend=backend,
-        fused=result.layers,
-        gradients=result.gradients,
-        nothing_ran=idle,
-        numerics=" and ".join(SERVERS[name] for name in sorted(orders)),
-        why_nothing_ran=why_nothing_ran(device) if idle else "",
-        text_positions=rotations if is_text_alone(reference_model, batches) else (),
-        quantised=counted(quantised),
+        greedy=greedy,
+        text_positions=tuple(path.partition(":")[0] for path in rotations),
+        quantised=dict(Counter(type(module).__name__ for module in quantised)),
+        **parts,
     )
 
 
 @dataclass
-class _Reference:
-    """The results of the reference. `calls`: those of each module that is compared by
-    itself, by its path.
+class _Runs:
+    """How both models are run.
+
+    Attributes:
+        max_new_tokens: 0 where none are generated.
     """
 
-    logits: list[torch.Tensor]
-    are_logits: bool
-    exact_logits: list[torch.Tensor]
-    texts: list
-    calls: dict[str, list[NormCall]]
-
-
-@dataclass
-class _Result:
-    """The results of the candidate."""
-
-    logits: list[torch.Tensor]
-    texts: list
-    norms: tuple[NormCheck, ...]
-    layers: tuple[LayerCheck, ...]
-    gradients: tuple[GradientCheck, ...] | None
-
-
-@dataclass
-class _Work:
-    """Both models, their inputs and the options of the comparison."""
-
-    reference: nn.Module
-    candidate: nn.Module
     batches: list[dict]
     max_new_tokens: int
-    backward: bool
     progress: Callable[[str], object]
 
-    def run_reference(self, paths: list[str] | None, rows: int) -> _Reference:
-        """Run the reference, in its dtype and in float64, while it is unpatched."""
-        self.progress("the reference")
-        recorder = recording_norms(self.reference, self.candidate, paths or (), rows)
-        with (
-            recorder as calls,
-            recording_dtypes(quantised_modules(self.reference)) as dtypes,
-        ):
-            logits, are_logits = outputs_of(self.reference, self.batches)
-        run_reference(call for of_module in calls.values() for call in of_module)
-        self.progress("float64")
-        with in_float64(self.reference, dtypes):
-            exact_logits, _ = outputs_of(self.reference, self.batches)
-        self.progress("the reference's text")
-        return _Reference(
-            logits, are_logits, exact_logits, self._texts(self.reference), calls
-        )
+    def of(self, model: nn.Module, name: str) -> tuple[list, list]:
+        """(the outputs, the texts) of a model as it is."""
+        self.progress(name)
+        outputs, _ = outputs_of(model, self.batches)
+        self.progress(f"{name}'s text")
+        texts = []
+        if self.max_new_tokens:
+            for batch in self.batches:
+                texts.append(generate(model, batch, self.max_new_tokens))
+        return outputs, texts
 
-    def run_candidate(
-        self, paths: list[str] | None, calls: dict[str, list[NormCall]]
-    ) -> _Result:
-        """Run the candidate, with its patch, and compare its norms, layers and
-        gradients.
-        """
-        comparing = nullcontext(LayerComparison(self.backward))
-        if paths is not None:
-            comparing = comparing_layers(self.candidate, self.backward)
-        with comparing as layers:
-            self.progress("the candidate")
-            logits, _ = outputs_of(self.candidate, self.batches)
-            self.progress("its text")
-            texts = self._texts(self.candidate)
-        self.progress("norms")
-        # a norm by itself is given none
-        warnings.filterwarnings("ignore", "this .* reads residual sums unrounded")
-        run_stated_orders(call for of_module in calls.values() for call in of_module)
-        norms = []
-        for path, of_module in calls.items():
-            class_name = type(self.reference.get_submodule(path)).__name__
-            norms.append(check_norm(path, class_name, of_module))
-        self.progress("gradients")
-        gradients = (
-            (*self._norm_gradients(calls), *layers.gradients) if self.backward else None
-        )
-        return _Result(
-            logits, texts, tuple(norms), tuple(layers.checks.values()), gradients
-        )
 
-    def _texts(self, model: nn.Module) -> list:
-        return [generate(model, batch, self.max_new_tokens) for batch in self.batches]
+def _run_candidate(
+    reference: nn.Module, candidate: nn.Module, runs: _Runs, norms: bool, backward: bool
+) -> tuple[list, list, dict]:
+    """(the candidate's outputs, its texts, the fields of the report on its parts).
 
-    def _norm_gradients(
-        self, calls: dict[str, list[NormCall]]
-    ) -> Iterator[GradientCheck]:
-        for path, of_module in calls.items():
-            rows = rows_of(of_module)
-            if rows is not None:
-                yield from check_norm_gradients(
-                    path, self.candidate.get_submodule(path), rows
-                )
+    A norm with a hook is not fused with its surroundings, so norms are compared in a
+    run of their own.
+    """
+    by_norm = Parts(judge_norm, backward)
+    by_layer = Parts(judge_layer, backward)
+    if norms:
+        by_norm.modules = _norms(reference, candidate)
+        by_layer.modules = _fused_layers(candidate)
+    with count_launches() as launches:
+        with by_layer.compared():
+            outputs, texts = runs.of(candidate, "the candidate")
+        runs.progress("norms")
+        if by_norm.modules:
+            with by_norm.compared():
+                outputs_of(candidate, runs.batches)
+    checks = _listed(candidate, by_norm.checks())
+    rounded = [norm for norm in candidate.modules() if rounds_otherwise(norm)]
+    servers = {SERVERS[recipe_of(norm).numerics] for norm in rounded}
+    # without a kernel a patched model runs its own code
+    listed = [candidate.get_submodule(check.path) for check in checks]
+    runs_itself = checks and all(map(keeps_formula, listed)) and not servers
+    nothing_ran = ""
+    if runs_itself and not launches and chosen_backend() != "reference":
+        nothing_ran = why_nothing_ran(device_of(candidate))
+    parts = {
+        "norms": tuple(checks),
+        "fused": tuple(by_layer.checks()),
+        "gradients": (*by_norm.gradients, *by_layer.gradients),
+        "launches": dict(launches),
+        "numerics": " and ".join(sorted(servers)),
+        "nothing_ran": nothing_ran,
+    }
+    return outputs, texts, parts
+
+
+def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
+    """The patched norms of the candidate, by path; with all leaf modules, beside those
+    of the reference, if it is another model.
+    """
+    modules = dict(candidate.named_modules())
+    if candidate is reference:
+        norms = {path: norm for path, norm in modules.items() if keeps_formula(norm)}
+        return {path: (norm, None) for path, norm in norms.items()}
+    return {
+        path: (modules[path], module)
+        for path, module in reference.named_modules()
+        if path in modules and next(module.children(), None) is None
+    }
+
+
+def _listed(model: nn.Module, checks: list[Check]) -> list[Check]:
+    """Those of patched norms, and of modules that give another output than the
+    reference's.
+    """
+    listed = []
+    for check in checks:
+        is_norm = recipe_of(model.get_submodule(check.path)) is not None
+        if is_norm or check.differing or not check.passed:
+            listed.append(check)
+    return listed
+
+
+def _fused_layers(model: nn.Module) -> dict[str, tuple]:
+    """The layers that are fused, by path and fused pieces."""
+    layers = {}
+    for path, module in model.named_modules():
+        part = layer_part(type(module))
+        if part is not None:
+            layers[f"{path}: {part._hf_rmsnorm_fusion}"] = (module, None)
+    return layers
 
 
 def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
@@ -288,127 +255,13 @@ def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
     return 2 * (floor.reference_max + min(floor.candidate_max, floor.allowed_max))
 
 
-def _other_orders(model: nn.Module) -> set[str]:
-    """The servers by whose order of rounding norms of the model compute."""
-    return {
-        recipe_of(module).numerics
-        for module in model.modules()
-        if rounds_otherwise(module)
-    }
-
-
-def _is_itself(candidate: nn.Module, paths: list[str] | None) -> bool:
-    """Whether the candidate is the reference patched, so that without a kernel both run
-    the same code.
-    """
-    return bool(paths) and all(
-        keeps_formula(type(candidate.get_submodule(path))) for path in paths
-    )
-
-
 def why_nothing_ran(device: torch.device) -> str:
     """That no kernel ran on a device, the reason, and the cure."""
-    refusal = backends.device_refusal(device.type, device.index)
+    cure = 'verify under use_backend("reference")'
+    refusal = backend.device_refusal(device.type, device.index)
     if refusal is None:
-        return 'no kernel ran, as none serves these norms in this dtype: pass backend="reference"'
-    cure = (
-        "set TRITON_INTERPRET=1 before Python starts"
-        if find_spec("triton")
-        else "install triton"
-    )
-    return f'no kernel ran, as {refusal}: {cure}, or pass backend="reference"'
-
-
-@dataclass
-class _CandidateState:
-    """The state in which the candidate is compared.
-
-    Attributes:
-        state: ``state()`` is a context in which it is that.
-        changed: paths of its norms if it is the reference patched; None if the two
-            models are to be compared.
-    """
-
-    model: nn.Module
-    state: Callable[[], AbstractContextManager]
-    changed: list[str] | None = None
-
-
-@contextmanager
-def _candidate_state(
-    reference: nn.Module, candidate: nn.Module, numerics: str
-) -> Iterator[_CandidateState]:
-    """Inside, the reference is unpatched. Where the candidate is the same model, its
-    patch is left to `state`.
-    """
-    with _unpatched(reference) as (own_paths, own_patch):
-        if candidate is not reference:
-            yield _CandidateState(candidate, nullcontext)
-        elif own_paths:
-            yield _CandidateState(candidate, own_patch, own_paths)
-        else:
-            state = partial(patched, reference, numerics=numerics)
-            with state() as report:
-                changed = [
-                    record.path for record in report.swapped if not record.converted
-                ]
-            yield _CandidateState(candidate, state, changed)
-
-
-@contextmanager
-def _unpatched(model: nn.Module):
-    """Inside, the model runs its original forwards. Gives the patched norms' paths, and
-    a context in which they are.
-    """
-    before = [
-        (path, module, type(module), dict(vars(module)))
-        for path, module in model.named_modules()
-    ]
-
-    def put_back():
-        for _, module, cls, attributes in before:
-            if type(module) is not cls:
-                module.__class__ = cls
-                # bound methods, which unpatching exchanges
-                kept = attributes.keys() & {"forward", "_old_forward"}
-                vars(module).update({name: attributes[name] for name in kept})
-
-    @contextmanager
-    def present():
-        put_back()
-        try:
-            yield
-        finally:
-            unpatch_model(model)
-
-    try:
-        unpatch_model(model)
-        yield (
-            [
-                path
-                for path, module, cls, _ in before
-                if type(module) is not cls and keeps_formula(cls)
-            ],
-            present,
-        )
-    finally:
-        put_back()
-
-
-def _paths(reference: nn.Module, candidate: _CandidateState, norms) -> list[str] | None:
-    """Paths of the modules that are judged one by one; None where none are to be."""
-    if norms is False:
-        return None
-    if norms is True:
-        return (
-            changed_modules(reference, candidate.model)
-            if candidate.changed is None
-            else candidate.changed
-        )
-    paths, known = list(norms), dict(reference.named_modules())
-    unknown = [path for path in paths if path not in known]
-    if unknown:
-        raise ValueError(
-            f"norms names {unknown[0]!r}, which is no module of {type(reference).__name__}"
-        )
-    return paths
+        return f"no kernel ran, as none serves these norms in this dtype: {cure}"
+    kernels = "install triton"
+    if find_spec("triton"):
+        kernels = "set TRITON_INTERPRET=1 before Python starts"
+    return f"no kernel ran, as {refusal}: {kernels}, or {cure}"

@@ -1,162 +1,114 @@
-"""Compares the gradients of patched norms and layers with float64, by the error of the
-unpatched modules.
+"""Compares the gradients of patched norms and fused layers with float64, by the error of
+the originals.
 """
 
-import copy
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from ..fused.norm import recipe_of
+from .calls import Call
+from .checks import Check
 from .context import one_line
-from .float64 import Float64Mode
-from .noise import Sizes
-from .tolerance import ulp, within
+from .noise import NoiseFloor, Sizes
+from .quantised import quantised_modules
+from .tolerance import ulp
 
 CALLS = 4  # whose largest eager error counts: with few rows the error varies by chance
 
 
-@dataclass(frozen=True)
-class GradientCheck:
-    """One gradient against float64: each error at most 1.5 times eager's, plus an ulp
-    of the largest value.
+def check_gradients(call: Call) -> Iterator[Check]:
+    """Check the gradients of the input of a patched norm or fused layer, and of the
+    parameters of its norms: each error at most 1.5 times the original's, plus an ulp of
+    the largest value.
 
-    Eager's error is the largest on this input and on three similar ones. For a fused
-    layer, eager is the unfused layer.
+    The original's error is the largest on this input and on three similar ones. None
+    are checked of a layer with quantised weights, whose backward knows no float64.
     """
-
-    path: str
-    gradient: str  # of what: the input, or a parameter by its name
-    dtype: str = ""
-    ours_max: float = math.inf
-    ours_rms: float = math.inf
-    eager_max: float = math.inf
-    eager_rms: float = math.inf
-    ulp: float = 0.0  # of the largest gradient, in its dtype
-    reason: str = ""  # why it failed
-
-    @property
-    def passed(self) -> bool:
-        """Whether both errors are finite and within the limit."""
-        both = within(self.ours_max, self.eager_max, self.ulp) and within(
-            self.ours_rms, self.eager_rms, self.ulp
-        )
-        return both and not self.reason
-
-    @property
-    def words(self) -> str:
-        """The line of a report."""
-        return (
-            self.reason
-            or f"error {self.ours_max:.3g}, the original's {self.eager_max:.3g}"
-        )
-
-
-def check_norm_gradients(
-    path: str, norm: nn.Module, x: torch.Tensor
-) -> list[GradientCheck]:
-    """Check the gradients of a patched norm, called without its hooks, on rows x."""
-    cls = type(norm)
-    parameters = dict(norm.named_parameters(recurse=False))
-    names = ["input", *parameters]
-    twin = _in_double(norm)
-
-    def fused(x):
-        return [cls.forward(norm, x)]
-
-    def eager(x):
-        return [cls._hf_rmsnorm_base.forward(norm, x)]
-
-    def exact(x):
-        return [type(twin).forward(twin, x)]
-
-    with torch.no_grad():
-        cotangents = cotangents_of(eager(x))
+    if quantised_modules(call.module):
+        return
+    call = replace(call, reference=None)
+    weights = _norm_parameters(call.module)
+    doubles = {name: weight.double() for name, weight in weights.items()}
+    with torch.no_grad(), call.original() as original:
+        cotangents = _cotangents_of(call.again().outputs(original, call.x))
+    wide = [dy.double() for dy in cotangents]
     try:
-        ours = gradients(fused, x, parameters.values(), cotangents)
+        ours = _gradients(call.again(), call.module, weights, cotangents)
     except Exception as error:  # whatever a broken backward raises is the verdict on it
-        return [GradientCheck(path, "all", reason=f"raises {one_line(error)}")]
-    theirs, right = [], []
+        yield Check(f"{call.path}, gradients", False, f"raises {one_line(error)}")
+        return
+    theirs, exact = [], []
     for number in range(CALLS):
-        rows, dy = _reordered(
-            cls._hf_rmsnorm_recipe.layout, number, alike(x, number), *cotangents
-        )
-        theirs.append(gradients(eager, rows, parameters.values(), [dy]))
-        with Float64Mode():  # the casts to float32 in the norm's own forward included
-            right.append(
-                gradients(
-                    exact, rows.double(), twin.parameters(recurse=False), [dy.double()]
-                )
-            )
-    return list(judged(path, names, ours, theirs, right))
+        x = call.x * (1 + number / 16)
+        with call.original() as original:
+            again = call.again(x)
+            theirs.append(_gradients(again, original, weights, cotangents))
+        again = call.again(x.double())
+        with call.exactly():
+            exact.append(_gradients(again, call.module, doubles, wide))
+    for at, name in enumerate(["input", *weights]):
+        others = [(a[at], b[at]) for a, b in zip(theirs, exact, strict=True)]
+        check = _judge(f"{call.path}, {name}", ours[at], others)
+        if check is not None:
+            yield check
 
 
-def judged(
-    path: str, names: list[str], ours: list, theirs: list[list], exact: list[list]
-) -> Iterator[GradientCheck]:
-    """The verdict on each gradient; None is one that is not there.
+def _judge(path: str, ours: torch.Tensor | None, others: list[tuple]) -> Check | None:
+    """The verdict on a gradient; None if there is none.
 
     Args:
-        ours: of one call.
-        theirs, exact: eager's and float64's, of that call and of others like it.
+        others: the original's and float64's, of this call and of others like it.
     """
-    for at, name in enumerate(names):
-        right = exact[0][at]
-        if ours[at] is None and right is None:
-            continue
-        if ours[at] is None or right is None:
-            yield GradientCheck(path, name, reason="is missing on one side")
-            continue
-        pairs = [(a[at], b[at]) for a, b in zip(theirs, exact, strict=True)]
-        errors = [
-            Sizes(a.double() - b) for a, b in pairs if a is not None and b is not None
-        ]
-        error = Sizes(ours[at].double() - right)
-        dtype = ours[at].dtype
-        yield GradientCheck(
-            path,
-            name,
-            dtype=str(dtype).removeprefix("torch."),
-            ours_max=error.max,
-            ours_rms=error.rms,
-            eager_max=max(each.max for each in errors),
-            eager_rms=max(each.rms for each in errors),
-            ulp=ulp(right.abs().max(), dtype).item(),
-        )
+    exact = others[0][1]
+    if ours is None and exact is None:
+        return None
+    if ours is None or exact is None:
+        return Check(path, False, "is missing on one side")
+    error = Sizes(ours.double() - exact)
+    errors = [Sizes(theirs.double() - right) for theirs, right in others]
+    step = ulp(exact.abs().max(), ours.dtype).item()
+    floor = NoiseFloor(
+        reference_max=max(error.max for error in errors),
+        reference_rms=max(error.rms for error in errors),
+        candidate_max=error.max,
+        candidate_rms=error.rms,
+        max_slack=step,
+        rms_slack=step,
+    )
+    return Check(path, floor.passed, floor.text, ours.numel())
 
 
-def gradients(
-    function: Callable, x: torch.Tensor, parameters: Sequence, cotangents: list
-) -> list:
-    """Those of x and of the parameters, by one backward of ``function(x)``, a list of
-    outputs.
-    """
-    x = x.detach().clone()
-    wanted = [x, *parameters]
-    with requiring_gradients(wanted), torch.enable_grad():
-        pairs = zip(function(x), cotangents, strict=True)
-        pairs = [(y, dy) for y, dy in pairs if y.requires_grad]
-        outputs, cotangents = zip(*pairs, strict=True)
-        return list(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True))
+def _norm_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of the patched norms in a module, by name, as far as they are here."""
+    parameters = {}
+    for path, norm in module.named_modules():
+        if recipe_of(norm) is not None:
+            for name, parameter in norm.named_parameters(path, recurse=False):
+                if not parameter.is_meta:
+                    parameters[name] = parameter.detach()
+    return parameters
 
 
-@contextmanager
-def requiring_gradients(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Inside, all of these leaves require gradients; afterwards those that did before."""
-    frozen = [t for t in tensors if not t.requires_grad]
-    try:
-        for t in frozen:
-            t.requires_grad_()
-        yield
-    finally:
-        for t in frozen:
-            t.requires_grad_(False)
+def _gradients(
+    call: Call, module: nn.Module, parameters: dict, cotangents: list[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Those of the input and of the parameters, by one backward of a module's outputs."""
+    with torch.enable_grad():
+        x = call.x.detach().clone().requires_grad_()
+        leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        outputs, dys = [], []
+        for y, dy in zip(call.outputs(module, x, leaves), cotangents, strict=True):
+            if y.requires_grad:
+                outputs.append(y)
+                dys.append(dy)
+        wanted = [x, *leaves.values()]
+        return list(torch.autograd.grad(outputs, wanted, dys, allow_unused=True))
 
 
-def cotangents_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _cotangents_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Random gradients of outputs: with a mean, and a part along y.
 
     Without these a norm's backward would have nothing to subtract.
@@ -167,31 +119,3 @@ def cotangents_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         noise = torch.randn(y.shape, generator=generator).to(y.device)
         cotangents.append((noise + 0.5 + 0.5 * y.sign()).to(y.dtype))
     return cotangents
-
-
-def alike(x: torch.Tensor, number: int) -> torch.Tensor:
-    """An input like x, a little larger; 0: x itself."""
-    return x * (1 + number / 16)
-
-
-def _reordered(layout: str, number: int, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Each tensor with its rows in the same other order; unchanged for 0, or if rows
-    are not the last dimension.
-    """
-    if not number or layout != "last":
-        return list(tensors)
-    count = tensors[0].shape[-2]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(number))
-    return [t.index_select(-2, order.to(t.device)) for t in tensors]
-
-
-def _in_double(norm: nn.Module) -> nn.Module:
-    """The unpatched module with parameters in float64, sharing all else."""
-    twin = copy.copy(norm)
-    twin.__class__ = type(norm)._hf_rmsnorm_base
-    doubles = {
-        name: p if p is None else nn.Parameter(p.detach().double())
-        for name, p in norm._parameters.items()
-    }
-    vars(twin)["_parameters"] = doubles
-    return twin

@@ -6,16 +6,17 @@ merely replaced by RMSNorm is another model.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
 
 from ..fused.norm import recipe_of
-from ..fused.recipe import Recipe
 from ..patching import patched
-from ..reference import reference_norm
+from ..patching.swap import set_recipe
+from .calls import unpatched
 from .context import evaluating, hooked
 from .noise import compare_logits
 
@@ -71,8 +72,8 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     swapping norms naively.
 
     Args:
-        model: any model that `patch_model` takes; it is run as it is, in evaluation
-            mode, and left unchanged.
+        model: any model that `patch_model` takes; it is run without its patch, in
+            evaluation mode, and left unchanged.
         inputs: token ids (batch, tokens), or keyword arguments.
 
     Returns:
@@ -82,100 +83,64 @@ def inspect_norms(model: nn.Module, inputs: Mapping | torch.Tensor) -> Inspectio
     """
     arguments = dict(inputs) if isinstance(inputs, Mapping) else {"input_ids": inputs}
     ids = arguments.get("input_ids")
-    with patched(model, fuse_residual=False, numerics="model") as report:
-        recipes = {
-            record.path: recipe_of(model.get_submodule(record.path))
-            for record in report.swapped
-        }
-        layer_norms = {
-            record.path
-            for record in report.swapped
-            if record.formula.centered or record.converted
-        }
-    means = _Means(recipes)
-    naive = perplexity = None
-    with evaluating(model):
-        logits = _logits(model, arguments, recipes, means.note)
-        if logits is not None and ids is not None:
-            perplexity = _perplexity(logits, ids)
-            centered = {
-                path: recipes[path]
-                for path in recipes
-                if path in layer_norms and means.of[path]
-            }
-            if centered:
-                naive = _swapped_naively(model, arguments, centered, logits)
-    norms = [
-        _norm_input(model, path, path in layer_norms, parts)
-        for path, parts in means.of.items()
-        if parts
-    ]
-    return Inspection(
-        tuple(norms), 0 if ids is None else ids.numel(), perplexity, naive
-    )
+    with evaluating(model), torch.no_grad(), unpatched(*model.modules()):
+        with patched(model, fuse_residual=False) as report:
+            records = {record.path: record for record in report.swapped}
+            recipes = {path: recipe_of(model.get_submodule(path)) for path in records}
+        means: dict[str, list[torch.Tensor]] = {path: [] for path in recipes}
+
+        def note(path: str, args: tuple, output) -> None:
+            x = next(filter(torch.is_tensor, args)).double().flatten(0, -2)
+            rms = x.square().mean(-1).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
+            means[path].append((x.mean(-1).abs() / rms).cpu())
+
+        with hooked(model, recipes, note):
+            logits = getattr(model(**arguments), "logits", None)
+        norms, layer_norms = [], {}
+        for path, record in records.items():
+            if means[path]:
+                centered = record.formula.centered or record.converted
+                norms.append(_norm_input(record, centered, torch.cat(means[path])))
+                if centered:
+                    layer_norms[path] = recipes[path]
+        if logits is None or ids is None:
+            return Inspection(tuple(norms), 0 if ids is None else ids.numel())
+        naive = None
+        if layer_norms:
+            naive = _swapped_naively(model, arguments, layer_norms, logits)
+    return Inspection(tuple(norms), ids.numel(), _perplexity(logits, ids), naive)
 
 
-def _norm_input(
-    model: nn.Module, path: str, centered: bool, parts: list[torch.Tensor]
-) -> NormInput:
-    ratios = torch.cat(parts)
-    name = type(model.get_submodule(path)).__name__
+def _norm_input(record, centered: bool, ratios: torch.Tensor) -> NormInput:
     return NormInput(
-        path, name, centered, len(ratios), ratios.median().item(), ratios.max().item()
+        record.path,
+        record.class_name,
+        centered,
+        len(ratios),
+        ratios.median().item(),
+        ratios.max().item(),
     )
-
-
-class _Means:
-    """|mean| / RMS of the rows that each norm reads, as parts by its path."""
-
-    def __init__(self, paths: Iterable[str]):
-        self.of: dict[str, list[torch.Tensor]] = {path: [] for path in paths}
-
-    def note(self, path: str, args: tuple, output) -> None:
-        x = _first_tensor(args).detach().double().flatten(0, -2)
-        rms = x.square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
-        self.of[path].append((x.mean(-1).abs() / rms).cpu())
 
 
 def _swapped_naively(
-    model: nn.Module, arguments: dict, recipes: dict[str, Recipe], logits: torch.Tensor
+    model: nn.Module, arguments: dict, recipes: dict, logits: torch.Tensor
 ) -> NaiveSwap:
     """The model whose LayerNorms, by path, do not subtract the mean."""
-
-    def as_rms(path: str, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        module, recipe = model.get_submodule(path), recipes[path]
-        names = recipe.weight, recipe.bias
-        parameters = (
-            None if name is None else getattr(module, name).double() for name in names
-        )
-        spec = replace(recipe.spec_of(module), centered=False)
-        return reference_norm(_first_tensor(args).double(), *parameters, spec).to(
-            output.dtype
-        )
-
-    swapped = _logits(model, arguments, recipes, as_rms)
+    with ExitStack() as stack:
+        for path, recipe in recipes.items():
+            norm = model.get_submodule(path)
+            spec = replace(recipe.spec, centered=False)
+            set_recipe(norm, replace(recipe, spec=spec, as_rms=True))
+            stack.callback(set_recipe, norm, None)
+        swapped = model(**arguments).logits
     rows, others = logits.flatten(0, -2), swapped.flatten(0, -2)
     difference, _ = compare_logits([rows], [others], [rows.double()])
     perplexity = _perplexity(swapped, arguments["input_ids"])
     return NaiveSwap(difference.kl_mean, difference.top1_agreement, perplexity)
 
 
-def _logits(
-    model: nn.Module, arguments: dict, paths: Iterable[str], hook: Callable
-) -> torch.Tensor | None:
-    """The model's logits with a hook after the modules at these paths; None if it
-    returns none.
-    """
-    with torch.no_grad(), hooked(model, paths, hook):
-        return getattr(model(**arguments), "logits", None)
-
-
-def _first_tensor(args: tuple) -> torch.Tensor:
-    return next(filter(torch.is_tensor, args))
-
-
 def _perplexity(logits: torch.Tensor, ids: torch.Tensor) -> float:
-    loss = nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten().to(logits.device)
-    )
-    return math.exp(loss.item()) if loss.item() < 700 else math.inf
+    predicted = logits[:, :-1].flatten(0, 1).double()
+    target = ids[:, 1:].flatten().to(logits.device)
+    loss = nn.functional.cross_entropy(predicted, target).item()
+    return math.exp(loss) if loss < 700 else math.inf

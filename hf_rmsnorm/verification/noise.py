@@ -9,8 +9,8 @@ import torch
 from .tolerance import FACTOR, ulp, within
 
 # models hide words of the vocabulary with -inf or the dtype's lowest value: no logit is
-# that large
-_MASKED = 1e30
+# that small
+_HIDDEN = -1e30
 _ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary needs
 
 
@@ -18,30 +18,27 @@ _ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary 
 class LogitDifference:
     """Candidate against reference, over every token that the attention mask keeps.
 
-    ``max_abs`` and ``mean_abs`` are of the logits' difference, ``kl_mean`` and
-    ``kl_max`` of KL(reference || candidate) per token in nats, ``top1_agreement`` is
-    the fraction of tokens with the same most likely word. A model without logits has no
-    ``vocabulary``: what else it returns is compared, ``tokens`` rows of it, by the
-    first two alone.
+    ``max_abs`` is the largest difference of two logits, ``kl_mean`` the mean of
+    KL(reference || candidate) per token in nats, ``top1_agreement`` the fraction of
+    tokens with the same most likely word. A model without logits has no ``vocabulary``:
+    ``tokens`` rows of what else it returns are compared, by the first alone.
     """
 
     tokens: int = 0
     vocabulary: int = 0
     max_abs: float = 0.0
-    mean_abs: float = 0.0
     kl_mean: float = 0.0
-    kl_max: float = 0.0
     top1_agreement: float = 0.0
 
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """Verdict (a): both models' errors against a float64 run of the reference, the
-    largest and the RMS over all logits.
+    """The errors of a reference and of a candidate against float64, the largest and the
+    RMS over all values.
 
-    The candidate passes if each of the two is at most ``1.5 * reference + slack``:
-    ``max_slack`` is 1 ulp of max|y64|, ``rms_slack`` 1/sqrt(12) ulp of RMS(y64), which
-    is the last rounding's part. ``reason`` is why it fails besides.
+    The candidate passes if each of the two is at most ``1.5 * reference + slack``. For
+    logits ``max_slack`` is 1 ulp of max|y64|, ``rms_slack`` 1/sqrt(12) ulp of
+    RMS(y64), which is the last rounding's part. ``reason`` is why it fails besides.
     """
 
     dtype: str = ""
@@ -62,16 +59,24 @@ class NoiseFloor:
         return FACTOR * self.reference_rms + self.rms_slack
 
     @property
-    def max_passed(self) -> bool:
-        return within(self.candidate_max, self.reference_max, self.max_slack)
-
-    @property
-    def rms_passed(self) -> bool:
-        return within(self.candidate_rms, self.reference_rms, self.rms_slack)
-
-    @property
     def passed(self) -> bool:
-        return not self.reason and self.max_passed and self.rms_passed
+        if self.reason:
+            return False
+        largest = within(self.candidate_max, self.reference_max, self.max_slack)
+        return largest and within(
+            self.candidate_rms, self.reference_rms, self.rms_slack
+        )
+
+    @property
+    def text(self) -> str:
+        """The errors in words, or the reason."""
+        if self.reason:
+            return self.reason
+        largest = (
+            f"off by {self.candidate_max:.3g}, the original by {self.reference_max:.3g}"
+        )
+        rms = f"RMS {self.candidate_rms:.3g} and {self.reference_rms:.3g}"
+        return f"{largest} (limit {self.allowed_max:.3g}); {rms} (limit {self.allowed_rms:.3g})"
 
 
 class Sizes:
@@ -86,8 +91,8 @@ class Sizes:
             self.add(tensor)
 
     def add(self, values: torch.Tensor) -> None:
-        values = values.abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if values.numel():
+            values = values.abs().nan_to_num(nan=math.inf, posinf=math.inf)
             self.max = max(self.max, values.max().item())
             self._sum += values.sum().item()
             self._squares += values.square().sum().item()
@@ -120,48 +125,42 @@ def compare_logits(
     whatever its logits' dtype: an ulp of float32 in a norm tips one of these steps or
     it does not. So its last rounding counts as one of bfloat16.
     """
-    if not any(rows.numel() for rows in reference):
-        return LogitDifference(), NoiseFloor(
-            reason="there is nothing to compare: the inputs gave no outputs"
-        )
-    own, other, size, difference, divergence = (Sizes() for _ in range(5))
-    tokens, agree, finite = 0, 0, True
+    original, changed, size, difference, divergence = (Sizes() for _ in range(5))
+    tokens = agree = 0
     for r, c, y in _blocks(reference, candidate, exact):
-        keep = y.abs() < _MASKED
-        finite = finite and bool((keep | (y <= -_MASKED)).all())
-        own.add((r.double() - y)[keep])
-        other.add((c.double() - y)[keep])
-        size.add(y[keep])
+        shown = ~(y <= _HIDDEN)
+        original.add((r.double() - y)[shown])
+        changed.add((c.double() - y)[shown])
+        size.add(y[shown])
         difference.add(torch.where(r == c, 0.0, r.double() - c.double()))
         tokens += len(r)
         if are_logits:
             divergence.add(_kl(r, c))
             agree += (r.argmax(-1) == c.argmax(-1)).sum().item()
-    dtype = (
-        torch.bfloat16
-        if quantised
-        else torch.promote_types(reference[0].dtype, candidate[0].dtype)
-    )
-    max_step, rms_step = ulp(
-        torch.tensor([size.max, size.rms], dtype=torch.float64), dtype
-    ).tolist()
+    if not size.count:
+        why = "there is nothing to compare: the inputs gave no outputs"
+        return LogitDifference(), NoiseFloor(reason=why)
+    dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
+    if quantised:
+        dtype = torch.bfloat16
+    name = str(dtype).removeprefix("torch.")
+    sizes = torch.tensor([size.max, size.rms], dtype=torch.float64)
+    max_step, rms_step = ulp(sizes, dtype).tolist()
     floor = NoiseFloor(
-        dtype=str(dtype).removeprefix("torch."),
-        reference_max=own.max,
-        reference_rms=own.rms,
-        candidate_max=other.max,
-        candidate_rms=other.rms,
+        dtype=name,
+        reference_max=original.max,
+        reference_rms=original.rms,
+        candidate_max=changed.max,
+        candidate_rms=changed.rms,
         max_slack=max_step,
         rms_slack=rms_step / math.sqrt(12),
-        reason=_why_incomparable(own, other, size, finite, dtype),
+        reason=_why_incomparable(original, changed, size, name),
     )
     between = LogitDifference(
         tokens=tokens,
         vocabulary=reference[0].shape[-1] if are_logits else 0,
         max_abs=difference.max,
-        mean_abs=difference.mean,
         kl_mean=divergence.mean,
-        kl_max=divergence.max,
         top1_agreement=agree / tokens,
     )
     return between, floor
@@ -174,25 +173,19 @@ def _blocks(*outputs: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
             yield from zip(*(t.split(_ROWS) for t in tensors), strict=True)
 
 
-def _why_incomparable(
-    own: Sizes, other: Sizes, size: Sizes, finite: bool, dtype: torch.dtype
-) -> str:
-    if not finite:
+def _why_incomparable(original: Sizes, changed: Sizes, size: Sizes, dtype: str) -> str:
+    if size.max == math.inf:
         return "the original gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
-    if not size.count:
-        return "there is nothing to compare: every output is that of a hidden word"
-    if own.max == math.inf:
+    if original.max == math.inf:
         return f"the original itself gives NaN or infinity in {dtype}: load it in bfloat16 or float32"
-    if other.max == math.inf:
+    if changed.max == math.inf:
         return "the changed model gives NaN or infinity where the original does not"
     return ""
 
 
 def _kl(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
-    log_p, log_q = (
-        reference.double().log_softmax(-1),
-        candidate.double().log_softmax(-1),
-    )
+    log_p = reference.double().log_softmax(-1)
+    log_q = candidate.double().log_softmax(-1)
     p = log_p.exp()
     terms = torch.where((p > 0) | log_p.isnan(), p * (log_p - log_q), 0.0)
     return terms.sum(-1).clamp_min(0.0)

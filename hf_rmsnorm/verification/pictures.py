@@ -26,29 +26,20 @@ def with_picture(model, text: dict) -> dict | None:
         text: what `default_inputs` returns.
     """
     names = inspect.signature(model.forward).parameters
-    token = _image_token(model.config)
-    if token is None or "pixel_values" not in names or "input_ids" not in text:
+    if "pixel_values" not in names or "input_ids" not in text:
         return None
     try:
+        token = _image_token(model.config)
         picture = _patches(model) if "image_grid_thw" in names else _pixels(model)
-        inputs = {
-            **text,
-            **picture,
-            "input_ids": _among(text["input_ids"], token, _count(model, picture)),
-        }
+        ids = _among(text["input_ids"], token, _count(model, picture))
+        inputs = {**text, **picture, "input_ids": ids}
         if "mm_token_type_ids" in names:
-            inputs["mm_token_type_ids"] = (inputs["input_ids"] == token).int()
+            inputs["mm_token_type_ids"] = (ids == token).int()
         with torch.no_grad():
             model(**inputs)
-    except (
-        AttributeError,
-        IndexError,
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ):
-        return None  # a model that lays pictures out in its own way is compared on text
+    except Exception:
+        # a model that lays pictures out in its own way is compared on text
+        return None
     return inputs
 
 
@@ -60,22 +51,20 @@ def is_text_alone(model, batches: list[dict]) -> bool:
     if not hasattr(config, "get_text_config"):
         return False
     rotation = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return "mrope_section" in rotation and not any(
-        name in batch for batch in batches for name in _PICTURES
-    )
+    names = [name for batch in batches for name in batch]
+    return "mrope_section" in rotation and not any(name in _PICTURES for name in names)
 
 
-def _image_token(config) -> int | None:
-    ids = (
-        getattr(config, name, None) for name in ("image_token_id", "image_token_index")
-    )
-    return next((value for value in ids if isinstance(value, int)), None)
+def _image_token(config) -> int:
+    if hasattr(config, "image_token_id"):
+        return config.image_token_id
+    return config.image_token_index
 
 
 def _among(ids: torch.Tensor, token: int, count: int) -> torch.Tensor:
     """The first row of token ids with a picture of `count` tokens in its middle."""
     middle = ids.shape[1] // 2
-    image = torch.full((1, count), token)
+    image = torch.full((1, count), token, device=ids.device)
     return torch.cat([ids[:1, :middle], image, ids[:1, middle:]], dim=1)
 
 
@@ -87,20 +76,15 @@ def _patches(model) -> dict:
     side = _SIDE * vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     size = channels * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        "pixel_values": _random(model, side * side, size),
-        "image_grid_thw": torch.tensor([[1, side, side]]),
-    }
+    grid = torch.tensor([[1, side, side]], device=model.device)
+    return {"pixel_values": _random(model, side * side, size), "image_grid_thw": grid}
 
 
 def _pixels(model) -> dict:
     vision = model.config.vision_config
     channels = getattr(vision, "num_channels", 3)
-    return {
-        "pixel_values": _random(
-            model, 1, channels, vision.image_size, vision.image_size
-        )
-    }
+    side = vision.image_size
+    return {"pixel_values": _random(model, 1, channels, side, side)}
 
 
 def _random(model, *shape: int) -> torch.Tensor:

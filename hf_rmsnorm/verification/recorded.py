@@ -4,40 +4,35 @@ records.
 
 import copy
 
-import torch
+from torch import nn
 
-from ..formula import NormSpec
 from ..fused.norm import recipe_of
+from ..fused.recipe import Recipe
 from ..patching import patched
 from ..reference import reference_norm
 
 
-def as_recorded(model: torch.nn.Module) -> torch.nn.Module:
+def as_recorded(model: nn.Module) -> nn.Module:
     """A copy of a converted model that shares its parameters and computes the recorded
     formulas in plain torch.
     """
-    result = copy.deepcopy(
-        model, {id(t): t for t in (*model.parameters(), *model.buffers())}
-    )
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    result = copy.deepcopy(model, shared)
     with patched(model, fuse_residual=False, numerics="model") as report:
-        recipes = {
-            r.path: recipe_of(model.get_submodule(r.path))
-            for r in report.swapped
-            if r.converted
-        }
-    for path, recipe in recipes.items():
-        norm = result.get_submodule(path)
-        norm.__class__ = _plain(type(norm), recipe.spec, recipe.weight, recipe.bias)
+        for record in report.swapped:
+            if record.converted:
+                recipe = recipe_of(model.get_submodule(record.path))
+                norm = result.get_submodule(record.path)
+                norm.__class__ = _plain(type(norm), recipe)
     return result
 
 
-def _plain(base: type, spec: NormSpec, weight: str | None, bias: str | None) -> type:
+def _plain(base: type, recipe: Recipe) -> type:
     def forward(self, x):
-        parameters = (
-            None if name is None else getattr(self, name) for name in (weight, bias)
+        weight, bias = (
+            name and getattr(self, name) for name in (recipe.weight, recipe.bias)
         )
-        return reference_norm(x, *parameters, spec)
+        return reference_norm(x, weight, bias, recipe.spec)
 
-    return type(base)(
-        base.__name__, (base,), {"__module__": base.__module__, "forward": forward}
-    )
+    attributes = {"__module__": base.__module__, "forward": forward}
+    return type(base)(base.__name__, (base,), attributes)

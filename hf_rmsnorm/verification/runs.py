@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from .checks import Check
 from .context import GREEDY, is_float, max_positions, output_tensors
-from .report import GreedyComparison, GreedyDifference
 
 
 def outputs_of(
@@ -17,15 +17,14 @@ def outputs_of(
     for batch in batches:
         with torch.no_grad():
             out = model(**batch)
-        logits = getattr(out, "logits", None)
-        are_logits = is_float(logits)
-        compared = _compared(out)
-        if not compared:
+        are_logits = is_float(getattr(out, "logits", None))
+        outputs = _compared(out)
+        if not outputs:
             raise ValueError(
                 f"{type(model).__name__} returns no logits and no hidden state: nothing can be compared"
             )
         mask = batch.get("attention_mask")
-        for y in compared:
+        for y in outputs:
             masked = mask is not None and y.dim() == 3 and mask.shape == y.shape[:2]
             rows.append(y[mask.bool()] if masked else y.reshape(-1, y.shape[-1]))
     return rows, are_logits
@@ -41,66 +40,64 @@ def _compared(out) -> list[torch.Tensor]:
     return [y for y in output_tensors(out) if y.dim()]
 
 
-def generate(
-    model: nn.Module, batch: dict, max_new_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """New tokens (batch, steps) and the logits behind them (batch, steps, vocabulary);
-    or why there are none.
-    """
+def why_not_generate(model: nn.Module, batches: list[dict], max_new_tokens: int) -> str:
+    """Why a model does not continue these inputs by so many tokens; "" if it does."""
     if max_new_tokens <= 0:
         return "not asked for"
     if not (hasattr(model, "can_generate") and model.can_generate()):
         return f"{type(model).__name__} does not generate"
-    if "input_ids" in batch and not model.config.is_encoder_decoder:
-        # every token is meant
-        batch = {"attention_mask": torch.ones_like(batch["input_ids"]), **batch}
-        most = max_positions(model.config)
-        max_new_tokens = min(max_new_tokens, most - batch["input_ids"].shape[1])
-        if max_new_tokens <= 0:
-            return f"the prompt fills the {most} positions of the model"
+    if model.config.is_encoder_decoder:
+        return (
+            "not compared: it would begin at the decoder's start token, not at a text"
+        )
+    if not all("input_ids" in batch for batch in batches):
+        return "not compared: the inputs have no token ids"
+    most = max_positions(model.config)
+    if any(batch["input_ids"].shape[1] >= most for batch in batches):
+        return f"the prompt fills the {most} positions of the model"
+    return ""
+
+
+def generate(
+    model: nn.Module, batch: dict, max_new_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """New tokens (batch, steps) and the logits behind them (batch, steps, vocabulary)."""
+    ids = batch["input_ids"]
+    most = max_positions(model.config) - ids.shape[1]
     config = model.generation_config
-    pad = (
-        config.pad_token_id if config.pad_token_id is not None else config.eos_token_id
-    )
-    if isinstance(pad, (list, tuple)):
-        pad = pad[0]
-    how = {
-        "max_new_tokens": max_new_tokens,
-        "pad_token_id": pad,
-        "return_dict_in_generate": True,
+    pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+    options = {
+        "attention_mask": torch.ones_like(ids),  # every token is meant
+        **batch,
         **GREEDY,
+        "max_new_tokens": min(max_new_tokens, most),
+        "pad_token_id": pad[0] if isinstance(pad, (list, tuple)) else pad,
     }
-    out = model.generate(**batch, **how, output_logits=True)
+    out = model.generate(**options, return_dict_in_generate=True, output_logits=True)
     return out.sequences[:, -len(out.logits) :], torch.stack(out.logits, 1)
 
 
-def compare_greedy(
-    reference: list, candidate: list, tie_margin: float
-) -> GreedyComparison:
-    """Compare what both models generated, as `generate` returned it for each input."""
-    sequences = steps = 0
-    first = None
-    for index, (ours, theirs) in enumerate(zip(reference, candidate, strict=True)):
-        if isinstance(ours, str):
-            return GreedyComparison(0, 0, reason=ours)
-        tokens, _ = ours
-        sequences += len(tokens)
-        steps = max(steps, tokens.shape[1])
-        if first is None:
-            first = _first_difference(index, ours, theirs, tie_margin)
-    return GreedyComparison(sequences, steps, first)
+def compare_greedy(reference: list, candidate: list, tie_margin: float) -> Check:
+    """Compare what both models generated, as `generate` returned it for each input:
+    equal up to a tie.
 
-
-def _first_difference(
-    index: int, ours: tuple, theirs: tuple, tie_margin: float
-) -> GreedyDifference | None:
-    tokens, logits = ours
-    others, _ = theirs
-    shared = min(tokens.shape[1], others.shape[1])
-    places = (tokens[:, :shared] != others[:, :shared]).nonzero().tolist()
-    if not places:
-        return None
-    row, step = min(places, key=lambda place: place[1])
-    token, other = tokens[row, step].item(), others[row, step].item()
-    margin = logits[row, step, token].double() - logits[row, step, other].double()
-    return GreedyDifference(index, row, step, token, other, margin.item(), tie_margin)
+    Two tokens are a tie if the original's logits prefer its own by at most
+    ``tie_margin``, which the errors of both models against float64 explain.
+    """
+    count = sum(tokens.numel() for tokens, _ in reference)
+    differences = []
+    for (tokens, logits), (others, _) in zip(reference, candidate, strict=True):
+        for row, pair in enumerate(zip(tokens.tolist(), others.tolist(), strict=True)):
+            steps = enumerate(zip(*pair, strict=False))
+            step = next((step for step, (a, b) in steps if a != b), None)
+            if step is None:
+                continue
+            token, other = pair[0][step], pair[1][step]
+            lead = logits[row, step].double()
+            margin = (lead[token] - lead[other]).item()
+            what = f"row {row}, new token {step}: {other} instead of {token}"
+            why = f"leads by {margin:.3g} (rounding explains {tie_margin:.3g})"
+            text = f"{what}, whose logit {why}"
+            differences.append(Check("", margin <= tie_margin, text, count, 1))
+    same = Check("", True, f"{count} tokens, all equal", count)
+    return min(differences, key=lambda check: check.passed, default=same)

@@ -56,13 +56,10 @@ def test_patch_fuse_and_undo(name):
 def test_verify(name):
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path(name))
     assert tokenizer(TEXT).input_ids == ids_of(TEXT)[0].tolist()
-    result = verify_equivalence(
-        load(name),
-        inputs=ids_of(TEXT[:16]),
-        max_new_tokens=2,
-        backward=True,
-        backend="triton",
-    )
+    with use_backend("triton"):
+        result = verify_equivalence(
+            load(name), inputs=ids_of(TEXT[:16]), max_new_tokens=2, backward=True
+        )
     assert result.passed, result
 
 

@@ -390,14 +390,11 @@ def test_verify_runs_every_norm_of_an_encoder_and_a_decoder(capsys, tmp_path):
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     (found,) = run_json(capsys, "verify", tmp_path, "--max-tokens", "2")["runs"]
     assert found["passed"] and len(found["norms"]) == 7 and found["unreached"] == []
-    assert (
-        "not compared: it would generate from the decoder's start token"
-        in found["greedy"]["reason"]
-    )
+    assert "it would begin at the decoder's start token" in found["greedy"]["text"]
     (found,) = run_json(
         capsys, "verify", tmp_path, "--max-tokens", "2", "--max-new-tokens", "0"
     )["runs"]
-    assert found["greedy"]["reason"] == "not asked for"
+    assert found["greedy"]["text"] == "not asked for"
 
 
 @pytest.mark.full
@@ -428,7 +425,7 @@ def test_verify_and_inspect_keep_to_a_short_context(capsys, tmp_path):
     (done,) = run_json(capsys, "verify", tmp_path)["runs"]
     assert (
         done["passed"]
-        and done["greedy"]["new_tokens"] == 16
+        and done["greedy"]["compared"] == 16
         and done["logits"]["tokens"] == 16
     )
     assert run_json(capsys, "inspect", tmp_path)["tokens"] == 32

@@ -35,22 +35,23 @@ def test_positions_whose_axes_differ(family):
 def test_gradients_by_positions_whose_axes_differ(family):
     model = multimodal.build(family)
     inputs = {"input_ids": IDS, "position_ids": multimodal.positions()}
-    report = verify_equivalence(
-        model, inputs=inputs, max_new_tokens=0, backend="triton", backward=True
-    )
+    with use_backend("triton"):
+        report = verify_equivalence(
+            model, inputs=inputs, max_new_tokens=0, backward=True
+        )
     assert report.passed, report
     assert not report.text_positions
 
 
 def test_verification_shows_the_model_a_picture():
-    report = verify_equivalence(
-        multimodal.build("qwen3_vl"), max_new_tokens=0, backend="triton"
-    )
+    with use_backend("triton"):
+        report = verify_equivalence(multimodal.build("qwen3_vl"), max_new_tokens=0)
     assert report.passed and not report.unreached and not report.text_positions, report
 
 
 def test_on_text_alone_verification_names_what_saw_no_picture():
     model = multimodal.build("qwen3_vl")
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backend="triton")
+    with use_backend("triton"):
+        report = verify_equivalence(model, inputs=IDS, max_new_tokens=0)
     assert report.passed and len(report.text_positions) == 2
     assert "saw positions of text alone" in str(report)

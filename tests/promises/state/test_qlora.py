@@ -93,9 +93,8 @@ def test_patched_training_has_the_logits_and_gradients_of_the_unpatched(
 @kinds
 def test_a_quantised_model_is_verified(kind):
     model = load(kind)
-    report = verify_equivalence(
-        model, inputs=ids, max_new_tokens=2, backward=True, backend="reference"
-    )
+    with use_backend("reference"):
+        report = verify_equivalence(model, inputs=ids, max_new_tokens=2, backward=True)
     assert report.passed and report.quantised == {LINEARS[kind]: 35}
     assert 0 < report.noise_floor.reference_max < 1  # of logits up to 20
 
@@ -106,9 +105,8 @@ def test_a_quantised_model_is_verified(kind):
 def test_a_model_with_an_adapter_is_verified(kind, how):
     """DoRA reads the weight's codes outside of the quantised linear."""
     model = prepared(kind, "patch last", **how)
-    report = verify_equivalence(
-        model, inputs=ids, max_new_tokens=2, backend="reference"
-    )
+    with use_backend("reference"):
+        report = verify_equivalence(model, inputs=ids, max_new_tokens=2)
     assert report.passed and report.noise_floor.reference_max < 1
 
 

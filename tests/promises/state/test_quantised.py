@@ -105,7 +105,6 @@ def test_torchao_int8_weight_only(family, fused_calls):
         logits, now = flow(model)
     assert torch.equal(logits, expected) and now == dtypes
     assert len(fused_calls) == len(tiny_models.norms(model))
-    report = verify_equivalence(
-        model, inputs=ids, max_new_tokens=2, backend="reference"
-    )
+    with use_backend("reference"):
+        report = verify_equivalence(model, inputs=ids, max_new_tokens=2)
     assert report.passed and report.quantised == {"Linear": 15}

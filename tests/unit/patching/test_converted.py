@@ -317,9 +317,8 @@ def test_a_call_that_the_record_does_not_speak_of_is_refused(folders):
 def test_verify_judges_a_converted_model_by_its_logits(folders, dtype):
     model = load(folders[1]).to(dtype)
     for again in (False, True):
-        report = verify_equivalence(
-            model, inputs=IDS, max_new_tokens=4, backend="triton"
-        )
+        with use_backend("triton"):
+            report = verify_equivalence(model, inputs=IDS, max_new_tokens=4)
         assert report.passed, str(report)
         assert not report.norms
         if not again:

@@ -17,7 +17,13 @@ import transformers
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_rmsnorm import count_launches, patch_model, unpatch_model, verify_equivalence
+from hf_rmsnorm import (
+    count_launches,
+    patch_model,
+    unpatch_model,
+    use_backend,
+    verify_equivalence,
+)
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.verification import EquivalenceReport
 
@@ -56,6 +62,11 @@ def text_ids():
     return torch.tensor([list(TEXT.encode())])
 
 
+def in_plain_torch(*models, **how):
+    with use_backend("reference"):
+        return verify_equivalence(*models, **how)
+
+
 def types_of(model):
     return [type(module) for module in model.modules()]
 
@@ -66,20 +77,16 @@ def test_longrope_models_pass_within_across_and_beyond_their_first_context(lengt
         tiny_models.build("phi3", **tiny_models.LONGROPE),
         tiny_models.token_ids(1, length),
     )
-    report = verify_equivalence(
-        model, inputs=ids, max_new_tokens=3, backward=True, backend="reference"
-    )
-    assert report.passed and report.gradients and report.greedy.new_tokens == 3
+    report = in_plain_torch(model, inputs=ids, max_new_tokens=3, backward=True)
+    assert report.passed and report.gradients and report.greedy.compared == 3
 
 
 def test_no_more_is_generated_than_the_model_has_positions():
     model = tiny_models.build("gpt2", n_positions=16)
     for prompt, new in ((12, 4), (16, 0)):
-        report = verify_equivalence(
-            model, inputs=torch.arange(3, 3 + prompt), backend="reference"
-        )
-        assert report.passed and report.greedy.new_tokens == new
-    assert "fills the 16 positions" in report.greedy.reason
+        report = in_plain_torch(model, inputs=torch.arange(3, 3 + prompt))
+        assert report.passed and report.greedy.compared == new
+    assert "fills the 16 positions" in report.greedy.text
 
 
 # --- what passes
@@ -90,23 +97,11 @@ def test_no_more_is_generated_than_the_model_has_positions():
 def test_identical_models_pass_with_zero_differences(dtype):
     model = tiny_models.build("llama", dtype)
     report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=4)
-    assert report.passed and report.greedy.equal and report.norms == ()
+    assert report.passed and not report.greedy.differing and report.norms == ()
     logits, floor = report.logits, report.noise_floor
-    assert (logits.max_abs, logits.mean_abs, logits.kl_max, logits.top1_agreement) == (
-        0,
-        0,
-        0,
-        1,
-    )
+    assert (logits.max_abs, logits.kl_mean, logits.top1_agreement) == (0, 0, 1)
     assert 0 < floor.reference_max == floor.candidate_max
     assert logits.tokens == IDS.numel() and logits.vocabulary == 128
-
-
-def test_an_unknown_backend_is_refused_before_anything_runs():
-    with pytest.raises(
-        ValueError, match="no such backend, choose one of auto, triton, reference"
-    ):
-        verify_equivalence(torch.nn.Linear(2, 2), inputs=None, backend="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -115,14 +110,12 @@ def test_an_unknown_backend_is_refused_before_anything_runs():
 def test_patched_models_pass(family, backend, dtype):
     model = tiny_models.build(family, dtype).to(DEVICE)
     before = types_of(model)
-    report = verify_equivalence(
-        model, inputs=IDS, max_new_tokens=4, backend=backend, rows_per_norm=16
-    )
+    with use_backend(backend):
+        report = verify_equivalence(model, inputs=IDS, max_new_tokens=4)
     assert report.passed, f"\n{report}"
-    assert report.greedy.sequences == 2 and report.greedy.new_tokens == 4
-    assert len(report.norms) == len(tiny_models.norms(model)) and all(
-        norm.elements for norm in report.norms
-    )
+    assert report.greedy.compared == 2 * 4
+    assert len(report.norms) == len(tiny_models.norms(model))
+    assert all(norm.compared for norm in report.norms)
     assert bool(report.launches) == (backend == "triton")
     assert types_of(model) == before
 
@@ -131,9 +124,7 @@ def test_patched_candidate_beside_an_unpatched_reference():
     reference = tiny_models.build("qwen3", torch.bfloat16).to(DEVICE)
     candidate = copy.deepcopy(reference)
     patch_model(candidate)
-    report = verify_equivalence(
-        reference, candidate, IDS, max_new_tokens=2, rows_per_norm=16
-    )
+    report = verify_equivalence(reference, candidate, IDS, max_new_tokens=2)
     assert (
         report.passed
         and len(report.norms) == len(tiny_models.norms(reference))
@@ -148,14 +139,14 @@ def test_inputs_may_be_ids_a_mapping_or_a_list():
     inputs = [IDS[0], {"input_ids": IDS, "attention_mask": mask}]
     report = verify_equivalence(model, copy.deepcopy(model), inputs, max_new_tokens=2)
     assert report.logits.tokens == IDS.shape[1] + mask.sum().item()
-    assert report.passed and report.greedy.sequences == 3
+    assert report.passed and report.greedy.compared == 3 * 2
 
 
 def test_offloaded_model():
     model = accelerate.cpu_offload(
         tiny_models.build("llama"), execution_device=torch.device("cpu")
     )
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, rows_per_norm=8)
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
     assert report.passed, f"\n{report}"
     assert all(p.is_meta for p in model.parameters())
 
@@ -170,17 +161,12 @@ def test_wrong_weight_offset_fails_the_noise_floor(dtype):
     candidate = copy.deepcopy(model)
     candidate.model.layers[2].post_attention_layernorm.__class__ = OffsetNorm
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=16)
-    assert not report.noise_floor.max_passed and not report.noise_floor.rms_passed
+    assert not report.noise_floor.passed
     assert [norm.path for norm in report.norms if not norm.passed] == [
         "model.layers.2.post_attention_layernorm"
     ]
     assert not report.passed
-    first = report.greedy.first_difference
-    assert (
-        first is not None
-        and not first.is_tie
-        and first.reference_token != first.candidate_token
-    )
+    assert not report.greedy.passed and "rounding explains" in report.greedy.text
 
 
 def test_wrong_eps_fails_the_noise_floor_in_float32():
@@ -189,9 +175,9 @@ def test_wrong_eps_fails_the_noise_floor_in_float32():
     norm = candidate.model.layers[0].input_layernorm
     norm.variance_epsilon = {1e-6: 1e-5, 1e-5: 1e-6}[norm.variance_epsilon]
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
-    assert not report.noise_floor.max_passed and not report.noise_floor.rms_passed
+    assert not report.noise_floor.passed
     # too little for anything but float64 to tell
-    assert report.logits.max_abs < 0.1 and report.greedy.equal
+    assert report.logits.max_abs < 0.1 and not report.greedy.differing
     assert [norm.passed for norm in report.norms] == [False]
 
 
@@ -202,11 +188,8 @@ def test_wrong_rounding_order_fails_norm_by_norm_where_logits_cannot_see_it():
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
     assert report.noise_floor.passed and report.greedy.passed
     (norm,) = report.norms
-    assert (
-        norm.path == "model.layers.1.input_layernorm"
-        and norm.class_name == "LlamaRMSNorm"
-    )
-    assert not norm.passed and norm.off > 100 * norm.allowed and "differ" in norm.reason
+    assert norm.path == "model.layers.1.input_layernorm" and not norm.passed
+    assert norm.differing > 0.1 * norm.compared and "differ (limit" in norm.text
     assert not report.passed
 
 
@@ -222,13 +205,9 @@ def test_wrong_output_dtype_fails_norm_by_norm():
         lambda module, args: (args[0].bfloat16(),)
     )
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
-    norm, head = report.norms
-    assert head.path == "lm_head" and head.reached and "not compared" in head.reason
-    assert (
-        not norm.passed
-        and "returns torch.float32" in norm.reason
-        and report.noise_floor.passed
-    )
+    (norm,) = report.norms
+    assert not norm.passed and "returns torch.float32" in norm.text
+    assert report.noise_floor.passed
 
 
 def one_rounding(norm, hidden_states):
@@ -300,25 +279,13 @@ def test_the_same_hooks_and_forwards_in_both_are_no_difference():
     assert verify_equivalence(model, candidate, IDS, max_new_tokens=0).norms == ()
 
 
-def test_other_modules_that_differ_are_named_and_left_to_the_logits():
-    model = tiny_models.build("llama")
-    candidate = copy.deepcopy(model)
-    with torch.no_grad():
-        candidate.model.embed_tokens.weight[int(IDS.max()) + 1 :] += 1
-    report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
-    paths = {norm.path: norm for norm in report.norms}
-    assert (
-        paths["model.embed_tokens"].reached and not paths["model.embed_tokens"].elements
-    )
-
-
 def test_weights_of_another_dtype_fail_norm_by_norm():
     model = tiny_models.build("llama", torch.bfloat16)
     report = verify_equivalence(
         model, copy.deepcopy(model).float(), IDS, max_new_tokens=0
     )
     assert not report.passed and any(
-        "raises RuntimeError" in norm.reason for norm in report.norms
+        "raises RuntimeError" in norm.text for norm in report.norms
     )
 
 
@@ -332,32 +299,18 @@ def test_tie_between_words_is_not_a_failure():
         model.lm_head.weight[max(top, other)] *= 1 - 2**-23
         candidate.lm_head.weight[min(top, other)] *= 1 - 2**-23
     report = verify_equivalence(model, candidate, IDS[:1], max_new_tokens=1)
-    first = report.greedy.first_difference
-    assert first is not None and {first.reference_token, first.candidate_token} == {
-        top,
-        other,
-    }
-    assert (
-        first.is_tie
-        and not report.greedy.equal
-        and report.greedy.passed
-        and report.passed
-    )
-    assert "a tie, as rounding explains that" in str(report)
+    assert report.greedy.differing and report.greedy.passed and report.passed
+    tokens = {f"{top} instead of {other}", f"{other} instead of {top}"}
+    assert any(words in report.greedy.text for words in tokens)
+    assert "rounding explains" in str(report)
 
 
 def test_a_norm_the_inputs_do_not_reach_is_named():
     model = tiny_models.build("llama")
     model.spare = LlamaRMSNorm(64)
-    report = verify_equivalence(
-        model, inputs=IDS, max_new_tokens=0, backend="reference"
-    )
+    report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
     spare = next(norm for norm in report.norms if norm.path == "spare")
-    assert (
-        spare.elements == 0
-        and spare.reason == "not reached by these inputs"
-        and not spare.reached
-    )
+    assert spare.compared == 0 and spare.text == "not reached by these inputs"
     assert (
         report.passed
         and report.unreached == ("spare",)
@@ -372,10 +325,9 @@ def test_a_norm_the_inputs_do_not_reach_is_named():
 def test_nothing_is_proven_where_no_norm_is_reached():
     model = tiny_models.build("llama")
     model.spare = LlamaRMSNorm(64)
-    report = verify_equivalence(
-        model, inputs=IDS, max_new_tokens=0, backend="reference", norms=["spare"]
-    )
-    assert not report.norms_passed and not report.passed
+    patch_model(model, include="spare")
+    report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
+    assert report.verdict == "FAIL" and report.headline == "FAIL: norms"
 
 
 # --- the report
@@ -399,19 +351,11 @@ def test_report_prints_a_verdict_per_line_and_gives_plain_json():
     assert "differ" in " ".join(lines[at : at + 2]) and all(
         len(line) <= 100 for line in lines
     )
-    assert lines[0] == "FAIL: norms" and len(lines) < len(
-        report.to_text(verbose=True).splitlines()
-    )
+    assert lines[0] == "FAIL: norms"
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert (
-        data["passed"] is False
-        and data["noise_floor"]["passed"] is True
-        and data["norms_passed"] is False
-    )
-    assert (
-        data["greedy"]["equal"] is True
-        and data["norms"][0]["path"] == "model.layers.1.input_layernorm"
-    )
+    assert data["passed"] is False and data["noise_floor"]["passed"] is True
+    assert data["greedy"]["passed"] is True
+    assert data["norms"][0]["path"] == "model.layers.1.input_layernorm"
 
 
 def test_report_of_infinite_numbers_is_plain_json():
@@ -439,9 +383,7 @@ def test_nothing_passes_where_both_give_nan():
     model = tiny_models.build("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3] = math.nan
-    report = verify_equivalence(
-        model, inputs=IDS, max_new_tokens=2, backend="reference"
-    )
+    report = in_plain_torch(model, inputs=IDS, max_new_tokens=2)
     lines = str(report).splitlines()
     assert lines[0].startswith(
         "FAIL: the original gives NaN or infinity in float64 too"
@@ -461,7 +403,7 @@ def test_patch_state_is_restored_and_respected(include):
     if include:
         count = len(patch_model(model, include=include).swapped)
     before = types_of(model)
-    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2, rows_per_norm=8)
+    report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
     assert types_of(model) == before
     assert report.passed and len(report.norms) == count and report.launches
     assert unpatch_model(model) == (count if include else 0)
@@ -492,9 +434,7 @@ def test_patch_of_paths_that_look_like_globs_is_restored(fails):
         if fails
         else contextlib.nullcontext()
     ):
-        report = verify_equivalence(
-            model, inputs=IDS, max_new_tokens=0, backend="reference"
-        )
+        report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
         assert (
             report.passed
             and len(report.norms) == len({norm.path for norm in report.norms}) <= fused
@@ -508,9 +448,7 @@ def test_a_path_with_glob_characters_is_verified(named):
     model.extra = torch.nn.ModuleDict({name: LlamaRMSNorm(64) for name in named})
     patch_model(model)
     before = types_of(model)
-    report = verify_equivalence(
-        model, inputs=IDS, max_new_tokens=0, backend="reference"
-    )
+    report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
     assert (
         report.unreached == tuple(f"extra.{name}" for name in named)
         and types_of(model) == before
@@ -550,9 +488,7 @@ def test_training_flags_and_hooks_are_restored_and_dropout_is_off():
     ).train()
     model.transformer.h[0].eval()
     before = [module.training for module in model.modules()]
-    report = verify_equivalence(
-        model, copy.deepcopy(model), IDS, max_new_tokens=2, norms=["transformer.ln_f"]
-    )
+    report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=2)
     assert report.passed and report.logits.max_abs == 0
     assert [module.training for module in model.modules()] == before
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -573,9 +509,7 @@ def test_an_error_in_the_middle_changes_nothing(patch_first):
     model.model.norm.__class__ = Broken
     before, training = types_of(model), [module.training for module in model.modules()]
     with pytest.raises(RuntimeError, match="broken on purpose"):
-        verify_equivalence(
-            model, copy.deepcopy(model), IDS, norms=["model.layers.0.input_layernorm"]
-        )
+        verify_equivalence(model, copy.deepcopy(model), IDS)
     assert types_of(model) == before
     assert [module.training for module in model.modules()] == training
     assert not any(module._forward_pre_hooks for module in model.modules())
@@ -630,7 +564,7 @@ WHISPER |= {"bos_token_id": 1, "eos_token_id": 2}
         ("Wav2Vec2ForCTC", ("Wav2Vec2Config", AUDIO), 4, 2 * 49),
         ("CLIPModel", ("CLIPConfig", {**BOTH, "projection_dim": 16}), 7, 2 + 2),
         ("SiglipModel", ("SiglipConfig", BOTH), 7, 2 + 2),
-        ("WhisperForConditionalGeneration", ("WhisperConfig", WHISPER), 7, 2 * 16),
+        ("WhisperForConditionalGeneration", ("WhisperConfig", WHISPER), 7, 2 * 8),
         ("LlamaModel", ("LlamaConfig", WORDS), 3, 2 * 8),
     ],
 )
@@ -638,7 +572,7 @@ def test_a_model_needs_no_inputs(name, config, norms, rows):
     torch.manual_seed(0)
     kind, settings = config
     model = getattr(transformers, name)(getattr(transformers, kind)(**settings))
-    report = verify_equivalence(model, backend="reference")
+    report = in_plain_torch(model)
     assert report.passed, str(report)
     assert (
         len(report.norms) == norms
@@ -650,15 +584,13 @@ def test_a_model_needs_no_inputs(name, config, norms, rows):
 def test_a_model_without_logits_is_judged_by_its_other_outputs():
     torch.manual_seed(0)
     model = transformers.ViTModel(transformers.ViTConfig(**IMAGE)).eval()
-    report = verify_equivalence(model, backend="reference")
-    assert "12 rows of outputs" in str(report) and "outputs   " in report.to_text(
-        verbose=True
-    )
+    report = in_plain_torch(model)
+    assert "12 rows of outputs" in str(report)
     assert "KL" not in str(report) and report.logits.vocabulary == 0
     changed = copy.deepcopy(model)
     with torch.no_grad():
         changed.pooler.dense.weight[0] *= 1.01  # read by the pooled output alone
-    report = verify_equivalence(model, changed, backend="reference")
+    report = in_plain_torch(model, changed)
     assert not report.noise_floor.passed and report.logits.max_abs > 0
 
 
@@ -683,7 +615,7 @@ def test_a_model_without_logits_is_judged_by_its_other_outputs():
             "token ids from 1 to 128 where the model knows 0 to 127",
         ),
         (torch.tensor([[-1, 5]]), ValueError, "token ids from -1 to 5"),
-        ("some text", TypeError, "inputs is str"),
+        ("some text", TypeError, r"inputs\[0\] is str"),
         (["some text"], TypeError, r"inputs\[0\] is str"),
     ],
 )
@@ -715,15 +647,6 @@ def test_models_that_cannot_be_compared():
         match="vocabularies differ: 128 words in the reference, 160 in the candidate",
     ):
         verify_equivalence(model, tiny_models.build("llama", vocab_size=160), IDS)
-    with pytest.raises(
-        ValueError, match="architectures differ: transformer.wte.weight"
-    ):
-        verify_equivalence(tiny_models.build("gpt2"), model, IDS)
-    with pytest.raises(
-        ValueError,
-        match="architectures differ: model.layers.2.* missing in the reference",
-    ):
-        verify_equivalence(model, tiny_models.build("llama", num_hidden_layers=3), IDS)
     with pytest.raises(ValueError, match="is on the meta device"):
         verify_equivalence(model, copy.deepcopy(model).to("meta"), IDS)
     with pytest.raises(
@@ -741,22 +664,7 @@ def test_models_that_cannot_be_compared():
         pytest.raises(ValueError, match="Silent returns no logits and no hidden state"),
     ):
         verify_equivalence(Silent(), inputs={"x": torch.ones(2, 8)})
-    with pytest.raises(ValueError, match="norms names 'model.nrom'"):
-        verify_equivalence(model, inputs=IDS, norms=["model.nrom"])
-    with pytest.raises(ValueError, match="no such backend"):
-        verify_equivalence(model, inputs=IDS, backend="cuda")
     assert unpatch_model(model) == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
-def test_models_on_different_devices():
-    model = tiny_models.build("llama")
-    with pytest.raises(
-        ValueError,
-        match="the reference is on cpu and the candidate on cuda:0: move one",
-    ):
-        verify_equivalence(model, copy.deepcopy(model).cuda(), IDS)
 
 
 def test_other_architectures_compare_by_logits_alone():
@@ -765,4 +673,6 @@ def test_other_architectures_compare_by_logits_alone():
         tiny_models.build("llama", num_hidden_layers=3),
     )
     report = verify_equivalence(model, other, IDS, norms=False, max_new_tokens=0)
-    assert report.norms is None and not report.noise_floor.passed and not report.passed
+    assert report.norms == () and not report.noise_floor.passed and not report.passed
+    report = verify_equivalence(model, other, IDS, max_new_tokens=0)
+    assert not report.passed

@@ -38,9 +38,8 @@ def test_what_is_fused_rightly_passes(family, dtype):
     assert report.passed and report.verdict == "PASS", str(report)
     fusions = {"qwen3": {SUM, PAIR}, "llama": {SUM}, "gpt2": {"+ ln_2"}}[family]
     assert {check.path.split(": ")[1] for check in report.fused} == fusions
-    assert {check.path for check in report.gradients} >= {
-        check.path for check in report.fused
-    }
+    inputs = {f"{check.path}, input" for check in report.fused}
+    assert {check.path for check in report.gradients} >= inputs
 
 
 # Each fault in the way that a kernel or the code around it could have it: a wrapper
@@ -149,7 +148,7 @@ def test_q_and_k_that_are_rounded_less_often_pass_by_the_noise_floor(monkeypatch
     put(monkeypatch, attention, unrounded_before_rotating)
     report = verify(new_tokens=0, num_hidden_layers=1)
     (check,) = [check for check in report.fused if PAIR in check.path]
-    assert check.passed and check.differing and check.noise_floor.passed, report
+    assert check.passed and check.differing and "off by" in check.text, report
 
 
 class _Losing(torch.autograd.Function):
@@ -202,10 +201,8 @@ def test_a_gradient_that_loses_a_mean_is_named(
     report = verify(
         family, dtype, new_tokens=0, hidden_size=hidden_size, num_hidden_layers=1
     )
-    failed = {
-        check.path.split(": ")[-1] for check in report.gradients if not check.passed
-    }
-    assert failed == {SUM}, report
+    failed = [check.path for check in report.gradients if not check.passed]
+    assert failed and all(SUM in path for path in failed), report
     assert all(check.passed for check in report.fused), "the forward is right"
 
 
@@ -271,10 +268,9 @@ def test_nothing_is_verified_where_no_kernel_ran(monkeypatch):
     assert told.startswith(
         "NOTHING VERIFIED: no kernel ran, as there is no kernel here: set TRITON_INTERPRET=1"
     )
-    assert 'or pass backend="reference"' in told and "PASS" not in told
-    report = verify_equivalence(
-        model, inputs=IDS, max_new_tokens=2, backend="reference"
-    )
+    assert 'use_backend("reference")' in told and "PASS" not in told
+    with use_backend("reference"):
+        report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
     assert report.passed and not report.launches, (
         "the plain formula is not the model's own forward"
     )

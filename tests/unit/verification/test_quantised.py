@@ -7,7 +7,7 @@ import tiny_models
 import torch
 from torch import nn
 
-from hf_rmsnorm import verify_equivalence
+from hf_rmsnorm import use_backend, verify_equivalence
 from hf_rmsnorm.verification.float64 import in_float64
 
 IDS = tiny_models.token_ids(2, 8)
@@ -94,9 +94,8 @@ def replaced(make):
 
 @pytest.mark.parametrize("make", [Packed, Float8, ReadsCodes])
 def test_a_model_with_codes_for_weights_is_verified(make):
-    report = verify_equivalence(
-        replaced(make), inputs=IDS, max_new_tokens=2, backend="reference"
-    )
+    with use_backend("reference"):
+        report = verify_equivalence(replaced(make), inputs=IDS, max_new_tokens=2)
     assert report.passed and 0 < report.noise_floor.reference_max < 0.1
     assert report.quantised == {"Module" if make is ReadsCodes else make.__name__: 2}
 
@@ -119,7 +118,6 @@ def test_a_small_mask_beside_plain_weights_changes_nothing():
     model = tiny_models.build("llama")
     attention = model.model.layers[0].self_attn
     attention.register_buffer("bias", torch.ones(8, 8, dtype=torch.uint8).tril())
-    report = verify_equivalence(
-        model, inputs=IDS, max_new_tokens=0, backend="reference"
-    )
+    with use_backend("reference"):
+        report = verify_equivalence(model, inputs=IDS, max_new_tokens=0)
     assert report.passed and not report.quantised and "quantised" not in str(report)

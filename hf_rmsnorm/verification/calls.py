@@ -1,0 +1,127 @@
+"""A call of a norm or a fused layer in a model, which can be made again on the same
+arguments: as it is, by the original, and in float64.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..fused.norm import recipe_of
+from ..ops import use_backend
+from ..patching.swap import fuse, set_recipe
+from .context import is_float
+from .float64 import in_float64
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        path: of the module, and its fused pieces.
+        reference: the module that it is compared with. None: itself, with its own class.
+        arguments: by position or by name.
+        place: of the input, among the arguments.
+    """
+
+    path: str
+    module: nn.Module
+    reference: nn.Module | None
+    arguments: dict
+    place: int | str
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The module's input."""
+        return self.arguments[self.place]
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the input is more than one row."""
+        return self.x.shape[:-1].numel() > 1
+
+    def again(self, x: torch.Tensor | None = None) -> "Call":
+        """The same call, or one with another input, and copies of its arguments: a
+        layer may write to a cache among them.
+        """
+        arguments = copy.deepcopy(self.arguments)
+        if x is not None:
+            arguments[self.place] = x
+        return replace(self, arguments=arguments)
+
+    def outputs(
+        self, module: nn.Module, x: torch.Tensor, parameters: dict | None = None
+    ) -> list[torch.Tensor]:
+        """The floating tensors that a module returns for an input x and the other
+        arguments, with other parameters where these are named.
+        """
+        arguments = self.arguments | {self.place: x}
+        args = tuple(v for key, v in arguments.items() if isinstance(key, int))
+        kwargs = {key: v for key, v in arguments.items() if isinstance(key, str)}
+        returned = torch.func.functional_call(module, parameters or {}, args, kwargs)
+        return [t for t in tree_leaves(returned) if is_float(t)]
+
+    @contextmanager
+    def original(self) -> Iterator[nn.Module]:
+        """The module to compare with: that of the reference, or this one unpatched.
+
+        A norm that rounds as a server does is compared with its formula in plain torch.
+        """
+        if rounds_otherwise(self.module):
+            with use_backend("reference"):
+                yield self.module
+        elif self.reference is not None:
+            yield self.reference
+        else:
+            with unpatched(self.module):
+                yield self.module
+
+    @contextmanager
+    def exactly(self) -> Iterator[None]:
+        """Inside, this module is unpatched, with its norms in plain torch, and all of
+        it in float64.
+        """
+        with (
+            unpatched(self.module),
+            use_backend("reference"),
+            in_float64(self.module),
+        ):
+            yield
+
+
+@contextmanager
+def unpatched(*modules: nn.Module) -> Iterator[None]:
+    """Inside, norms and fused layers among these modules have their own classes. Norms
+    within a layer stay patched.
+    """
+    patches = [(module, recipe_of(module), fuse(module, None)) for module in modules]
+    for module in modules:
+        set_recipe(module, None)
+    try:
+        yield
+    finally:
+        for module, recipe, _ in patches:
+            set_recipe(module, recipe)
+        for module, _, fusion in patches:
+            fuse(module, fusion)
+
+
+def rounds_otherwise(norm: nn.Module) -> bool:
+    """Whether this is a patched norm that rounds as a server does, not as its own
+    class.
+    """
+    recipe = recipe_of(norm)
+    return recipe is not None and recipe.numerics != "model"
+
+
+def keeps_formula(norm: nn.Module) -> bool:
+    """Whether this is a patched norm that computes what its own class does; a converted
+    checkpoint's does not.
+    """
+    recipe = recipe_of(norm)
+    return recipe is not None and not recipe.as_rms

@@ -1,0 +1,85 @@
+"""Compares parts of a model, its norms or its fused layers, when they are called."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch import nn
+
+from ..fused.layer import layer_part
+from .calls import Call, keeps_formula
+from .checks import NOT_COMPARED, Check, Judge, check_outputs, worst
+from .context import is_float
+from .gradients import check_gradients
+
+NOT_REACHED = "not reached by these inputs"
+
+
+class Parts:
+    """The comparison of modules with the originals: at the first call of each that has
+    one row, and at the first that has several.
+
+    Attributes:
+        modules: by path, with the fused pieces of a layer: each with the module to
+            compare it with; None: itself, unpatched.
+        gradients: the checks of gradients, where these are asked for.
+    """
+
+    def __init__(self, judge: Judge, backward: bool):
+        self.modules: dict[str, tuple[nn.Module, nn.Module | None]] = {}
+        self.gradients: list[Check] = []
+        self._judge = judge
+        self._backward = backward
+        self._checks: dict[str, list[Check]] = {}
+        self._seen: set[tuple[str, bool]] = set()
+        self._busy = False
+
+    def checks(self) -> list[Check]:
+        """The worst check of each module."""
+        result = []
+        for path in self.modules:
+            checks = self._checks.get(path, [Check(path, True, NOT_REACHED)])
+            result.append(worst(checks))
+        return result
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Inside, the modules are compared when they are called."""
+        with ExitStack() as stack:
+            for path, (module, original) in self.modules.items():
+                before = partial(self._before, path, original)
+                hook = module.register_forward_pre_hook(before, with_kwargs=True)
+                stack.callback(hook.remove)
+            yield
+
+    def _before(self, path, original, module, args: tuple, kwargs: dict) -> None:
+        if self._busy:
+            return
+        arguments = dict(enumerate(args)) | kwargs
+        for place, value in arguments.items():
+            if is_float(value) and value.dim() and value.numel():
+                self._compare(Call(path, module, original, arguments, place))
+                return
+        self._checks.setdefault(path, [Check(path, True, NOT_COMPARED)])
+
+    def _compare(self, call: Call) -> None:
+        if (call.path, call.has_rows) in self._seen:
+            return
+        self._seen.add((call.path, call.has_rows))
+        self._busy = True
+        try:
+            with warnings.catch_warnings():
+                # a copy of a sum has no summands to be read unrounded
+                warnings.filterwarnings("ignore", "this .* reads residual sums")
+                self._check(call)
+        finally:
+            self._busy = False
+
+    def _check(self, call: Call) -> None:
+        check = check_outputs(call, self._judge)
+        self._checks.setdefault(call.path, []).append(check)
+        module = call.module
+        is_fused = keeps_formula(module) or layer_part(type(module)) is not None
+        if self._backward and call.has_rows and is_fused:
+            self.gradients += check_gradients(call)
