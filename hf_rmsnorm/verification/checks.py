@@ -57,18 +57,23 @@ def check_outputs(call: Call, judge: Judge) -> Check:
     """
     checks = []
     for grad in (False, True):
-        try:
-            ours = _run(call, call.module, grad)
-            with call.original() as original:
-                theirs = _run(call, original, grad)
-        except Exception as error:
-            # whatever a broken kernel or forward raises is the verdict on it
-            return Check(call.path, False, f"raises {one_line(error)}")
-        if _kinds(ours) != _kinds(theirs):
-            text = f"returns {_kinds(ours)}, the original {_kinds(theirs)}"
-            return Check(call.path, False, text)
-        checks.append(judge(call, ours, theirs))
+        with torch.set_grad_enabled(grad):
+            checks.append(_compare(call, judge))
     return worst(checks)
+
+
+def _compare(call: Call, judge: Judge) -> Check:
+    try:
+        ours = _run(call, call.module)
+        with call.original() as original:
+            theirs = _run(call, original)
+    except Exception as error:
+        # whatever a broken kernel or forward raises is the verdict on it
+        return Check(call.path, False, f"raises {one_line(error)}")
+    if _kinds(ours) != _kinds(theirs):
+        text = f"returns {_kinds(ours)}, the original {_kinds(theirs)}"
+        return Check(call.path, False, text)
+    return judge(call, ours, theirs)
 
 
 def worst(checks: list[Check]) -> Check:
@@ -76,10 +81,9 @@ def worst(checks: list[Check]) -> Check:
     return min(checks, key=lambda c: (c.passed, -c.differing, -c.compared))
 
 
-def _run(call: Call, module: torch.nn.Module, grad: bool) -> list[torch.Tensor]:
-    with torch.set_grad_enabled(grad):
-        x = call.x.detach().clone().requires_grad_(grad)
-        return [y.detach() for y in call.again().outputs(module, x)]
+def _run(call: Call, module: torch.nn.Module) -> list[torch.Tensor]:
+    x = call.x.detach().clone().requires_grad_(torch.is_grad_enabled())
+    return [y.detach() for y in call.again().outputs(module, x)]
 
 
 def _kinds(outputs: list[torch.Tensor]) -> str:
@@ -145,7 +149,7 @@ def judge_layer(
         return Check(call.path, True, text, compared)
     if getattr(layer_part(type(call.module))._hf_rmsnorm_fusion, "keeps_bits", False):
         with call.original() as original:
-            again = _run(call, original, torch.is_grad_enabled())
+            again = _run(call, original)
         if not _differing(theirs, again):
             return Check(call.path, False, text, compared, differing)
     floor = _noise_floor(call, ours, theirs)
