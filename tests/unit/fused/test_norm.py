@@ -266,7 +266,7 @@ def test_a_cache_of_launches_keeps_not_too_many(monkeypatch):
     monkeypatch.setattr(Launches, "MOST", 2)
     kept = Launches(PLAIN.spec)
     for key in "abc":
-        assert kept.keep(key, key.upper()) == key.upper()
+        assert kept.keep(key, key.upper) == key.upper()
     assert kept.kept == {"c": "C"}
 
 
