@@ -5,6 +5,8 @@ A forward calls these functions once it was compiled again from its own source, 
 `patching.layers.sums`.
 """
 
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,40 @@ class Factor(NamedTuple):
     """In the place of a scale: ``1 + scale``, which the forward has computed before."""
 
     value: torch.Tensor
+
+
+# Code of a function that only scales a norm's result -> whether it shifts it too.
+HELPERS: dict[CodeType, bool] = {}
+
+
+def later(x, norm, helper):
+    """``norm(x)``, or an object that computes it with the scale and shift of a helper,
+    for that helper.
+    """
+    shifts = HELPERS.get(getattr(helper, "__code__", None))
+    if shifts is None or torch.compiler.is_compiling():
+        return norm(x)
+    if operands_ahead(norm, restricted=True) is None:
+        return norm(x)
+    return _Later(x, norm, shifts)
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A norm of x that is not computed yet; with a factor, once it was multiplied."""
+
+    x: torch.Tensor
+    norm: torch.nn.Module
+    shifts: bool
+    factor: torch.Tensor | None = None
+
+    def __mul__(self, factor):
+        if self.shifts:
+            return replace(self, factor=factor)
+        return modulated(self.x, self.norm, Factor(factor))
+
+    def __add__(self, shift):
+        return modulated(self.x, self.norm, Factor(self.factor), shift)
 
 
 def modulated(x, norm, scale, *shift):

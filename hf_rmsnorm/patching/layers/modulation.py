@@ -11,14 +11,17 @@ of one forward.
 
 The factors may have any order, and the shift may be missing. x, scale and shift only
 compute, so it does not matter when, and neither do statements that only compute between
-a norm and its modulation.
+a norm and its modulation. A function that only scales and shifts its argument is read
+too (`helpers`).
 """
 
 import ast
+import copy
 from collections.abc import Set
 from typing import NamedTuple
 
 from ...fused.source import call
+from .helpers import LATER, is_helper
 from .statements import (
     MODULATED,
     bound,
@@ -44,12 +47,14 @@ class Modulations(ast.NodeTransformer):
     """Makes one call of each norm and its modulation.
 
     Args:
+        cls: whose forward it is.
         itself: the forward's name for its module.
         norms: the names of the children that may be computed with a modulation.
         shared: names that something besides the forward's own statements may read.
     """
 
-    def __init__(self, itself: str, norms: Set[str], shared: Set[str]):
+    def __init__(self, cls: type, itself: str, norms: Set[str], shared: Set[str]):
+        self.cls = cls
         self.itself = itself
         self.norms = norms
         self.shared = shared
@@ -68,6 +73,20 @@ class Modulations(ast.NodeTransformer):
             return self.generic_visit(node)
         return self._call(parts.normed, parts)
 
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if not node.args or not self._is_norm(node.args[0]):
+            return node
+        norm, *others = node.args
+        others += [keyword.value for keyword in node.keywords]
+        if all(map(self._computes, others)) and self._is_helper(node):
+            helper = copy.deepcopy(node.func)
+            node.args[0] = call(LATER, norm, norm.args[0], norm.func, helper)
+        return node
+
+    def _is_helper(self, node: ast.Call) -> bool:
+        return is_helper(node.func, self.cls, self.itself)
+
     def _join_block(self, body: list[ast.stmt], after: list[ast.stmt]) -> None:
         for at in reversed(range(len(body))):
             rest = [*body[at + 1 :], *after]
@@ -79,7 +98,7 @@ class Modulations(ast.NodeTransformer):
 
     def _join(self, body: list[ast.stmt], at: int, rest: list[ast.stmt]) -> None:
         """Make one statement of ``y = self.norm(x)`` and ``z = y * (1 + scale) +
-        shift``.
+        shift``, or ``z = helper(y, scale, shift)``.
         """
         match body[at]:
             case ast.Assign([ast.Name(name)], norm) if self._is_norm(norm):
@@ -90,14 +109,32 @@ class Modulations(ast.NodeTransformer):
         reader_at = next(places, at)
         reader = body[reader_at]
         parts = self._parts_of(reader, name)
+        takes_norm = self._takes(reader, name)
+        if parts is None and not takes_norm:
+            return
         between = body[at + 1 : reader_at]
-        if parts is None or not all(self._may_pass(norm, other) for other in between):
+        if not all(self._may_pass(norm, other) for other in between):
             return
         later = rest[reader_at - at :]
-        is_dead = reader.targets[0].id == name or not is_read_later(name, later)
-        if is_dead and name not in self.shared:
+        is_dead = name in bound(reader) or not is_read_later(name, later)
+        if not is_dead or name in self.shared:
+            return
+        if takes_norm:
+            reader.value.args[0] = norm  # `visit_Call` puts it off
+        else:
             reader.value = self._call(norm, parts)
-            del body[at]
+        del body[at]
+
+    def _takes(self, reader: ast.stmt, name: str) -> bool:
+        """Whether a statement is ``... = helper(y, ...)``, where y is this name."""
+        match reader:
+            case ast.Assign(_, ast.Call(_, [ast.Name(first), *others], keywords)):
+                others = [*others, *(keyword.value for keyword in keywords)]
+            case _:
+                return False
+        if first != name or any(reads(other, {name}) for other in others):
+            return False
+        return all(map(self._computes, others)) and self._is_helper(reader.value)
 
     def _parts_of(self, reader: ast.stmt, name: str) -> _Modulation | None:
         """The parts of ``z = y * (1 + scale) + shift``, if y is this name."""

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from ...fused import modulated, sums
 from ...fused.source import call, compiled_again, forward_source, name_of_self
+from .helpers import LATER, is_later
 from .modulation import FACTOR, Modulations
 from .statements import (
     MODULATED,
@@ -57,6 +58,7 @@ _HELPERS = {
     _ADD_UNROUNDED: sums.add_unrounded,
     MODULATED: modulated.modulated,
     FACTOR: modulated.Factor,
+    LATER: modulated.later,
 }
 
 
@@ -87,7 +89,7 @@ class SumFusion:
         """The forward of a class, with these sums, norms and modulations exchanged."""
 
         def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            _exchange(definition, itself, self.norms, self.rows)
+            _exchange(definition, base, itself, self.norms, self.rows)
             if self.keeps:
                 _keep_summands(definition, itself)
             return definition
@@ -119,7 +121,7 @@ def find_sums(
     """
     function, original = forward_source(cls)
     definition, itself = copy.deepcopy(original), name_of_self(function)
-    sites = _exchange(definition, itself, norms, rows)
+    sites = _exchange(definition, cls, itself, norms, rows)
     keeps = unrounded and _keep_summands(definition, itself) > 0
     if not (sites or keeps):
         return None
@@ -127,11 +129,15 @@ def find_sums(
 
 
 def _exchange(
-    definition: ast.FunctionDef, itself: str, norms: Set[str], rows: Set[str]
+    definition: ast.FunctionDef,
+    cls: type,
+    itself: str,
+    norms: Set[str],
+    rows: Set[str],
 ) -> tuple[str, ...]:
     """Put the calls in their places; returns the norms in them, in words."""
     shared = captured(definition)
-    Modulations(itself, rows, shared).visit(definition)
+    Modulations(cls, itself, rows, shared).visit(definition)
     exchange = _Exchange(itself, norms, shared)
     exchange.block(definition.body, [])
     exchange.visit(definition)
@@ -179,7 +185,7 @@ class _Exchange(ast.NodeTransformer):
             both = _of_both(inputs[0], node)
             last = ast.Subscript(both, ast.Constant(1), ast.Load())
             return ast.copy_location(last, node)
-        if is_modulated(node):
+        if is_modulated(node) or is_later(node):
             self._note(node, False)
         return node
 
@@ -296,8 +302,9 @@ class _Exchange(ast.NodeTransformer):
 
     def _note(self, norm: ast.Call, adds: bool) -> None:
         """Note a norm in words."""
-        child = norm.args[1] if is_modulated(norm) else norm.func
-        words = " * (1 + scale) + shift" if is_modulated(norm) else ""
+        modulates = is_modulated(norm) or is_later(norm)
+        child = norm.args[1] if modulates else norm.func
+        words = " * (1 + scale) + shift" if modulates else ""
         self.sites.append(f"{'+ ' * adds}{child.attr}{words}")
 
 

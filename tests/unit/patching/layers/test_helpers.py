@@ -1,0 +1,115 @@
+"""Which functions that a forward gives a norm's result are computed with the norm, and what happens to all others."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.counting import Operators
+from hf_rmsnorm import patch_model, use_backend
+
+
+def scaled(normed, scale, shift):
+    if scale.ndim == 2 and shift.ndim == 2:
+        scale, shift = scale.unsqueeze(1), shift.unsqueeze(1)
+    return normed * (scale.float() + 1.0).to(scale.dtype) + shift
+
+
+class Modulated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64, elementwise_affine=False)
+
+    def scaled(self, x, condition, mask=None):
+        scale, gate = condition, condition + 1
+        if mask is not None:
+            scale = torch.where(mask, scale, gate)
+        return x * (1 + scale), gate
+
+    def twice(self, x, condition):
+        return x * (1 + condition) + x
+
+    def written(self, x, condition):
+        condition.mul_(2)
+        return x * (1 + condition)
+
+
+class ByAFunction(Modulated):
+    def forward(self, x, scale):
+        return scaled(self.norm(x), scale, scale)
+
+
+class ByAMethod(Modulated):
+    def forward(self, x, scale):
+        normed = self.norm(x)
+        y, gate = self.scaled(normed, scale[:, None])
+        return y + gate
+
+
+class ReadAgain(Modulated):
+    def forward(self, x, scale):
+        normed = self.norm(x)
+        y, gate = self.scaled(normed, scale[:, None])
+        return y + gate + normed
+
+
+class ReadTwice(Modulated):
+    def forward(self, x, scale):
+        return self.twice(self.norm(x), scale[:, None])
+
+
+class Written(Modulated):
+    def forward(self, x, scale):
+        return self.written(self.norm(x), scale[:, None] * 1)
+
+
+SERVED = ByAFunction, ByAMethod
+OTHERS = ReadAgain, ReadTwice, Written
+
+
+def operands():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, 5, 64, generator=generator).bfloat16(), torch.randn(
+        2, 64, generator=generator
+    ).bfloat16()
+
+
+@pytest.mark.parametrize("cls", [*SERVED, *OTHERS])
+def test_the_bits_are_the_same(cls):
+    model = cls()
+    expected = model(*operands())
+    patch_model(model)
+    with use_backend("triton"), Operators() as operators:
+        assert torch.equal(model(*operands()), expected)
+    assert (operators.counts["mul"] == 0) == (cls in SERVED)
+
+
+@pytest.mark.parametrize("cls", SERVED)
+def test_gradients(cls):
+    def gradients(model):
+        x, scale = (t.float().requires_grad_() for t in operands())
+        return torch.autograd.grad(model(x, scale).square().sum(), [x, scale])
+
+    model = cls()
+    expected = gradients(model)
+    patch_model(model)
+    with use_backend("triton"):
+        for ours, theirs in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_helper_that_is_replaced_after_the_patch_is_given_the_norms_result():
+    model = ByAMethod()
+    patch_model(model)
+    model.scaled = lambda normed, condition: (normed.sum(), condition.sum())
+    x, scale = operands()
+    with use_backend("triton"):
+        assert model(x, scale).shape == ()
+
+
+def test_a_hook_on_the_norm_sees_what_it_returns():
+    model, seen = ByAMethod(), []
+    patch_model(model)
+    model.norm.register_forward_hook(lambda module, args, y: seen.append(y.shape))
+    with use_backend("triton"):
+        model(*operands())
+    assert seen == [(2, 5, 64)]
