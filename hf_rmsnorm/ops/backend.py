@@ -103,9 +103,7 @@ def _leave(device: torch.device) -> None:
 
 
 def left_alone(x: torch.Tensor) -> bool:
-    """Whether no kernel runs on x's device. Each forward asks this first, so it is
-    cheap.
-    """
+    """Whether no kernel runs on x's device. Each forward on a CPU asks this first."""
     if chosen.backend != "auto" or type(x) is not _Tensor:
         return False
     if x.is_cpu:

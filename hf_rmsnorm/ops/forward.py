@@ -112,7 +112,7 @@ def _made(
     total = x
     if residual is not None and residual.element_size() > x.element_size():
         total = residual
-    if launches.fits is not None and not launches.fits(total, weight, bias, gate):
+    if launches.suits is not None and not launches.suits(total, weight, bias, gate):
         return None
     return kernels().NormForward(
         spec, operands, aligned, stats, keep_sum, launches.modulation

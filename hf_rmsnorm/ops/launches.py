@@ -27,7 +27,7 @@ class Launches:
 
     Args:
         spec: the formula.
-        fits: ``fits(x, weight, bias, gate)`` says whether the formula is what such
+        suits: ``suits(x, weight, bias, gate)`` says whether the formula is what such
             tensors are to be computed by; asked once for each key.
         modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is
             ``1 + scale``, ``"multiply_after"`` the scale alone.
@@ -41,12 +41,12 @@ class Launches:
     def __init__(
         self,
         spec: NormSpec,
-        fits: Callable[..., bool] | None = None,
+        suits: Callable[..., bool] | None = None,
         modulation: str = "modulate_after",
     ):
         self.spec = spec
         self.modulation = modulation
-        self.fits = fits
+        self.suits = suits
         self.kept: dict[tuple, object] = {}
         _all.add(self)
 

@@ -51,7 +51,7 @@ def modulated_norm(
     return None, made
 
 
-def why_apart(spec: NormSpec, operands: tuple, one_plus: bool = True) -> str:
+def why_apart(spec: NormSpec, operands: tuple) -> str:
     """Why `modulated_norm` leaves such operands to the plain operators; "" where the
     reason is another.
     """

@@ -132,7 +132,8 @@ def verify_equivalence(
         greedy = compare_greedy(own_texts, texts, margin)
     rotations = []
     if is_text_alone(reference, batches):
-        rotations = [check.path for check in parts["fused"] if "rot" in check.path]
+        pieces = [check.path.partition(": ") for check in parts["fused"]]
+        rotations = [path for path, _, piece in pieces if "rot" in piece]
     return EquivalenceReport(
         model=type(reference).__name__,
         dtype=str(first_parameter(reference).dtype).removeprefix("torch."),
@@ -140,7 +141,7 @@ def verify_equivalence(
         logits=logits,
         noise_floor=floor,
         greedy=greedy,
-        text_positions=tuple(path.partition(":")[0] for path in rotations),
+        text_positions=tuple(rotations),
         quantised=dict(Counter(type(module).__name__ for module in quantised)),
         **parts,
     )

@@ -1,6 +1,4 @@
-"""The one tolerance policy: a result is judged against float64, by the error that
-Hugging Face eager itself makes.
-"""
+"""The tolerance against float64: the error that Hugging Face eager itself makes."""
 
 import math
 
