@@ -88,6 +88,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
+def the_interpreter_stays():
+    """A test that leaves TRITON_INTERPRET changed is named, not those behind it."""
+    before = dict(os.environ)
+    yield
+    after = os.environ.get("TRITON_INTERPRET")
+    if "TRITON_INTERPRET" in before:
+        os.environ["TRITON_INTERPRET"] = before["TRITON_INTERPRET"]
+    assert after == before.get("TRITON_INTERPRET")
+
+
+@pytest.fixture(autouse=True)
 def the_same_random_numbers_in_any_order():
     """A test that passes by itself passes after any other."""
     torch.manual_seed(0)

@@ -110,7 +110,7 @@ class Recipe:
         """
         changed = []
         for name, value in self.settings:  # asked by every call
-            now = getattr(module, name, None)
+            now = getattr(module, name, "gone")
             if now is not value and (type(now) is not type(value) or now != value):
                 changed.append(f"{name} is now {now}")
         for name in self.absent:

@@ -41,7 +41,8 @@ def build(family, way=None, dtype=torch.float32, **config):
     """A tiny model in training mode, without dropout, on the kernels if patched in a
     way.
     """
-    model = tiny_models.build(family, dtype, **SIZES.get(family, {}), **config).train()
+    config = SIZES.get(family, {}) | config
+    model = tiny_models.build(family, dtype, **config).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
