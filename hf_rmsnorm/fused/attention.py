@@ -3,8 +3,8 @@ one launch.
 
 A forward calls these functions once it was compiled again from its own source, by
 `patching.layers.qk`. The norms wait for the rotation: only transposes stand between,
-and those do not move the last dimension, along which both work. So a norm that has to
-be called, as it has a hook, is called with what it would have got at its own place.
+and those do not move the last dimension, along which both work. A norm that has a hook
+is called at its own place, because the hook sees its input there.
 """
 
 import types
@@ -41,65 +41,89 @@ class RotaryProof(NamedTuple):
 rotary_proofs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
+class Waiting(NamedTuple):
+    """Norms that wait for the rotation, each with (weight, bias, formula)."""
+
+    norms: tuple
+    operands: tuple
+
+
+def waiting(*norms) -> Waiting | None:
+    """The norms, if all may be computed where the forward rotates; None if one has to
+    be called at its own place, as it has a hook.
+    """
+    operands = tuple(operands_ahead(norm) for norm in norms)
+    if None not in operands:
+        return Waiting(norms, operands)
+    if watchers:
+        note(QK, norms, None)
+    return None
+
+
+def norm_now(norms: Waiting | None, norm, rows):
+    """``norm(rows)``; the rows, where the norms wait for the rotation."""
+    return norm(rows) if norms is None else rows
+
+
 def norm_and_rotate(
-    norms: tuple | None, transposed: bool, rotate: Callable, q, k, cos, sin
+    norms: Waiting | None, transposed: bool, rotate: Callable, q, k, cos, sin
 ) -> tuple:
     """(q, k), normalised by two norms, and rotated as ``rotate(q, k, cos, sin)`` does.
 
     Args:
-        norms: None where the forward did not come to them.
+        norms: None where they were called, or where the forward did not come to them.
         transposed: the forward transposed q and k behind the norms.
     """
     if norms is None:
         return rotate(q, k, cos, sin)
     rotated = _in_one_launch(norms, rotate, False, q, k, cos, sin)
     if watchers:
-        note(QK, norms, q)
+        note(QK, norms.norms, q)
     if rotated is not None:
         return rotated
     return rotate(*norm_each(norms, transposed, q, k), cos, sin)
 
 
-def norm_and_rotate_one(norms: tuple, transposed: bool, rotate: Callable, x, cos, sin):
+def norm_and_rotate_one(
+    norms: Waiting | None, transposed: bool, rotate: Callable, x, cos, sin
+):
     """``rotate(norm(x), cos, sin, unsqueeze_dim=2)`` by the one norm, in one launch
     where that gives the same bits.
     """
+    if norms is None:
+        return rotate(x, cos, sin, unsqueeze_dim=2)
     rotated = None
     if type(x) is torch.Tensor and x.dim() == 4:
         q = x.transpose(1, 2)
         no_heads = q.detach()[:, :0]
-        rotated = _in_one_launch(norms * 2, rotate, True, q, no_heads, cos, sin)
+        rotated = _in_one_launch(norms, rotate, True, q, no_heads, cos, sin)
     if watchers:
-        note(QK, norms, x)
+        note(QK, norms.norms, x)
     if rotated is not None:
         return rotated[0].transpose(1, 2)
     (normed,) = norm_each(norms, transposed, x)
     return rotate(normed, cos, sin, unsqueeze_dim=2)
 
 
-def norm_each(norms: tuple | None, transposed: bool, *tensors) -> tuple:
-    """The tensors, each normalised by its own norm."""
+def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
+    """The tensors, each normalised by its own norm if that waits."""
     if norms is None:
         return tensors
     results = []
-    for norm, x in zip(norms, tensors, strict=True):
+    for norm, x in zip(norms.norms, tensors, strict=True):
         y = norm(x.transpose(1, 2) if transposed else x)
         results.append(y.transpose(1, 2) if transposed else y)
     return tuple(results)
 
 
 def _in_one_launch(
-    norms: tuple, rotate: Callable, one: bool, q, k, cos, sin
+    norms: Waiting, rotate: Callable, one: bool, q, k, cos, sin
 ) -> tuple | None:
-    """(q, k), normalised and rotated; None where no single launch does that with the
-    same bits.
-    """
+    """(q, k), normalised and rotated; None where no single launch does that."""
     if not all(type(t) is torch.Tensor for t in (q, k, cos, sin)):
         return None
-    of_q, of_k = (operands_ahead(norm) for norm in norms)
-    if of_q is None or of_k is None:
-        return None
-    (q_weight, _, spec), (k_weight, _, k_spec) = of_q, of_k
+    q_weight, _, spec = norms.operands[0]
+    k_weight, _, k_spec = norms.operands[-1]
     if spec != k_spec or spec.functional or spec.has_bias:
         return None
     proof = rotary_proofs.get(rotate) if type(rotate) is types.FunctionType else None
@@ -112,4 +136,4 @@ def _in_one_launch(
     if way is None:
         return None
     operands = q, k, q_weight, k_weight, cos, sin
-    return run_qk(launches_for(norms[0], spec), operands, way)
+    return run_qk(launches_for(norms.norms[0], spec), operands, way)

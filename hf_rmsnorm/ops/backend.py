@@ -258,6 +258,8 @@ def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
     reason = why_not(spec, x, weight, bias, gate)
     if reason is None:
         return "triton"
+    if chosen.backend == "triton" and not x.numel():
+        return "reference"  # no rows are no launch
     if chosen.backend == "triton":
         raise RuntimeError(f"use_backend('triton'): {reason}")
     return "original"

@@ -84,7 +84,7 @@ def verify_equivalence(
     Raises:
         ValueError: empty inputs, or token ids outside the vocabulary; a model of
             unknown inputs, or without outputs to compare; models with different
-            vocabularies.
+            vocabularies; different modules, unless norms is False.
         TypeError: a model that is not a module, inputs that are neither tensors nor
             mappings.
 
@@ -219,11 +219,19 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
     if candidate is reference:
         norms = {path: norm for path, norm in modules.items() if keeps_formula(norm)}
         return {path: (norm, None) for path, norm in norms.items()}
-    return {
-        path: (modules[path], module)
-        for path, module in reference.named_modules()
-        if path in modules and next(module.children(), None) is None
-    }
+    leaves, others = _leaves(modules), _leaves(dict(reference.named_modules()))
+    alone = sorted(leaves.keys() ^ others.keys())
+    if alone:
+        raise ValueError(
+            f"the architectures differ: one of the models has no {alone[0]}; "
+            "pass norms=False to compare outputs alone"
+        )
+    return {path: (leaves[path], module) for path, module in others.items()}
+
+
+def _leaves(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The modules without children."""
+    return {p: m for p, m in modules.items() if next(m.children(), None) is None}
 
 
 def _listed(model: nn.Module, checks: list[Check]) -> list[Check]:

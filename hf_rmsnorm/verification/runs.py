@@ -99,5 +99,11 @@ def compare_greedy(reference: list, candidate: list, tie_margin: float) -> Check
             why = f"leads by {margin:.3g} (rounding explains {tie_margin:.3g})"
             text = f"{what}, whose logit {why}"
             differences.append(Check("", margin <= tie_margin, text, count, 1))
+    lengths = [
+        sum(tokens.numel() for tokens, _ in side) for side in (reference, candidate)
+    ]
+    if not differences and lengths[0] != lengths[1]:
+        text = f"{lengths[1]} tokens instead of {lengths[0]}"
+        differences.append(Check("", False, text, count, 1))
     same = Check("", True, f"{count} tokens, all equal", count)
     return min(differences, key=lambda check: check.passed, default=same)

@@ -38,9 +38,12 @@ def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
     taken = []
     for dims in every:
         probe.dims = dims
-        rows = trial.normal(1 if dims == fewest else 4, trial.size)
+        rows = trial.normal(2 ** (dims - fewest), trial.size)
         with contextlib.suppress(Unusable):
-            if not trial.agrees(recipe, rows):
+            agrees = trial.agrees(recipe, rows)
+            if not recipe.only_float32:
+                agrees = agrees and trial.agrees(recipe, rows, *[torch.bfloat16] * 3)
+            if not agrees:
                 raise NotInFamily(
                     f"on {dims}-dimensional input its result is not that of {recipe.spec}"
                 )

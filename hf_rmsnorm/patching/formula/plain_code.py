@@ -115,6 +115,9 @@ class _Code:
         """
         if name == "training":
             raise NotPlain("its forward reads self.training")
+        member = inspect.getattr_static(type(self.module), name, None)
+        if isinstance(member, property):
+            self.read_function(member.fget, f"self.{name}", takes_module=True)
         value = getattr(self.module, name, None)
         self.attributes.add(name)
         if is_plain(value):

@@ -141,9 +141,8 @@ class Probe:
         if inner == 0:
             leading = (count,)
         elif inner > 0:
-            first = 2 if count % 2 == 0 else 1
-            ones = [1] * (inner - 1)
-            leading = (first, *ones, count // first)
+            size = 1 if count % 2**inner else 2
+            leading = (*[size] * inner, count // size**inner)
         x = rows.reshape(*leading, *row)
         if self.layout == "channels_first":
             x = x.movedim(-1, 1)

@@ -1,14 +1,15 @@
 """Norms of q and k in front of a rotary embedding, found in the source of one forward,
 and put in one launch with it.
 
-    q = self.q_norm(rows).transpose(1, 2)          norms = self.q_norm, self.k_norm
-    k = self.k_norm(others).transpose(1, 2)        q = rows.transpose(1, 2)
-    v = self.v_proj(x)                       ->    k = others.transpose(1, 2)
+    q = self.q_norm(rows).transpose(1, 2)          norms = waiting(self.q_norm, self.k_norm)
+    k = self.k_norm(others).transpose(1, 2)        q = norm_now(norms, self.q_norm, rows).transpose(1, 2)
+    v = self.v_proj(x)                       ->    k = norm_now(norms, self.k_norm, others).transpose(1, 2)
     q, k = apply_rotary_pos_emb(q, k, cos, sin)    v = self.v_proj(x)
                                                    q, k = norm_and_rotate(norms, True, apply_rotary_pos_emb, q, k, ...)
 
-    x = self.q_norm(x)                             norms = self.q_norm,
-    x = rotate(x, cos, sin, unsqueeze_dim=2) ->    x = norm_and_rotate_one(norms, False, rotate, x, ...)
+    x = self.q_norm(x)                             norms = waiting(self.q_norm)
+    x = rotate(x, cos, sin, unsqueeze_dim=2) ->    x = norm_now(norms, self.q_norm, x)
+                                                   x = norm_and_rotate_one(norms, False, rotate, x, ...)
 
 Between a norm and the rotation a forward may transpose q and k, and may do what can
 neither read nor write them: compute, and call children on its own arguments. The
@@ -35,10 +36,14 @@ from .statements import (
 
 _LOAD = ast.Load()
 _NORMS = "_hf_rmsnorm_norms"
+_WAITING = "_hf_rmsnorm_waiting"
+_NORM_NOW = "_hf_rmsnorm_norm_now"
 _ROTATE = "_hf_rmsnorm_norm_and_rotate"
 _ROTATE_ONE = "_hf_rmsnorm_norm_and_rotate_one"
 _NORM_EACH = "_hf_rmsnorm_norm_each"
 _HELPERS = {
+    _WAITING: run_time.waiting,
+    _NORM_NOW: run_time.norm_now,
     _ROTATE: run_time.norm_and_rotate,
     _ROTATE_ONE: run_time.norm_and_rotate_one,
     _NORM_EACH: run_time.norm_each,
@@ -279,13 +284,17 @@ def _put_off(definition: ast.FunctionDef, rotation: _Rotation) -> None:
     first = rotation.tensors[0]
     norms = [copy.deepcopy(normed.norm.func) for normed in rotation.tensors]
     for normed in rotation.tensors:
-        Replace(normed.norm, normed.norm.args[0]).visit(normed.statement)
+        norm = normed.norm
+        names = ast.Name(_NORMS, _LOAD), norm.func
+        now = call(_NORM_NOW, norm, *names, norm.args[0])
+        Replace(norm, now).visit(normed.statement)
     outer = next(
         at
         for at, statement in enumerate(definition.body)
         if any(node is first.statement for node in ast.walk(statement))
     )
-    _insert(first.block, first.block.index(first.statement), ast.Tuple(norms, _LOAD))
+    wait = call(_WAITING, first.norm, *norms)
+    _insert(first.block, first.block.index(first.statement), wait)
     if first.block is not definition.body:
         _insert(definition.body, outer, ast.Constant(None))
     waiting = ast.Name(_NORMS, _LOAD), ast.Constant(first.transposed)

@@ -127,7 +127,7 @@ def only_computes(
         case ast.Attribute(inner, name):
             return name in FACTS and only_computes(inner, inputs)
         case ast.Call(ast.Attribute(inner, name), arguments, keywords) if (
-            name in _METHODS
+            name in _METHODS and all(k.arg not in (None, "out") for k in keywords)
         ):
             parts = [inner, *arguments, *(keyword.value for keyword in keywords)]
         case ast.Call():

@@ -242,7 +242,8 @@ class _Exchange(ast.NodeTransformer):
             case _:
                 return
         is_dead = name == body[at].targets[0].id or not is_read_later(name, later)
-        if is_dead and not reads(total.left, {name}):
+        moves = only_computes(product, self._inputs) or isinstance(total.left, ast.Name)
+        if is_dead and moves and not reads(total.left, {name}):
             total.right = product
             body[at - 1] = ast.copy_location(ast.Pass(), body[at - 1])
 
