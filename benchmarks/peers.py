@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.tolerance import assert_as_accurate
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.attention import norm_and_rotate
+from hf_rmsnorm.fused.attention import norm_and_rotate, waiting
 from hf_rmsnorm.fused.sums import add_and_norm
 from hf_rmsnorm.patching.layers.rotary import is_rotary
 from hf_rmsnorm.reference import reference_norm
@@ -258,7 +258,7 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
 
         def call(q, k):
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-            return norm_and_rotate(tuple(fused), True, rotate, q, k, *tables)
+            return norm_and_rotate(waiting(*fused), True, rotate, q, k, *tables)
 
     elif kind.startswith("q/k norm"):
         q_norm, k_norm = fused

@@ -136,7 +136,8 @@ def test_bad_arguments_get_one_line(capsys, arguments, message):
     assert message in line
 
 
-def test_without_a_gpu_it_says_so(capsys):
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the run sets
     assert main(["gpu", "--only", "host"]) == 2
     said = "error: torch sees no GPU; --dry-run rehearses on the CPU\n"
     assert capsys.readouterr().err == f"python -m benchmarks: {said}"
