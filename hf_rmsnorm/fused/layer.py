@@ -33,24 +33,30 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
         return None
     if not (recipe.is_simple or (restricted and recipe.is_of_rows)):
         return None
-    if _is_hooked(norm):
+    if why_called(norm):
         return None
     return operands(norm, recipe)
 
 
-def _is_hooked(norm: torch.nn.Module) -> bool:
-    """Whether anything but the forward of its class runs when a norm is called."""
-    state = norm.__dict__
-    return bool(
-        "forward" in state
-        or "_hf_hook" in state
-        or norm._forward_pre_hooks
+def why_called(norm: torch.nn.Module) -> str:
+    """Why a norm has to be called as a module: what runs besides the forward of its
+    class; "" if nothing does.
+    """
+    if (
+        norm._forward_pre_hooks
         or norm._forward_hooks
         or norm._backward_hooks
         or norm._backward_pre_hooks
-        or "parametrizations" in norm._modules  # its weight is computed once a call
-        or _any_global_hook()
-    )
+    ):
+        return "the norm has a hook, which sees what the norm is called with"
+    state = norm.__dict__
+    if "forward" in state or "_hf_hook" in state:
+        return "the norm's forward is wrapped, by accelerate for example"
+    if "parametrizations" in norm._modules:
+        return "the norm's weight is parametrized: a call computes it"
+    if _any_global_hook():
+        return "torch has a hook on every module"
+    return ""
 
 
 _classes: dict[tuple, type] = {}

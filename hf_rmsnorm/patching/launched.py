@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..fused import watch
+from ..fused.layer import why_called
 from ..fused.norm import recipe_of
 from ..fused.recipe import tensor_of
 from ..kernels.counting import counting_into
@@ -154,7 +155,7 @@ def _why_not_launched(norms: list[nn.Module], x) -> str:
     """Why no kernel was launched for a piece with these patched norms, of x."""
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
-    called = next(filter(None, map(_why_called, norms)), "")
+    called = next(filter(None, map(why_called, norms)), "")
     if not isinstance(x, torch.Tensor):
         return called or UNKNOWN
     norm = norms[0]
@@ -168,23 +169,6 @@ def _why_not_launched(norms: list[nn.Module], x) -> str:
     rows = x.movedim(1, -1) if recipe.layout == "channels_first" and x.dim() > 1 else x
     reason = why_not(spec, rows, *tensors, gate)
     return reason or called or recipe.notes() or UNKNOWN
-
-
-def _why_called(norm: nn.Module) -> str:
-    """Why a patched norm has to be called as a module; "" if nothing about the norm
-    requires it.
-    """
-    hooks = (
-        *norm._forward_hooks,
-        *norm._forward_pre_hooks,
-        *norm._backward_hooks,
-        *norm._backward_pre_hooks,
-    )
-    if hooks:
-        return "the norm has a hook, which sees what the norm is called with"
-    if "forward" in norm.__dict__ or "_hf_hook" in norm.__dict__:
-        return "the norm's forward is wrapped, by accelerate for example"
-    return ""
 
 
 def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ...fused.recipe import Recipe
-from .inputs import NotInFamily, Trial
+from .inputs import ALL_BF16, NotInFamily, Trial
 from .probe import Unusable
 
 MOST_DIMS = 6
@@ -42,7 +42,7 @@ def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
         with contextlib.suppress(Unusable):
             agrees = trial.agrees(recipe, rows)
             if not recipe.only_float32:
-                agrees = agrees and trial.agrees(recipe, rows, *[torch.bfloat16] * 3)
+                agrees = agrees and trial.agrees(recipe, rows, *ALL_BF16)
             if not agrees:
                 raise NotInFamily(
                     f"on {dims}-dimensional input its result is not that of {recipe.spec}"

@@ -14,14 +14,14 @@ from ...fused.recipe import Recipe
 from ...reference import reference_norm
 from .check import prove
 from .closeness import affine, close
-from .inputs import Dtypes, NotInFamily, Trial
+from .inputs import ALL_BF16, Dtypes, NotInFamily, Trial
 from .probe import Neutral, Probe, Unusable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Room for a float32 square root and its reciprocal, each rounded, when eps is read back
 # from an output.
 EPS_READING = 2e-6
-SAME_DTYPES = (Dtypes(BF16, BF16, BF16), Dtypes(FP16, FP16, FP16))
+SAME_DTYPES = (ALL_BF16, Dtypes(FP16, FP16, FP16))
 MIXED_DTYPES = (Dtypes(FP32, BF16, FP32), Dtypes(BF16, FP32, BF16))
 MIXED_GATES = (Dtypes(FP32, FP32, BF16), Dtypes(BF16, BF16, FP32))
 EPS_OF_TORCH = torch.finfo(FP32).eps  # that of F.rms_norm, where none is given

@@ -33,6 +33,9 @@ class Dtypes(NamedTuple):
     gate: torch.dtype = torch.float32
 
 
+ALL_BF16 = Dtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+
+
 class Trial:
     """One probed module, and the inputs and tensors that it is tried with.
 

@@ -28,6 +28,7 @@ from .statements import (
     is_product,
     is_read_later,
     is_sum,
+    norm_input,
     only_computes,
     reads,
 )
@@ -153,10 +154,8 @@ class Modulations(ast.NodeTransformer):
         return self._computes(other) and not reads(norm, bound(other))
 
     def _is_norm(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Call(ast.Attribute(ast.Name(self.itself), name), [rows], []):
-                return name in self.norms and self._computes(rows)
-        return False
+        rows = norm_input(node, self.itself, self.norms)
+        return rows is not None and self._computes(rows)
 
     def _computes(self, node: ast.AST) -> bool:
         return only_computes(

@@ -30,6 +30,7 @@ from .statements import (
     Replace,
     captured,
     is_plain_test,
+    norm_input,
     only_computes,
     reads,
 )
@@ -241,10 +242,7 @@ class _Search:
         return None
 
     def _is_norm(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Call(ast.Attribute(ast.Name(self.itself), name), [rows], []):
-                return name in self.norms and not isinstance(rows, ast.Starred)
-        return False
+        return norm_input(node, self.itself, self.norms) is not None
 
     def _may_pass(self, statement: ast.stmt, names: list[str]) -> bool:
         """Whether a statement can neither read nor write the tensors with these names."""

@@ -1,7 +1,7 @@
 """What the statements of a forward do with its variables. Only the source is read."""
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 MODULATED = "_hf_rmsnorm_modulated"  # the name of `fused.modulated.modulated`
 FACTS = {"shape", "dtype", "device", "ndim"}  # asked without getting hold of the tensor
@@ -78,6 +78,18 @@ def is_modulated(node: ast.AST) -> bool:
         case ast.Call(ast.Name(name)):
             return name == MODULATED
     return False
+
+
+def norm_input(node: ast.AST | None, itself: str, norms: Set[str]) -> ast.expr | None:
+    """The x in ``self.norm(x)``, a call of one of these child norms with one input; None
+    of anything else.
+    """
+    match node:
+        case ast.Call(ast.Attribute(ast.Name(owner), name), [rows], []) if (
+            owner == itself and name in norms and not isinstance(rows, ast.Starred)
+        ):
+            return rows
+    return None
 
 
 def alias_of(statement: ast.stmt, names: Iterable[str]) -> set[str]:

@@ -42,6 +42,7 @@ from .statements import (
     is_read_later,
     is_sum,
     leaves,
+    norm_input,
     only_adds_and_scales,
     only_computes,
     reads,
@@ -242,8 +243,12 @@ class _Exchange(ast.NodeTransformer):
             case _:
                 return
         is_dead = name == body[at].targets[0].id or not is_read_later(name, later)
-        moves = only_computes(product, self._inputs) or isinstance(total.left, ast.Name)
-        if is_dead and moves and not reads(total.left, {name}):
+        if not is_dead or reads(total.left, {name}):
+            return
+        # The product is then computed behind the other summand. Dropouts of both
+        # would draw their numbers in another order.
+        may_move = only_computes(product, self._inputs)
+        if may_move or isinstance(total.left, ast.Name):
             total.right = product
             body[at - 1] = ast.copy_location(ast.Pass(), body[at - 1])
 
@@ -295,11 +300,10 @@ class _Exchange(ast.NodeTransformer):
         """What a norm is computed with: its input, and its scale and shift; None of
         another call.
         """
-        match node:
-            case ast.Call(ast.Attribute(ast.Name(self.itself), name), [rows], []):
-                is_norm = name in self.norms and not isinstance(rows, ast.Starred)
-                return [rows] if is_norm else None
-        return [node.args[0], *node.args[2:]] if is_modulated(node) else None
+        if is_modulated(node):
+            return [node.args[0], *node.args[2:]]
+        rows = norm_input(node, self.itself, self.norms)
+        return None if rows is None else [rows]
 
     def _note(self, norm: ast.Call, adds: bool) -> None:
         """Note a norm in words."""
