@@ -15,6 +15,7 @@ import torch
 import transformers
 from places import PYTHONPATH, ROOT
 from safetensors.torch import save_file
+from towers import AUDIO, IMAGE, TEXT
 
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
@@ -299,24 +300,6 @@ def test_verify_takes_the_stored_dtype_and_random_ids_where_there_is_no_tokenize
     ]
 
 
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-IMAGE, TEXT = (
-    {**TOWER, "image_size": 16, "patch_size": 8},
-    {**TOWER, "vocab_size": 64, "max_position_embeddings": 16},
-)
-AUDIO = {
-    "conv_dim": (16, 16),
-    "conv_stride": (5, 16),
-    "conv_kernel": (10, 16),
-    "num_conv_pos_embedding_groups": 2,
-}
-
-
 @pytest.mark.parametrize(
     "name, config, norms",
     [
@@ -335,10 +318,10 @@ AUDIO = {
             transformers.SiglipConfig(text_config=TEXT, vision_config=IMAGE),
             7,
         ),
-        ("Wav2Vec2Model", transformers.Wav2Vec2Config(**TOWER, **AUDIO), 4),
+        ("Wav2Vec2Model", transformers.Wav2Vec2Config(**AUDIO), 4),
         (
             "Wav2Vec2ForCTC",
-            transformers.Wav2Vec2Config(vocab_size=32, **TOWER, **AUDIO),
+            transformers.Wav2Vec2Config(vocab_size=32, **AUDIO),
             4,
         ),
     ],

@@ -13,7 +13,9 @@ import accelerate
 import pytest
 import tiny_models
 import torch
+import towers
 import transformers
+from towers import IMAGE
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -515,24 +517,8 @@ def test_an_error_in_the_middle_changes_nothing(patch_first):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-IMAGE, WORDS = (
-    {**TOWER, "image_size": 16, "patch_size": 8},
-    {**TOWER, "vocab_size": 64, "max_position_embeddings": 16},
-)
-AUDIO = {
-    "conv_dim": (16, 16),
-    "conv_stride": (5, 16),
-    "conv_kernel": (10, 16),
-    "num_conv_pos_embedding_groups": 2,
-}
-AUDIO |= {**TOWER, "vocab_size": 32}
-BOTH = {"text_config": WORDS, "vision_config": IMAGE}
+AUDIO = {**towers.AUDIO, "vocab_size": 32}
+BOTH = {"text_config": towers.TEXT, "vision_config": IMAGE}
 WHISPER = {
     "d_model": 16,
     "encoder_layers": 1,
@@ -565,7 +551,7 @@ WHISPER |= {"bos_token_id": 1, "eos_token_id": 2}
         ("CLIPModel", ("CLIPConfig", {**BOTH, "projection_dim": 16}), 7, 2 + 2),
         ("SiglipModel", ("SiglipConfig", BOTH), 7, 2 + 2),
         ("WhisperForConditionalGeneration", ("WhisperConfig", WHISPER), 7, 2 * 8),
-        ("LlamaModel", ("LlamaConfig", WORDS), 3, 2 * 8),
+        ("LlamaModel", ("LlamaConfig", towers.TEXT), 3, 2 * 8),
     ],
 )
 def test_a_model_needs_no_inputs(name, config, norms, rows):
