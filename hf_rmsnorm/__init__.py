@@ -22,7 +22,6 @@ _MODULES = {
     "Recentre": "integrations.finetuned",
     "convert_checkpoint": "conversion",
     "count_launches": "patching",
-    "inspect_norms": "verification",
     "is_patched": "patching",
     "layer_norm": "ops",
     "patch_model": "patching",

@@ -17,7 +17,6 @@ from .patching import patch_model as patch_model
 from .patching import patched as patched
 from .patching import unpatch_model as unpatch_model
 from .verification import EquivalenceReport as EquivalenceReport
-from .verification import inspect_norms as inspect_norms
 from .verification import verify_equivalence as verify_equivalence
 
 __version__: str

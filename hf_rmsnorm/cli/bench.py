@@ -20,7 +20,6 @@ from .common import (
     announce,
     pick_device,
 )
-from .inspect import read_text
 
 ROUNDS = 5  # of each side
 PROMPT = 64  # tokens of the prompt
@@ -50,7 +49,7 @@ def run(args) -> Result:
     model = models.load_model(source, dtype, device, "time patch_model from Python")
     tokenizer = models.load_tokenizer(source)
     length = min(args.length, max_positions(model.config))
-    ids = models.tokens(model, tokenizer, read_text(None), length)
+    ids = models.tokens(model, tokenizer, models.help_texts(), length)
     where = runs_on(device)
     data = {
         "model": source.name,

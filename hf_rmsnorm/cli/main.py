@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from .. import __version__
-from . import bench, convert, env, inspect, report, verify
+from . import bench, convert, env, report, verify
 from .common import one_line, say
 
-COMMANDS = (report, verify, inspect, convert, bench, env)
+COMMANDS = (report, verify, convert, bench, env)
 
 
 class Parser(argparse.ArgumentParser):

@@ -77,6 +77,13 @@ def load_tokenizer(source: Source):
         return AutoTokenizer.from_pretrained(source.where, **source.kwargs)
 
 
+def help_texts() -> str:
+    """Python's help texts: a long text that is on every machine."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
 def tokens(model, tokenizer, text: str, limit: int):
     """Token ids of text, (1, n) on the model's device, n at most limit; seeded random
     ids without a tokenizer.

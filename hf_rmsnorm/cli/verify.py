@@ -20,7 +20,6 @@ from .common import (
     interpret_on_cpu,
     pick_device,
 )
-from .inspect import read_text
 
 
 def add_arguments(parser) -> None:
@@ -108,7 +107,9 @@ def _inputs(args, source, model):
     inputs = models.other_inputs(model, args.inputs)
     if inputs is not None:
         return inputs
-    prompt = read_text(None) if args.prompt is None else args.prompt
+    prompt = args.prompt
+    if prompt is None:
+        prompt = models.help_texts()
     length = prompt_length(model.config, args.max_tokens, args.max_new_tokens)
     ids = models.tokens(model, models.load_tokenizer(source), prompt, length)
     if model.config.is_encoder_decoder:

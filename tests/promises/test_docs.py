@@ -44,7 +44,7 @@ COSTLY = (
     "generate(",
     "range(3)",
     "backward()",
-    "inspect_",
+    "NaiveSwap",
 )
 
 
@@ -189,10 +189,8 @@ def test_a_cheap_command_runs(name, capsys):
 
 # hf-rmsnorm verify and convert are run by tests/promises/cli, at length.
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "line", ["hf-rmsnorm inspect demo:gpt2", "hf-rmsnorm convert demo:gpt2 --plan"]
-)
-def test_a_command_that_only_reads_runs(line, capsys):
+def test_a_command_that_only_reads_runs(capsys):
+    line = "hf-rmsnorm convert demo:gpt2 --plan"
     assert any(shown.startswith(line) for _, shown in pages.commands())
     assert main(shlex.split(line)[1:]) == 0
 

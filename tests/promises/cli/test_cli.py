@@ -393,13 +393,8 @@ def test_verify_says_why_a_converted_model_keeps_its_layer_norms(capsys, tmp_pat
     assert "each norm that the conversion recorded stays" in " ".join(out.split())
 
 
-def test_inspect_refuses_to_set_another_model_beside_it(capsys):
-    argv = ("inspect", "demo:gpt2", "--after", "demo:llama", "--max-tokens", "4")
-    assert "pass its conversion to --after" in fails(capsys, *argv)
-
-
 @pytest.mark.full
-def test_verify_and_inspect_keep_to_a_short_context(capsys, tmp_path):
+def test_verify_keeps_to_a_short_context(capsys, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(demo_path("gpt2"))
     tiny_models.build(
         "gpt2", vocab_size=len(tokenizer), n_positions=32
@@ -411,7 +406,6 @@ def test_verify_and_inspect_keep_to_a_short_context(capsys, tmp_path):
         and done["greedy"]["compared"] == 16
         and done["logits"]["tokens"] == 16
     )
-    assert run_json(capsys, "inspect", tmp_path)["tokens"] == 32
 
 
 def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
@@ -508,7 +502,6 @@ SHORT = {
         "fp32",
     ),
     "bench": ("generating", "--new-tokens", 1, "--length", 2),
-    "inspect": ("running demo:llama", "--max-tokens", 4),
 }
 
 
@@ -669,8 +662,6 @@ def test_demos_are_the_ones_in_the_help(capsys):
     assert all(f"demo:{name}" in out for name in DEMO_MODELS)
 
 
-@pytest.mark.parametrize(
-    "command", ["report", "verify", "inspect", "convert", "bench", "env"]
-)
+@pytest.mark.parametrize("command", ["report", "verify", "convert", "bench", "env"])
 def test_help_is_at_most_100_columns_wide(capsys, command):
     assert max(map(len, run(capsys, command, "--help")[1].splitlines())) <= 100

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import tiny_models
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from transformers import (
     AutoModel,
@@ -38,7 +39,6 @@ from hf_rmsnorm.conversion import (
     plan_conversion,
 )
 from hf_rmsnorm.demo import demo_path
-from hf_rmsnorm.verification import inspect_norms
 
 GPT2 = demo_path("gpt2")
 
@@ -91,23 +91,32 @@ def test_it_loads_without_this_package_and_says_the_same(converted):
     assert written[0] == written[1]
 
 
+class NaiveSwap(torch.nn.LayerNorm):
+    """A LayerNorm that subtracts no mean."""
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps) + self.bias
+
+
+def perplexities(folder, ids):
+    """(the perplexity of a model, that of the model with its norms swapped naively)."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    before = model(ids, labels=ids).loss.exp().item()
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.__class__ = NaiveSwap
+    return before, model(ids, labels=ids).loss.exp().item()
+
+
+@torch.no_grad()
 def test_perplexity_is_equal_to_six_digits_and_a_naive_swap_is_not(converted):
     folder, _ = converted
     ids = text_ids(512)
-    source, result = (
-        inspect_norms(AutoModelForCausalLM.from_pretrained(where), ids)
-        for where in (GPT2, folder)
-    )
-    assert f"{source.perplexity:.6g}" == f"{result.perplexity:.6g}"
-    assert source.naive.perplexity > 1.02 * source.perplexity
-    assert f"{result.naive.perplexity:.6g}" == f"{source.perplexity:.6g}", (
-        "after the conversion the swap is exact"
-    )
-    assert (
-        max(norm.largest for norm in result.norms)
-        < 1e-6
-        < min(norm.median for norm in source.norms)
-    )
+    source, swapped = perplexities(GPT2, ids)
+    result, result_swapped = perplexities(folder, ids)
+    assert f"{source:.6g}" == f"{result:.6g}"
+    assert swapped > 1.02 * source
+    assert f"{result_swapped:.6g}" == f"{source:.6g}"
 
 
 def test_patched_it_runs_as_rms_norm(converted):
