@@ -13,6 +13,7 @@ from ..sources import find
 from . import models
 from .common import (
     DTYPES,
+    CliError,
     Result,
     add_count,
     add_device,
@@ -46,7 +47,10 @@ def run(args) -> Result:
     from ..verification.context import max_positions
 
     dtype = DTYPES.get(args.dtype, "auto")
-    model = models.load_model(source, dtype, device, "time patch_model from Python")
+    model = models.load_model(source, dtype, device)
+    if model.main_input_name != "input_ids":
+        what = f"{source.name} takes {model.main_input_name} and not a text"
+        raise CliError(f"{what}: time patch_model from Python")
     tokenizer = models.load_tokenizer(source)
     length = min(args.length, max_positions(model.config))
     ids = models.tokens(model, tokenizer, models.help_texts(), length)
@@ -86,14 +90,10 @@ def _generate(model, ids, new_tokens: int) -> dict:
     prompt = ids[:, : prompt_length(model.config, PROMPT, new_tokens)]
     count = min(new_tokens, max_positions(model.config) - prompt.shape[1])
     tokens, seconds = _in_turn(model, lambda: greedy(model, prompt, count))
-    original, patched = tokens
-    pairs = enumerate(zip(original, patched, strict=True))
-    different = [place for place, (a, b) in pairs if a != b]
     return {
         "new_tokens": count,
         "tokens_per_second": [count / median for median in seconds],
         "token_ids": tokens,
-        "first_difference": different[0] if different else None,
     }
 
 
@@ -125,15 +125,16 @@ def _in_turn(model, call) -> tuple[list, list[float]]:
 
     from .. import patch_model, unpatch_model
 
-    results = [None, None]
+    results = []
     seconds: list[list[float]] = [[], []]
     for _ in range(ROUNDS + 1):
-        for side, switch in enumerate((unpatch_model, patch_model)):
+        results = []
+        for times, switch in zip(seconds, (unpatch_model, patch_model), strict=True):
             switch(model)
             torch.manual_seed(0)  # of dropout
             start = time.perf_counter()
-            results[side] = call()  # which waits for the GPU, as it returns numbers
-            seconds[side].append(time.perf_counter() - start)
+            results.append(call())  # which waits for the GPU, as it returns numbers
+            times.append(time.perf_counter() - start)
     # the first run compiles kernels and fills caches
     return results, [statistics.median(times[1:]) for times in seconds]
 
@@ -144,21 +145,22 @@ def _text(data: dict) -> str:
         "{model}: {swapped} norms swapped, {dtype} on {device}".format(**data),
         f"{'':<42} {'original':>9} {'patched':>9}  speed-up",
     ]
-    if "tokens_per_second" in data:
-        what = "tokens per second ({new_tokens} new, batch 1)".format(**data)
+    if "token_ids" in data:
         original, patched = data["tokens_per_second"]
-        speedup = patched / original
-        lines.append(f"{row(what, original, patched)}  {speedup:.2f}")
-    if "step_ms" in data:
-        what = "ms per training step ({} x {} tokens)".format(*data["batch"])
+        what = "tokens per second ({new_tokens} new, batch 1)".format(**data)
+        lines.append(f"{row(what, original, patched)}  {patched / original:.2f}")
+    if "losses" in data:
         original, patched = data["step_ms"]
-        speedup = original / patched
-        lines.append(f"{row(what, original, patched)}  {speedup:.2f}")
+        what = "ms per training step ({} x {} tokens)".format(*data["batch"])
+        lines.append(f"{row(what, original, patched)}  {original / patched:.2f}")
         lines.append(row("loss", *data["losses"]))
     if "token_ids" in data:
-        place = data["first_difference"]
-        other = f"other tokens from new token {place} on: run hf-rmsnorm verify"
-        lines.append("the same tokens" if place is None else other)
+        original, patched = data["token_ids"]
+        same = original == patched
+        lines.append(
+            "the same tokens" if same else "other tokens: run hf-rmsnorm verify"
+        )
     ran = f"The norms ran in {data['backend_reason']}"
-    same = "" if data["backend"] == "triton" else "; both times are of the same code"
-    return "\n".join([*lines, fitted(f"{ran}{same}.")])
+    if data["backend"] != "triton":
+        ran += "; both times are of the same code"
+    return "\n".join([*lines, fitted(f"{ran}.")])

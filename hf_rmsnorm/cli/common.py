@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from contextlib import suppress
+import textwrap
 from dataclasses import dataclass
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -27,8 +27,7 @@ class Result:
 
 def one_line(text: object, limit: int = 400) -> str:
     """The text with every run of white space as one space, cut at limit characters."""
-    line = " ".join(str(text).split())
-    return line if len(line) <= limit else line[: limit - 3] + "..."
+    return textwrap.shorten(str(text), limit, placeholder="...")
 
 
 def say(text: str) -> None:
@@ -53,10 +52,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     text = "run the model code that the checkpoint brings"
     parser.add_argument("--trust-remote-code", action="store_true", help=text)
-
-
-def add_verbose(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--verbose", action="store_true", help=f"print {what}")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +85,12 @@ def pick_device(name: str | None):
     import torch
 
     name = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    with suppress(RuntimeError, AssertionError):
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
         # a word that torch does not know, a device that it does not find
-        device = torch.empty(0, device=name).device
-        if device.type != "meta":
-            return device
-    raise CliError(
-        f"there is no device {name!r} here: pass cpu, cuda or cuda:1, or leave --device out"
-    )
+        cure = "pass cpu, cuda or cuda:1, or leave --device out"
+        raise CliError(f"there is no device {name!r} here: {cure}") from error
 
 
 def interpret_on_cpu(device) -> None:

@@ -83,31 +83,23 @@ def _tried(device: str) -> dict:
     """`runs_on` a device, and ``"compiles"``: whether a kernel does, None if none is
     compiled.
     """
+    import torch
+
+    from .. import rms_norm, use_backend
     from ..ops.backend import runs_on
 
     record = runs_on(device) | {"compiles": None}
     if record["backend"] != "triton":
         return record
-    failure = _run_one_kernel(device)
-    if failure is not None:
-        record |= {"backend": "original", "compiles": False}
-        record["reason"] = f"plain PyTorch ({failure})"
-    elif not _interprets():
-        record["compiles"] = True
-        record["reason"] += "; one was compiled and ran"
-    return record
-
-
-def _run_one_kernel(device: str) -> str | None:
-    """Why a kernel did not run on a device, or None where it did."""
-    import torch
-
-    from .. import rms_norm, use_backend
-
     try:
         with use_backend("triton"):
             x = torch.ones(1, 16, device=device)
             rms_norm(x, x[0]).tolist()  # which waits for it
     except RuntimeError as error:
-        return "; ".join(str(error).splitlines())
-    return None
+        failure = "; ".join(str(error).splitlines())
+        record["reason"] = f"plain PyTorch ({failure})"
+        return record | {"backend": "original", "compiles": False}
+    if not _interprets():
+        record["compiles"] = True
+        record["reason"] += "; one was compiled and ran"
+    return record

@@ -58,7 +58,7 @@ def add_command(commands, name: str, module) -> None:
     summary = module.__doc__.splitlines()[0]
     sub = commands.add_parser(
         name,
-        help=summary[0].lower() + summary[1:].rstrip("."),
+        help=summary.rstrip("."),
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -97,9 +97,10 @@ def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("once", UserWarning)
         code = _run(parser.prog, args)
-    texts = [one_line(w.message) for w in caught if issubclass(w.category, UserWarning)]
-    for text in dict.fromkeys(texts):
-        print(f"{parser.prog}: warning: {text}", file=sys.stderr)
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            text = one_line(warning.message)
+            print(f"{parser.prog}: warning: {text}", file=sys.stderr)
     return code
 
 
@@ -124,4 +125,4 @@ def _run(program: str, args) -> int:
 def _as_json(data: dict) -> str:
     from ..verification.report import plain
 
-    return json.dumps(plain(data), indent=2, allow_nan=False)
+    return json.dumps(plain(data), indent=2)

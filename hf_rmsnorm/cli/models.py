@@ -50,19 +50,12 @@ def empty_model(source: Source):
     return model.eval()
 
 
-def load_model(source: Source, dtype: str, device, instead: str = ""):
-    """A model with its weights, in evaluation mode; `instead` is the cure if it takes
-    no text.
-    """
+def load_model(source: Source, dtype: str, device):
+    """A model with its weights, in evaluation mode."""
     _, cls = _config_and_class(source)
     with loading(source, "the weights"):
         model = cls.from_pretrained(source.where, dtype=dtype, **source.kwargs)
-        model = model.to(device).eval()
-    takes = model.main_input_name
-    if instead and takes != "input_ids":
-        what = f"{source.name} is a {type(model).__name__}, which takes {takes}"
-        raise CliError(f"{what} and not a text: {instead}")
-    return model
+        return model.to(device).eval()
 
 
 def load_tokenizer(source: Source):
@@ -101,23 +94,6 @@ def tokens(model, tokenizer, text: str, limit: int):
     if ids.shape[1] == 0:
         raise CliError("the prompt has no tokens: pass some text with --prompt")
     return ids.to(model.device)
-
-
-def other_inputs(model, file: Path | None) -> dict | None:
-    """Inputs for a model that needs more than a text: the tensors of `file`, else
-    random images or audio.
-    """
-    from ..verification.context import default_inputs, in_dtype_of
-
-    if file is not None:
-        return in_dtype_of(model, read_tensors(file))
-    try:
-        inputs = default_inputs(model)
-    except ValueError as error:
-        raise CliError(f"{error} with --inputs FILE") from error
-    if set(inputs) <= {"input_ids", "decoder_input_ids", "use_cache"}:
-        return None
-    return in_dtype_of(model, inputs)
 
 
 def read_tensors(file: Path) -> dict:

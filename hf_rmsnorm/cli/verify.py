@@ -4,6 +4,7 @@ Without a GPU the Triton kernels run in Triton's interpreter, which is exact and
 (see --max-tokens). The exit code is 1 on FAIL, and where no kernel ran.
 """
 
+import inspect
 from pathlib import Path
 
 from ..paths import fitted
@@ -15,7 +16,6 @@ from .common import (
     add_count,
     add_device,
     add_model,
-    add_verbose,
     announce,
     interpret_on_cpu,
     pick_device,
@@ -38,7 +38,8 @@ def add_arguments(parser) -> None:
     text = "the order of rounding: model, vllm, sglang or torch (default: model)"
     parser.add_argument("--numerics", metavar="NAME", default="model", help=text)
     add_device(parser)
-    add_verbose(parser, "every number and every norm")
+    text = "print every number and every norm"
+    parser.add_argument("--verbose", action="store_true", help=text)
 
 
 def run(args) -> Result:
@@ -49,20 +50,17 @@ def run(args) -> Result:
     from ..ops.backend import runs_on, where_norms_run
 
     where = runs_on(device)
-    dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
-    dtypes = [DTYPES.get(dtype, dtype)]
-    if dtype == "all":
-        dtypes = ["float32", "bfloat16"]
-    runs = [_verify(args, source, dtype, device) for dtype in dtypes]
-    passed = all(report.passed for report, _ in runs)
-    records, parts = [], []
-    for report, conversion in runs:
-        said = _told_of(conversion)
+    passed = True
+    records, texts = [], []
+    for dtype in _dtypes(args):
+        report, said = _verify(args, source, dtype, device)
+        passed = passed and report.passed
         records.append({**report.to_dict(), "conversion": said})
-        text = report.to_text(args.verbose, source.name)
-        parts.append(text if said is None else f"{text}\n{fitted(f'  {said}')}")
+        texts.append(f"{source.name} in {report.dtype}: {report.to_text(args.verbose)}")
+        if said:
+            texts.append(said)
     (ran,) = where_norms_run([where])
-    parts.append(fitted(f"The norms ran on {ran}."))
+    texts.append(f"The norms ran on {ran}.")
     data = {
         "model": source.name,
         "passed": passed,
@@ -71,11 +69,21 @@ def run(args) -> Result:
         "backend_reason": where["reason"],
         "runs": records,
     }
-    return Result(data, "\n\n".join(parts), 0 if passed else 1)
+    return Result(data, fitted("\n\n".join(texts)), int(not passed))
+
+
+def _dtypes(args) -> list[str]:
+    """What the weights are loaded in, in turn."""
+    dtype = args.dtype
+    if dtype is None:
+        dtype = "all" if args.model.startswith("demo:") else "auto"
+    if dtype == "all":
+        return ["float32", "bfloat16"]
+    return [DTYPES.get(dtype, dtype)]
 
 
 def _verify(args, source, dtype: str, device) -> tuple:
-    """(the report on the model in one dtype, its conversion or None)."""
+    """(the report on the model in one dtype, what a conversion it is or "")."""
     from .. import patch_model, verify_equivalence
     from ..patching.converted import conversion_of
     from ..verification.recorded import as_recorded
@@ -97,17 +105,21 @@ def _verify(args, source, dtype: str, device) -> tuple:
         numerics=args.numerics,
         progress=lambda what: announce(f"{dtype}: {what}"),
     )
-    return report, conversion
+    return report, _told_of(conversion)
 
 
 def _inputs(args, source, model):
-    """The inputs of both models: a file's tensors, the prompt, or images or audio."""
-    from ..verification.context import prompt_length
+    """The inputs of both models: a file's tensors, or the prompt; None for a model that
+    takes images or audio, which gets random ones.
+    """
+    from ..verification.context import in_dtype_of, prompt_length
 
-    inputs = models.other_inputs(model, args.inputs)
-    if inputs is not None:
-        return inputs
+    if args.inputs is not None:
+        return in_dtype_of(model, models.read_tensors(args.inputs))
+    takes_pictures = "pixel_values" in inspect.signature(model.forward).parameters
     prompt = args.prompt
+    if model.main_input_name != "input_ids" or (takes_pictures and prompt is None):
+        return None
     if prompt is None:
         prompt = models.help_texts()
     length = prompt_length(model.config, args.max_tokens, args.max_new_tokens)
@@ -117,10 +129,10 @@ def _inputs(args, source, model):
     return ids
 
 
-def _told_of(conversion) -> str | None:
-    """What a converted checkpoint is, in one sentence."""
+def _told_of(conversion) -> str:
+    """What a converted checkpoint is, in one sentence; "" for another one."""
     if conversion is None:
-        return None
+        return ""
     count = len(conversion.norms)
     if conversion.trained:
         return (

@@ -4,13 +4,12 @@ report.
 
 from .checks import Check
 from .equivalence import verify_equivalence
-from .noise import LogitDifference, NoiseFloor
+from .noise import NoiseFloor
 from .report import EquivalenceReport
 
 __all__ = [
     "Check",
     "EquivalenceReport",
-    "LogitDifference",
     "NoiseFloor",
     "verify_equivalence",
 ]

@@ -40,31 +40,32 @@ class Call:
         """The module's input."""
         return self.arguments[self.place]
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether the input is more than one row."""
-        return self.x.shape[:-1].numel() > 1
-
-    def again(self, x: torch.Tensor | None = None) -> "Call":
-        """The same call, or one with another input, and copies of its arguments: a
-        layer may write to a cache among them.
+    def again(self) -> "Call":
+        """The same call with copies of its arguments: a layer may write to a cache
+        among them.
         """
-        arguments = copy.deepcopy(self.arguments)
-        if x is not None:
-            arguments[self.place] = x
-        return replace(self, arguments=arguments)
+        return replace(self, arguments=copy.deepcopy(self.arguments))
 
     def outputs(
-        self, module: nn.Module, x: torch.Tensor, parameters: dict | None = None
+        self, module: nn.Module, x: torch.Tensor, parameters: dict
     ) -> list[torch.Tensor]:
         """The floating tensors that a module returns for an input x and the other
         arguments, with other parameters where these are named.
         """
-        arguments = self.arguments | {self.place: x}
-        args = tuple(v for key, v in arguments.items() if isinstance(key, int))
-        kwargs = {key: v for key, v in arguments.items() if isinstance(key, str)}
-        returned = torch.func.functional_call(module, parameters or {}, args, kwargs)
-        return [t for t in tree_leaves(returned) if is_float(t)]
+        args, kwargs = (), {}
+        for key, value in self.arguments.items():
+            if key == self.place:
+                value = x
+            if isinstance(key, int):
+                args += (value,)
+            else:
+                kwargs[key] = value
+        returned = torch.func.functional_call(module, parameters, args, kwargs)
+        outputs = []
+        for y in tree_leaves(returned):
+            if is_float(y) and y.dim():
+                outputs.append(y)
+        return outputs
 
     @contextmanager
     def original(self) -> Iterator[nn.Module]:
@@ -82,16 +83,17 @@ class Call:
                 yield self.module
 
     @contextmanager
-    def exactly(self) -> Iterator[None]:
+    def exactly(self) -> Iterator["Call"]:
         """Inside, this module is unpatched, with its norms in plain torch, and all of
-        it in float64.
+        it in float64. The call is a copy, as copies are not made in float64.
         """
+        again = self.again()
         with (
             unpatched(self.module),
             use_backend("reference"),
             in_float64(self.module),
         ):
-            yield
+            yield again
 
 
 @contextmanager

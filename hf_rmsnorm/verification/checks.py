@@ -14,7 +14,7 @@ from ..formula import HALF_DTYPES
 from ..fused.layer import layer_part
 from .calls import Call
 from .context import one_line
-from .noise import NoiseFloor, compare_logits
+from .noise import NoiseFloor, noise_floor
 from .quantised import quantised_modules
 from .tolerance import ulp
 
@@ -47,8 +47,16 @@ class Check:
     compared: int = 0
     differing: int = 0
 
+    @property
+    def mark(self) -> str:
+        """PASS or FAIL, or nothing if nothing was compared."""
+        if not self.passed:
+            return "FAIL"
+        return "PASS" if self.compared else ""
 
-Judge = Callable[[Call, list[torch.Tensor], list[torch.Tensor]], Check]
+
+Outputs = list[torch.Tensor]
+Judge = Callable[[Call, Outputs, Outputs], Check]
 
 
 def check_outputs(call: Call, judge: Judge) -> Check:
@@ -81,19 +89,22 @@ def worst(checks: list[Check]) -> Check:
     return min(checks, key=lambda c: (c.passed, -c.differing, -c.compared))
 
 
-def _run(call: Call, module: torch.nn.Module) -> list[torch.Tensor]:
-    x = call.x.detach().clone().requires_grad_(torch.is_grad_enabled())
-    return [y.detach() for y in call.again().outputs(module, x)]
+def _run(call: Call, module: torch.nn.Module) -> Outputs:
+    x = call.x.detach().clone()
+    x.requires_grad_(torch.is_grad_enabled())
+    outputs = call.again().outputs(module, x, {})
+    return [y.detach() for y in outputs]
 
 
-def _kinds(outputs: list[torch.Tensor]) -> str:
-    return ", ".join(f"{y.dtype} {tuple(y.shape)}" for y in outputs) or "no tensor"
+def _kinds(outputs: Outputs) -> str:
+    kinds = []
+    for y in outputs:
+        kinds.append(f"{y.dtype} {tuple(y.shape)}")
+    return ", ".join(kinds)
 
 
 @torch.no_grad()
-def judge_norm(
-    call: Call, ours: list[torch.Tensor], theirs: list[torch.Tensor]
-) -> Check:
+def judge_norm(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     """Whether a norm's output is the original's, almost bit for bit.
 
     At most 0.1 % of the values in half precision and 1 % in float32 (or one value) may
@@ -105,49 +116,54 @@ def judge_norm(
     x = call.x
     if [y.shape for y in theirs] != [x.shape]:
         return Check(call.path, True, NOT_COMPARED)
-    y, expected = ours[0].double(), theirs[0].double()
+    y = ours[0].double()
+    expected = theirs[0].double()
     # the coarser one is where the original rounds
-    dtype = max(x.dtype, theirs[0].dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    spread, mean = torch.std_mean(x.double(), -1, correction=0, keepdim=True)
-    amplified = (1 + mean.abs() / spread.clamp_min(1e-30)).nan_to_num(1.0, 1.0)
+    dtypes = x.dtype, theirs[0].dtype
+    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    wide = x.double()
+    spread, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+    shift = mean.abs() / spread.clamp_min(1e-30)
+    amplified = (1 + shift).nan_to_num(1.0, 1.0)
     sizes = expected.nan_to_num(0.0, 0.0, 0.0).abs()
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     fine = sizes.amax(-1, keepdim=True) * amplified * eps
     unequal = _unequal(y, expected)
     difference = torch.where(unequal, (y - expected).abs(), 0.0)
     difference = difference.nan_to_num(torch.inf, torch.inf)
-    steps = (difference / torch.maximum(ulp(sizes, dtype), fine)).max().item()
+    step = torch.maximum(ulp(sizes, dtype), fine)
+    steps = (difference / step).max().item()
     # half-precision output is rounded last; other output may be multiplied by the
     # weight after the rounding
-    if ours[0].dtype in HALF_DTYPES:
-        off, how = unequal, "differ"
-    else:
-        off = difference > MAX_ULP * fine
-        how = f"are more than {MAX_ULP:g} rounding steps away"
+    tolerated = 0.0
+    if ours[0].dtype not in HALF_DTYPES:
+        tolerated = MAX_ULP * fine
     share = MAX_OFF_FLOAT
     if dtype in HALF_DTYPES:
         share = min(MAX_OFF_HALF * amplified.mean().item(), _MAX_AMPLIFIED)
-    count, allowed = off.sum().item(), max(1, int(share * y.numel()))
-    text = f"{count} of {y.numel()} values {how} (limit {allowed})"
-    text += f"; largest difference {steps:.2g} rounding steps (limit {WORST_ULP:g})"
+    count = (difference > tolerated).sum().item()
+    allowed = max(1, int(share * y.numel()))
+    text = "{} of {} values are off (limit {}), by {:.2g} rounding steps (limit {:g})"
+    text = text.format(count, y.numel(), allowed, steps, WORST_ULP)
     passed = count <= allowed and steps <= WORST_ULP
-    return Check(call.path, passed, text, y.numel(), unequal.sum().item())
+    differing = unequal.sum().item()
+    return Check(call.path, passed, text, y.numel(), differing)
 
 
-def judge_layer(
-    call: Call, ours: list[torch.Tensor], theirs: list[torch.Tensor]
-) -> Check:
+def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     """Whether a fused layer's outputs are those of the unfused layer, bit for bit.
 
     Two cases are compared by their errors against float64 instead: a fusion that does
     not promise equal bits, such as q and k with their rotary embedding, and a layer
     whose unfused runs differ among themselves.
     """
-    compared, differing = sum(y.numel() for y in theirs), _differing(ours, theirs)
+    compared = sum(y.numel() for y in theirs)
+    differing = _differing(ours, theirs)
     text = f"{differing} of {compared} values differ"
     if not differing:
         return Check(call.path, True, text, compared)
-    if getattr(layer_part(type(call.module))._hf_rmsnorm_fusion, "keeps_bits", False):
+    fusion = layer_part(type(call.module))._hf_rmsnorm_fusion
+    if getattr(fusion, "keeps_bits", False):
         with call.original() as original:
             again = _run(call, original)
         if not _differing(theirs, again):
@@ -161,20 +177,18 @@ def _unequal(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return (ours != theirs) & ~(ours.isnan() & theirs.isnan())
 
 
-def _differing(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
+def _differing(ours: Outputs, theirs: Outputs) -> int:
     """How many elements are not equal."""
-    pairs = zip(ours, theirs, strict=True)
-    return sum(_unequal(a, b).sum().item() for a, b in pairs)
+    count = 0
+    for y, expected in zip(ours, theirs, strict=True):
+        unequal = _unequal(y, expected)
+        count += unequal.sum().item()
+    return count
 
 
-def _noise_floor(call: Call, ours: list, theirs: list) -> NoiseFloor:
+def _noise_floor(call: Call, ours: Outputs, theirs: Outputs) -> NoiseFloor:
     """Both against the original in float64."""
-    again = call.again()
-    with call.exactly():
-        exact = again.outputs(call.module, call.x)
-    rows = [
-        [y.reshape(-1, y.shape[-1]) for y in outputs if y.dim()]
-        for outputs in (theirs, ours, exact)
-    ]
+    with call.exactly() as again:
+        exact = again.outputs(call.module, call.x, {})
     quantised = bool(quantised_modules(call.module))
-    return compare_logits(*rows, are_logits=False, quantised=quantised)[1]
+    return noise_floor(theirs, ours, exact, quantised)

@@ -4,11 +4,12 @@ their outputs.
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
-from transformers import PretrainedConfig
 
 # For `generate`, whatever the model's own generation_config asks for.
 GREEDY = {
@@ -68,23 +69,22 @@ def hooked(model, paths, hook):
 
     A result of the hook that is not None becomes the output.
     """
+
+    def called(path, module, args, kwargs, output):
+        return hook(path, (*args, *kwargs.values()), output)
+
     with ExitStack() as stack:
         for path in paths:
-
-            def called(module, args, kwargs, output, path=path):
-                return hook(path, (*args, *kwargs.values()), output)
-
-            module = model.get_submodule(path)
-            handle = module.register_forward_hook(
-                called, prepend=True, with_kwargs=True
-            )
+            register = model.get_submodule(path).register_forward_hook
+            handle = register(partial(called, path), prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
         yield
 
 
 def one_line(error: BaseException) -> str:
     """An error on one line: its type and its message."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    text = textwrap.shorten(str(error), 200, placeholder="...")
+    return f"{type(error).__name__}: {text}"
 
 
 def default_inputs(
@@ -97,20 +97,24 @@ def default_inputs(
     """
     main = getattr(model, "main_input_name", None)
     if main not in (*_RANDOM, "input_ids"):
-        raise ValueError(
-            f"{type(model).__name__}: nothing is known of the input {main!r}: pass inputs"
-        )
+        what = f"nothing is known of the input {main!r}"
+        raise ValueError(f"{type(model).__name__}: {what}: pass inputs")
     config = model.config
     names = inspect.signature(model.forward).parameters
-    draw = _Draw(config, tokens[0], prompt_length(config, tokens[1], new_tokens))
-    if main != "input_ids":
-        inputs = {main: draw.floats(main)}
-    else:
-        inputs = {main: draw.ids()}
-        if "pixel_values" in names and _compares_text_with_images(config):
-            inputs["pixel_values"] = draw.floats("pixel_values")
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        inputs["decoder_input_ids"] = draw.ids()
+    rows, length = tokens
+    size = rows, prompt_length(config, length, new_tokens)
+    inputs = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        if main == "input_ids":
+            inputs[main] = _random_ids(config, size)
+            if "pixel_values" in names and _compares_text_with_images(config):
+                inputs["pixel_values"] = _random_floats(config, "pixel_values", rows)
+        else:
+            inputs[main] = _random_floats(config, main, rows)
+        has_decoder = getattr(config, "is_encoder_decoder", False)
+        if has_decoder and "decoder_input_ids" in names:
+            inputs["decoder_input_ids"] = _random_ids(config, size)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
     if takes_any or "use_cache" in names:
         inputs["use_cache"] = False
@@ -121,65 +125,56 @@ def _compares_text_with_images(config) -> bool:
     """Whether the model has a tower for each; others hold a text's tokens free for
     images.
     """
-    towers = all(hasattr(config, name) for name in ("text_config", "vision_config"))
-    return towers and not any("image_token" in key for key in vars(config))
+    if hasattr(config, "image_token_id") or hasattr(config, "image_token_index"):
+        return False
+    return hasattr(config, "text_config") and hasattr(config, "vision_config")
 
 
-class _Draw:
-    """Random inputs of the sizes in a model's config, the same each time."""
+def _random_ids(config, size: tuple[int, int]) -> torch.Tensor:
+    """Token ids that have no special meaning."""
+    words = set(range(3, _number(config, "vocab_size", default=64)))
+    for name, value in vars(config).items():
+        if name.endswith("_id") and isinstance(value, int):
+            words.discard(value)
+    plain = torch.tensor(sorted(words))
+    return plain[torch.randint(len(plain), size)]
 
-    def __init__(self, config, rows: int, length: int):
-        self.config = config
-        self.rows = rows
-        self.length = length
-        self.generator = torch.Generator().manual_seed(0)
 
-    def ids(self) -> torch.Tensor:
-        """Token ids that have no special meaning."""
-        words = set(range(self._number("vocab_size", default=64)))
-        for name, value in vars(self.config).items():
-            if name.endswith("_id") and isinstance(value, int):
-                words.discard(value)
-        plain = sorted(words - {0, 1, 2})
-        size = (self.rows, self.length)
-        chosen = torch.randint(len(plain), size, generator=self.generator)
-        return torch.tensor(plain)[chosen]
+def _random_floats(config, name: str, rows: int) -> torch.Tensor:
+    """Images or audio, by the name of the argument."""
+    if name == "pixel_values":
+        side = _number(config, "image_size", default=64)
+        channels = _number(config, "num_channels", "in_channels", default=3)
+        shape = channels, side, side
+    elif name == "input_features":
+        bins = _number(config, "num_mel_bins", "input_feat_per_channel", default=80)
+        shape = bins, 2 * _number(config, "max_source_positions", default=50)
+    else:
+        shape = (4000,)
+    return torch.randn(rows, *shape, dtype=torch.float64)
 
-    def floats(self, name: str) -> torch.Tensor:
-        """Images or audio, by the name of the argument."""
-        if name == "pixel_values":
-            size = self._number("image_size", default=64)
-            shape = self._number("num_channels", "in_channels", default=3), size, size
-        elif name == "input_features":
-            bins = self._number("num_mel_bins", "input_feat_per_channel", default=80)
-            shape = bins, 2 * self._number("max_source_positions", default=50)
-        else:
-            shape = (4000,)
-        generator = self.generator
-        return torch.randn(self.rows, *shape, generator=generator, dtype=torch.float64)
 
-    def _number(self, *keys: str, default: int) -> int:
-        """The first whole number that the config, or a part of it, has by one of these
-        names.
-        """
-        inner = vars(self.config).values()
-        parts = [part for part in inner if isinstance(part, PretrainedConfig)]
-        for part in (self.config, *parts):
-            for key in keys:
-                value = getattr(part, key, None)
-                if isinstance(value, (list, tuple)) and value:
-                    value = value[0]
-                if isinstance(value, int) and value:
-                    return value
-        return default
+def _number(config, *keys: str, default: int) -> int:
+    """The first whole number that the config, or a part of it, has by one of these
+    names.
+    """
+    for part in (config, *vars(config).values()):
+        for key in keys:
+            value = getattr(part, key, None)
+            if isinstance(value, (list, tuple)) and value:
+                value = value[0]
+            if isinstance(value, int) and value:
+                return value
+    return default
 
 
 def in_dtype_of(model, inputs: dict) -> dict:
     """Inputs whose floats have the dtype of a model's weights."""
-    return {
-        name: value.to(model.dtype) if is_float(value) else value
-        for name, value in inputs.items()
-    }
+    result = dict(inputs)
+    for name, value in inputs.items():
+        if is_float(value):
+            result[name] = value.to(model.dtype)
+    return result
 
 
 def is_float(value) -> bool:

@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -18,11 +16,10 @@ from .calls import keeps_formula, rounds_otherwise, unpatched
 from .checks import Check, judge_layer, judge_norm
 from .context import evaluating
 from .float64 import in_float64
-from .inputs import checked_inputs, device_of, first_parameter
-from .noise import NoiseFloor, compare_logits
+from .inputs import checked_inputs, device_of
+from .noise import NoiseFloor, noise_floor
 from .parts import Parts
-from .pictures import is_text_alone
-from .quantised import quantised_modules
+from .quantised import first_dtype, quantised_modules
 from .report import EquivalenceReport
 from .runs import compare_greedy, generate, outputs_of, why_not_generate
 
@@ -74,7 +71,7 @@ def verify_equivalence(
         numerics: as in `patch_model`, for a reference model that is patched here. Norms
             that round as a server does are compared with that order of rounding in
             plain torch, not with their originals.
-        progress: is called with the name of each step, six times.
+        progress: is called with the name of each step, four times.
 
     Returns:
         An `EquivalenceReport`: ``passed``, ``verdict``, ``to_dict()``; printed, the
@@ -105,7 +102,10 @@ def verify_equivalence(
     candidate = reference if candidate_model is None else candidate_model
     batches = checked_inputs(reference, candidate, inputs, max_new_tokens)
     why_no_text = why_not_generate(reference, batches, max_new_tokens)
-    runs = _Runs(batches, 0 if why_no_text else max_new_tokens, progress)
+    if why_no_text:
+        max_new_tokens = 0
+    by_norm = Parts(judge_norm, backward)
+    by_layer = Parts(judge_layer, backward)
     with ExitStack() as stack:
         for model in {reference, candidate}:
             stack.enter_context(evaluating(model))
@@ -113,125 +113,90 @@ def verify_equivalence(
             stack.enter_context(unpatched(*reference.modules()))
         elif not is_patched(reference):
             stack.enter_context(patched(reference, numerics=numerics))
-        outputs, texts, parts = _run_candidate(
-            reference, candidate, runs, norms, backward
-        )
+        if norms:
+            by_norm.modules = _norms(reference, candidate)
+            by_layer.modules = _fused_layers(candidate)
+        progress("the candidate")
+        with count_launches() as launches:
+            with by_layer.compared():
+                outputs = outputs_of(candidate, batches)
+                texts = generate(candidate, batches, max_new_tokens)
+            progress("norms")
+            if by_norm.modules:
+                # a norm with a hook is not fused with its surroundings
+                with by_norm.compared():
+                    outputs_of(candidate, batches)
+        norm_checks = _listed(candidate, by_norm.checks())
+        servers = _servers(candidate)
+        nothing_ran = ""
+        if not launches and not servers:
+            nothing_ran = why_nothing_ran(candidate)
         stack.enter_context(unpatched(*reference.modules()))
-        own_outputs, own_texts = runs.of(reference, "the reference")
+        progress("the reference")
+        own_outputs = outputs_of(reference, batches)
+        own_texts = generate(reference, batches, max_new_tokens)
         progress("float64")
         with in_float64(reference):
-            exact, are_logits = outputs_of(reference, batches)
+            exact = outputs_of(reference, batches)
     quantised = quantised_modules(reference)
-    is_quantised = bool(quantised)
-    logits, floor = compare_logits(
-        own_outputs, outputs, exact, are_logits, is_quantised
-    )
+    classes = Counter(type(module).__name__ for module in quantised)
+    floor = noise_floor(own_outputs, outputs, exact, bool(quantised))
     greedy = Check("", True, why_no_text)
     if not why_no_text:
-        margin = _tie_margin(floor, is_quantised)
-        greedy = compare_greedy(own_texts, texts, margin)
-    rotations = []
-    if is_text_alone(reference, batches):
-        pieces = [check.path.partition(": ") for check in parts["fused"]]
-        rotations = [path for path, _, piece in pieces if "rot" in piece]
+        greedy = compare_greedy(own_texts, texts, _tie_margin(floor, quantised))
     return EquivalenceReport(
         model=type(reference).__name__,
-        dtype=str(first_parameter(reference).dtype).removeprefix("torch."),
+        dtype=str(first_dtype(reference)).removeprefix("torch."),
         device=str(device_of(reference)),
-        logits=logits,
         noise_floor=floor,
+        norms=tuple(norm_checks),
+        fused=tuple(by_layer.checks()),
+        gradients=(*by_norm.gradients, *by_layer.gradients),
         greedy=greedy,
-        text_positions=tuple(rotations),
-        quantised=dict(Counter(type(module).__name__ for module in quantised)),
-        **parts,
+        launches=dict(launches),
+        nothing_ran=nothing_ran,
+        numerics=servers,
+        quantised=dict(classes),
     )
 
 
-@dataclass
-class _Runs:
-    """How both models are run.
-
-    Attributes:
-        max_new_tokens: 0 where none are generated.
-    """
-
-    batches: list[dict]
-    max_new_tokens: int
-    progress: Callable[[str], object]
-
-    def of(self, model: nn.Module, name: str) -> tuple[list, list]:
-        """(the outputs, the texts) of a model as it is."""
-        self.progress(name)
-        outputs, _ = outputs_of(model, self.batches)
-        self.progress(f"{name}'s text")
-        texts = []
-        if self.max_new_tokens:
-            for batch in self.batches:
-                texts.append(generate(model, batch, self.max_new_tokens))
-        return outputs, texts
-
-
-def _run_candidate(
-    reference: nn.Module, candidate: nn.Module, runs: _Runs, norms: bool, backward: bool
-) -> tuple[list, list, dict]:
-    """(the candidate's outputs, its texts, the fields of the report on its parts).
-
-    A norm with a hook is not fused with its surroundings, so norms are compared in a
-    run of their own.
-    """
-    by_norm = Parts(judge_norm, backward)
-    by_layer = Parts(judge_layer, backward)
-    if norms:
-        by_norm.modules = _norms(reference, candidate)
-        by_layer.modules = _fused_layers(candidate)
-    with count_launches() as launches:
-        with by_layer.compared():
-            outputs, texts = runs.of(candidate, "the candidate")
-        runs.progress("norms")
-        if by_norm.modules:
-            with by_norm.compared():
-                outputs_of(candidate, runs.batches)
-    checks = _listed(candidate, by_norm.checks())
-    rounded = [norm for norm in candidate.modules() if rounds_otherwise(norm)]
-    servers = {SERVERS[recipe_of(norm).numerics] for norm in rounded}
-    # without a kernel a patched model runs its own code
-    listed = [candidate.get_submodule(check.path) for check in checks]
-    runs_itself = checks and all(map(keeps_formula, listed)) and not servers
-    nothing_ran = ""
-    if runs_itself and not launches and chosen_backend() != "reference":
-        nothing_ran = why_nothing_ran(device_of(candidate))
-    parts = {
-        "norms": tuple(checks),
-        "fused": tuple(by_layer.checks()),
-        "gradients": (*by_norm.gradients, *by_layer.gradients),
-        "launches": dict(launches),
-        "numerics": " and ".join(sorted(servers)),
-        "nothing_ran": nothing_ran,
-    }
-    return outputs, texts, parts
+def _servers(model: nn.Module) -> str:
+    """The servers whose order of rounding the model's norms have."""
+    servers = set()
+    for norm in model.modules():
+        if rounds_otherwise(norm):
+            servers.add(SERVERS[recipe_of(norm).numerics])
+    return " and ".join(sorted(servers))
 
 
 def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
     """The patched norms of the candidate, by path; with all leaf modules, beside those
     of the reference, if it is another model.
     """
-    modules = dict(candidate.named_modules())
+    norms = {}
     if candidate is reference:
-        norms = {path: norm for path, norm in modules.items() if keeps_formula(norm)}
-        return {path: (norm, None) for path, norm in norms.items()}
-    leaves, others = _leaves(modules), _leaves(dict(reference.named_modules()))
+        for path, module in candidate.named_modules():
+            if keeps_formula(module):
+                norms[path] = module, None
+        return norms
+    leaves = _leaves(candidate)
+    others = _leaves(reference)
     alone = sorted(leaves.keys() ^ others.keys())
     if alone:
-        raise ValueError(
-            f"the architectures differ: one of the models has no {alone[0]}; "
-            "pass norms=False to compare outputs alone"
-        )
-    return {path: (leaves[path], module) for path, module in others.items()}
+        what = f"the architectures differ: one of the models has no {alone[0]}"
+        raise ValueError(f"{what}; pass norms=False to compare outputs alone")
+    for path, module in leaves.items():
+        norms[path] = module, others[path]
+    return norms
 
 
-def _leaves(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _leaves(model: nn.Module) -> dict[str, nn.Module]:
     """The modules without children."""
-    return {p: m for p, m in modules.items() if next(m.children(), None) is None}
+    leaves = {}
+    for path, module in model.named_modules():
+        if not [*module.children()]:
+            leaves[path] = module
+    return leaves
 
 
 def _listed(model: nn.Module, checks: list[Check]) -> list[Check]:
@@ -256,7 +221,7 @@ def _fused_layers(model: nn.Module) -> dict[str, tuple]:
     return layers
 
 
-def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
+def _tie_margin(floor: NoiseFloor, quantised: list[nn.Module]) -> float:
     """The largest lead of one logit over another that counts as a tie."""
     if quantised:  # a step may tip behind the prompt that did not tip in it
         return 4 * floor.allowed_max
@@ -264,13 +229,18 @@ def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
     return 2 * (floor.reference_max + min(floor.candidate_max, floor.allowed_max))
 
 
-def why_nothing_ran(device: torch.device) -> str:
-    """That no kernel ran on a device, the reason, and the cure."""
+def why_nothing_ran(model: nn.Module) -> str:
+    """Where no kernel was launched: that, the reason, and the cure; "" if the model ran
+    something else than its own code.
+    """
+    # without a kernel a patched norm runs its own forward
+    runs_itself = any(map(keeps_formula, model.modules()))
+    if chosen_backend() == "reference" or not runs_itself:
+        return ""
     cure = 'verify under use_backend("reference")'
+    device = device_of(model)
     refusal = backend.device_refusal(device.type, device.index)
     if refusal is None:
         return f"no kernel ran, as none serves these norms in this dtype: {cure}"
-    kernels = "install triton"
-    if find_spec("triton"):
-        kernels = "set TRITON_INTERPRET=1 before Python starts"
-    return f"no kernel ran, as {refusal}: {kernels}, or {cure}"
+    interpreter = "set TRITON_INTERPRET=1 before Python starts"
+    return f"no kernel ran, as {refusal}: {interpreter}, or {cure}"

@@ -42,10 +42,7 @@ _CHECK_DTYPES = {
     F.scaled_dot_product_attention,
 }
 # Attention and experts by fused kernels, which take no float64, give way to "eager".
-_WITH_FLOAT64 = {
-    "_attn_implementation": ("sdpa", "eager"),
-    "_experts_implementation": ("eager",),
-}
+_WITH_FLOAT64 = ("sdpa", "eager")
 
 
 def widen(value):
@@ -115,14 +112,16 @@ class Float64Mode(TorchDispatchMode):
         """What `forward` returns where this mode does nothing: its float64 inputs in a
         dtype, its result widened.
         """
-        before, self.paused = self.paused, True
+        if self.paused:
+            return forward(*args, **kwargs)
+        self.paused = True
         try:
             args, kwargs = tree_map(partial(_narrow, dtype), (args, kwargs))
             with _default_dtype(torch.float32):
                 y = forward(*args, **kwargs)
         finally:
-            self.paused = before
-        return y if before else tree_map(widen, y)
+            self.paused = False
+        return tree_map(widen, y)
 
     @torch.no_grad()
     def __exit__(self, *error):
@@ -175,26 +174,18 @@ def _plain_state(model: nn.Module):
     with ExitStack() as stack:
         for module in model.modules():
             for live in (vars(module), module._buffers, module._parameters):
-                stack.callback(_restore, live, dict(live))
+                stack.callback(live.update, dict(live))
+                stack.callback(live.clear)
             if isinstance(module, nn.RMSNorm) and module.eps is None:
                 # means "that of the input's dtype", widened by now
                 module.eps = torch.finfo(torch.float32).eps
             config = getattr(module, "config", None)
-            for name, with_float64 in _WITH_FLOAT64.items():
+            for name in ("_attn_implementation", "_experts_implementation"):
                 choice = getattr(config, name, None)
-                if isinstance(choice, str) and choice not in with_float64:
+                if isinstance(choice, str) and choice not in _WITH_FLOAT64:
                     stack.callback(setattr, config, name, choice)
                     setattr(config, name, "eager")
         yield
-
-
-def _restore(live: dict, before: dict) -> None:
-    """Undo the changes of a dictionary, and write no value that has not changed."""
-    for name in live.keys() - before.keys():
-        del live[name]
-    for name, value in before.items():
-        if live.get(name) is not value:
-            live[name] = value
 
 
 @contextmanager

@@ -31,17 +31,15 @@ class Parts:
         self.gradients: list[Check] = []
         self._judge = judge
         self._backward = backward
-        self._checks: dict[str, list[Check]] = {}
-        self._seen: set[tuple[str, bool]] = set()
+        self._checks: dict[tuple[str, bool], Check] = {}
         self._busy = False
 
     def checks(self) -> list[Check]:
         """The worst check of each module."""
-        result = []
-        for path in self.modules:
-            checks = self._checks.get(path, [Check(path, True, NOT_REACHED)])
-            result.append(worst(checks))
-        return result
+        checks = {path: Check(path, True, NOT_REACHED) for path in self.modules}
+        for (path, _), check in self._checks.items():
+            checks[path] = worst([check, checks[path]])
+        return list(checks.values())
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -61,25 +59,22 @@ class Parts:
             if is_float(value) and value.dim() and value.numel():
                 self._compare(Call(path, module, original, arguments, place))
                 return
-        self._checks.setdefault(path, [Check(path, True, NOT_COMPARED)])
+        self._checks.setdefault((path, False), Check(path, True, NOT_COMPARED))
 
     def _compare(self, call: Call) -> None:
-        if (call.path, call.has_rows) in self._seen:
+        has_rows = call.x.shape[:-1].numel() > 1
+        if (call.path, has_rows) in self._checks:
             return
-        self._seen.add((call.path, call.has_rows))
+        module = call.module
+        is_fused = keeps_formula(module) or layer_part(type(module)) is not None
         self._busy = True
         try:
             with warnings.catch_warnings():
                 # a copy of a sum has no summands to be read unrounded
                 warnings.filterwarnings("ignore", "this .* reads residual sums")
-                self._check(call)
+                check = check_outputs(call, self._judge)
+                self._checks[call.path, has_rows] = check
+                if self._backward and has_rows and is_fused:
+                    self.gradients += check_gradients(call)
         finally:
             self._busy = False
-
-    def _check(self, call: Call) -> None:
-        check = check_outputs(call, self._judge)
-        self._checks.setdefault(call.path, []).append(check)
-        module = call.module
-        is_fused = keeps_formula(module) or layer_part(type(module)) is not None
-        if self._backward and call.has_rows and is_fused:
-            self.gradients += check_gradients(call)

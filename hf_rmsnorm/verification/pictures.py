@@ -1,6 +1,4 @@
-"""A random picture among the tokens of a text, for models that read both; and which
-batches hold text alone.
-"""
+"""A random picture among the tokens of a text, for models that read both."""
 
 import inspect
 
@@ -8,13 +6,6 @@ import torch
 
 from .context import output_tensors
 
-_PICTURES = (
-    "pixel_values",
-    "pixel_values_videos",
-    "image_grid_thw",
-    "video_grid_thw",
-    "position_ids",
-)
 _SIDE = 2  # of a picture, in merged patches
 
 
@@ -29,12 +20,11 @@ def with_picture(model, text: dict) -> dict | None:
     if "pixel_values" not in names or "input_ids" not in text:
         return None
     try:
-        token = _image_token(model.config)
-        picture = _patches(model) if "image_grid_thw" in names else _pixels(model)
-        ids = _among(text["input_ids"], token, _count(model, picture))
+        picture = _picture(model, in_patches="image_grid_thw" in names)
+        ids = _among(text["input_ids"], model.config, _count(model, picture))
         inputs = {**text, **picture, "input_ids": ids}
         if "mm_token_type_ids" in names:
-            inputs["mm_token_type_ids"] = (ids == token).int()
+            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
         with torch.no_grad():
             model(**inputs)
     except Exception:
@@ -43,53 +33,35 @@ def with_picture(model, text: dict) -> dict | None:
     return inputs
 
 
-def is_text_alone(model, batches: list[dict]) -> bool:
-    """Whether a model whose tokens have positions of three axes was given text, in
-    which the three are equal.
-    """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        return False
-    rotation = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    names = [name for batch in batches for name in batch]
-    return "mrope_section" in rotation and not any(name in _PICTURES for name in names)
-
-
-def _image_token(config) -> int:
-    if hasattr(config, "image_token_id"):
-        return config.image_token_id
-    return config.image_token_index
-
-
-def _among(ids: torch.Tensor, token: int, count: int) -> torch.Tensor:
+def _among(ids: torch.Tensor, config, count: int) -> torch.Tensor:
     """The first row of token ids with a picture of `count` tokens in its middle."""
-    middle = ids.shape[1] // 2
-    image = torch.full((1, count), token, device=ids.device)
-    return torch.cat([ids[:1, :middle], image, ids[:1, middle:]], dim=1)
+    token = getattr(config, "image_token_id", None)
+    if token is None:
+        token = config.image_token_index
+    row = ids[0]
+    before, behind = row.chunk(2)
+    return torch.cat([before, row.new_full((count,), token), behind])[None]
 
 
-def _patches(model) -> dict:
-    """A picture as the Qwen-VL and GLM-V families read it: rows of patches, and how
-    many there are along each axis.
+def _picture(model, in_patches: bool) -> dict:
+    """Random pixels; in rows of patches, and how many there are along each axis, as the
+    Qwen-VL and GLM-V families read them.
     """
     vision = model.config.vision_config
-    side = _SIDE * vision.spatial_merge_size
-    channels = getattr(vision, "in_channels", 3)
-    size = channels * vision.temporal_patch_size * vision.patch_size**2
-    grid = torch.tensor([[1, side, side]], device=model.device)
-    return {"pixel_values": _random(model, side * side, size), "image_grid_thw": grid}
-
-
-def _pixels(model) -> dict:
-    vision = model.config.vision_config
-    channels = getattr(vision, "num_channels", 3)
-    side = vision.image_size
-    return {"pixel_values": _random(model, 1, channels, side, side)}
-
-
-def _random(model, *shape: int) -> torch.Tensor:
+    picture = {}
+    if in_patches:
+        side = _SIDE * vision.spatial_merge_size
+        channels = getattr(vision, "in_channels", 3)
+        size = channels * vision.temporal_patch_size * vision.patch_size**2
+        shape = side * side, size
+        grid = torch.tensor([[1, side, side]])
+        picture["image_grid_thw"] = grid.to(model.device)
+    else:
+        channels = getattr(vision, "num_channels", 3)
+        shape = 1, channels, vision.image_size, vision.image_size
     pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return pixels.to(model.device, model.dtype)
+    picture["pixel_values"] = pixels.to(model.device, model.dtype)
+    return picture
 
 
 def _count(model, picture: dict) -> int:
@@ -97,4 +69,7 @@ def _count(model, picture: dict) -> int:
     with torch.no_grad():
         features = model.get_image_features(**picture)
     features = getattr(features, "pooler_output", features)
-    return sum(rows.numel() // rows.shape[-1] for rows in output_tensors(features))
+    count = 0
+    for rows in output_tensors(features):
+        count += rows.numel() // rows.shape[-1]
+    return count

@@ -30,25 +30,28 @@ def holds_codes(value) -> bool:
 
 def is_quantised(module: nn.Module) -> bool:
     """Whether the module itself, and none of its children, has a weight of codes."""
-    weights = (*module._parameters.values(), module._buffers.get("weight"))
-    if any(map(holds_codes, weights)):
+    parameters = module._parameters.values()
+    if any(map(holds_codes, parameters)) or holds_codes(module._buffers.get("weight")):
         return True
     if callable(getattr(type(module), "weight", None)):
         # torch.ao packs a weight away, and unpacks it by a method
         return True
     for child in module.children():
-        if any(True for _ in (*child.parameters(), *child.buffers())):
+        if [*child.parameters(), *child.buffers()]:
             # an attention, say, whose buffer of small integers is a mask
             return False
-    return any(map(holds_codes, (*module._buffers.values(), *vars(module).values())))
+    values = [*module._buffers.values(), *vars(module).values()]
+    return any(map(holds_codes, values))
 
 
 def quantised_modules(model: nn.Module) -> list[nn.Module]:
     """The model's modules with quantised weights."""
-    return [module for module in model.modules() if is_quantised(module)]
+    return list(filter(is_quantised, model.modules()))
 
 
 def first_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the model's first parameter that is a number."""
-    dtypes = (p.dtype for p in model.parameters() if p.dtype in _FLOATS)
-    return next(dtypes, torch.float32)
+    for parameter in model.parameters():
+        if parameter.dtype in _FLOATS:
+            return parameter.dtype
+    return torch.float32

@@ -1,12 +1,12 @@
 """The result of a verification: plain records, one verdict, a short table."""
 
-import math
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from ..paths import compact_paths, fitted
-from .checks import Check
-from .noise import LogitDifference, NoiseFloor
+from .checks import Check, worst
+from .noise import NoiseFloor
 from .parts import NOT_REACHED
 
 _SHOWN = 6
@@ -24,8 +24,7 @@ class EquivalenceReport:
     Attributes:
         model: class name of the reference.
         dtype, device: of the reference's parameters.
-        logits: the candidate's against the reference's.
-        noise_floor: the errors of both models against float64.
+        noise_floor: the errors of both models' outputs against float64.
         norms: a check of each patched or changed norm. If the inputs ran none of them,
             this fails.
         fused: a check of each layer that the candidate fuses, compared with the same
@@ -39,8 +38,6 @@ class EquivalenceReport:
             is the reference patched: it was compared with itself.
         numerics: the server whose order of rounding the candidate's norms have, with
             its version; "" if none.
-        text_positions: fused q/k norms of a model with positions of three axes that ran
-            on text alone.
         quantised: how many modules of each class have quantised weights. The float64
             run calls these in their own dtype, so their arithmetic is not judged.
     """
@@ -48,7 +45,6 @@ class EquivalenceReport:
     model: str
     dtype: str
     device: str
-    logits: LogitDifference
     noise_floor: NoiseFloor
     norms: tuple[Check, ...]
     greedy: Check
@@ -57,7 +53,6 @@ class EquivalenceReport:
     gradients: tuple[Check, ...] = ()
     nothing_ran: str = ""
     numerics: str = ""
-    text_positions: tuple[str, ...] = ()
     quantised: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -84,17 +79,19 @@ class EquivalenceReport:
         """The verdict and its reason: what failed, or why nothing was verified and the
         cure.
         """
-        if failed := self._failed():
-            return f"FAIL: {self.noise_floor.reason or ', '.join(failed)}"
+        failed = ", ".join(self._failed())
+        if failed:
+            return f"FAIL: {self.noise_floor.reason or failed}"
         if self.nothing_ran:
             return f"{NOTHING_VERIFIED}: {self.nothing_ran}"
         if not self.unreached:
             return "PASS"
         shown = ", ".join(compact_paths(self.unreached)[:_SHOWN])
-        return f"PASS, but the inputs did not reach {len(self.unreached)} of {len(self.norms)} norms: {shown}"
+        count = f"{len(self.unreached)} of {len(self.norms)} norms"
+        return f"PASS, but the inputs did not reach {count}: {shown}"
 
     def _failed(self) -> list[str]:
-        return [part.name for part in self._parts() if not part.passed]
+        return [part.name for part in self._parts() if part.failed]
 
     def _parts(self) -> list["_Part"]:
         """The comparisons, in the order of the table."""
@@ -124,52 +121,31 @@ class EquivalenceReport:
     def __str__(self) -> str:
         return self.to_text()
 
-    def to_text(self, verbose: bool = False, name: str = "") -> str:
-        """The verdict, and a line for each comparison; verbose: with every check.
-
-        Args:
-            name: of the model, which is put before the verdict.
-        """
-        head = f"{name} in {self.dtype}: {self.headline}" if name else self.headline
-        size = f"{self.logits.tokens} tokens"
-        if not self.logits.vocabulary:
-            size = f"{self.logits.tokens} rows of outputs"
-        on = f"{self.model}, {self.dtype} on {self.device}, {size}"
-        lines = [fitted(head), _line("", "model", on)]
-        lines += [_line("", "", note) for note in self._notes()]
-        lines.append(_line("", "difference", self._difference()))
-        # Nothing passes where no kernel ran, or where the outputs cannot be compared.
-        good = "" if self.noise_floor.reason or self.nothing_ran else "PASS"
-        for part in self._parts():
-            lines += part.lines(verbose, good)
-        launches = [f"{count} {name}" for name, count in sorted(self.launches.items())]
-        text = ", ".join(launches) or "none: the norms ran in plain PyTorch"
-        return "\n".join([*lines, _line("", "Triton kernels", text)])
-
-    def _notes(self) -> list[str]:
-        """What the comparison does not show."""
-        notes = []
+    def to_text(self, verbose: bool = False) -> str:
+        """The verdict, and a line for each comparison; verbose: with every check."""
+        floor = self.noise_floor
+        where = f"{self.model}, {self.dtype} on {self.device}"
+        on = f"{where}, {floor.rows} rows of outputs"
+        rows = [("", "model", on)]
         if self.quantised:
-            pairs = self.quantised.items()
-            classes = ", ".join(f"{count} {name}" for name, count in pairs)
-            notes.append(
-                f"{classes}: quantised, so float64 runs call them in their own dtype"
-            )
-        if self.text_positions:
-            where = ", ".join(compact_paths(self.text_positions))
-            notes.append(
-                f"saw positions of text alone, as inputs have no picture: q/k norms of {where}"
-            )
-        return notes
-
-    def _difference(self) -> str:
-        """How far the outputs of both models are apart."""
-        logits = self.logits
-        text = f"{logits.max_abs:.3g} at most"
-        if not logits.vocabulary:
-            return text
-        kl = f"KL {logits.kl_mean:.2g} per token"
-        return f"{text}, {kl}, same likeliest token for {logits.top1_agreement:.2%}"
+            classes = _counts(self.quantised)
+            how = "quantised, so float64 runs call them in their own dtype"
+            rows.append(("", "", f"{classes}: {how}"))
+        difference = f"{floor.difference:.3g} at most"
+        rows.append(("", "difference", difference))
+        # nothing passes where no kernel ran, or where the outputs cannot be compared
+        nothing_passes = bool(floor.reason or self.nothing_ran)
+        for part in self._parts():
+            if part.failed or not nothing_passes:
+                rows += part.rows(verbose)
+        launches = _counts(self.launches) or "none: the norms ran in plain PyTorch"
+        rows.append(("", "Triton kernels", launches))
+        lines = [fitted(self.headline)]
+        for mark, what, text in rows:
+            # what is too long goes on below the text
+            line = f"  {mark:4}  {what:<18} {text}"
+            lines.append(fitted(line, 25 if mark else 19))
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -185,51 +161,43 @@ class _Part:
     what: str = ""
 
     @property
-    def passed(self) -> bool:
-        """None failed, and at least one was reached."""
-        reached = any(check.text != NOT_REACHED for check in self.checks)
-        return reached and all(check.passed for check in self.checks)
+    def failed(self) -> bool:
+        """Whether a check failed, or none was reached."""
+        check = worst(self.checks)
+        return not check.passed or check.text == NOT_REACHED
 
-    def lines(self, verbose: bool, good: str) -> list[str]:
-        """The lines of the table; `good` marks what passed."""
+    def rows(self, verbose: bool) -> list[tuple[str, str, str]]:
+        """The rows of the table: the result, and the checks that failed, or all."""
+        check = worst(self.checks)
+        mark = "FAIL" if self.failed else check.mark
         if not self.what:
-            check = self.checks[0]
-            return [_line(_mark(check, good), self.name, check.text)]
-        failed = [check for check in self.checks if not check.passed]
-        compared = [check for check in self.checks if check.compared or check in failed]
-        text = f"{len(compared) - len(failed)} of {len(compared)} {self.what}"
-        if differing := sum(check.differing for check in compared):
-            values = sum(check.compared for check in compared)
-            text += f"; {differing} of {values} values differ"
-        if len(compared) < len(self.checks):
-            text += f"; {len(self.checks) - len(compared)} not compared"
-        lines = [_line(good if self.passed else "FAIL", self.name, text)]
-        for check in self.checks if verbose else failed[:_SHOWN]:
-            line = f"  {_mark(check, good):4}      {check.path}: {check.text}"
-            lines.append(fitted(line, 8))
-        return lines
+            return [(mark, self.name, check.text)]
+        good = differing = 0
+        for check in self.checks:
+            good += check.mark == "PASS"
+            differing += check.differing
+        text = f"{good} of {len(self.checks)} {self.what}"
+        if differing:
+            text += f"; {differing} values differ"
+        rows = [(mark, self.name, text)]
+        shown = self.checks
+        if not verbose:
+            shown = [check for check in shown if not check.passed][:_SHOWN]
+        for check in shown:
+            rows.append((check.mark, f"    {check.path}:", check.text))
+        return rows
 
 
-def _mark(check: Check, good: str) -> str:
-    """PASS or FAIL, or nothing if nothing was compared."""
-    if not check.passed:
-        return "FAIL"
-    return good if check.compared else ""
+def _counts(counts: dict[str, int]) -> str:
+    """How many there are of each."""
+    words = []
+    for name, count in sorted(counts.items()):
+        words.append(f"{count} {name}")
+    return ", ".join(words)
 
 
-def _line(mark: str, what: str, text: str) -> str:
-    """A line of the table; what is too long goes on below the text."""
-    return fitted(f"  {mark:4}  {what:<18} {text}", 25 if mark else 19).rstrip()
-
-
-def plain(value):
-    """The value for JSON: names as strings, tuples as lists, and as a string a number
-    that is not finite.
+def plain(data: dict) -> dict:
+    """The data as JSON has it: tuples as lists, and as a string a number that is not
+    finite.
     """
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    return json.loads(json.dumps(data), parse_constant=str)

@@ -3,31 +3,26 @@
 import torch
 from torch import nn
 
-from .checks import Check
+from .checks import Check, worst
 from .context import GREEDY, is_float, max_positions, output_tensors
 
 
-def outputs_of(
-    model: nn.Module, batches: list[dict]
-) -> tuple[list[torch.Tensor], bool]:
-    """(the outputs to compare, as rows that the attention mask keeps; whether they are
-    logits).
-    """
-    rows, are_logits = [], False
+@torch.no_grad()
+def outputs_of(model: nn.Module, batches: list[dict]) -> list[torch.Tensor]:
+    """The outputs to compare, as rows that the attention mask keeps."""
+    rows = []
     for batch in batches:
-        with torch.no_grad():
-            out = model(**batch)
-        are_logits = is_float(getattr(out, "logits", None))
-        outputs = _compared(out)
+        outputs = _compared(model(**batch))
         if not outputs:
-            raise ValueError(
-                f"{type(model).__name__} returns no logits and no hidden state: nothing can be compared"
-            )
+            what = f"{type(model).__name__} returns no logits and no hidden state"
+            raise ValueError(f"{what}: nothing can be compared")
         mask = batch.get("attention_mask")
         for y in outputs:
-            masked = mask is not None and y.dim() == 3 and mask.shape == y.shape[:2]
-            rows.append(y[mask.bool()] if masked else y.reshape(-1, y.shape[-1]))
-    return rows, are_logits
+            if mask is not None and mask.shape == y.shape[:-1]:
+                y = y[mask.bool()]
+            width = y.shape[-1]
+            rows.append(y.reshape(-1, width))
+    return rows
 
 
 def _compared(out) -> list[torch.Tensor]:
@@ -47,34 +42,42 @@ def why_not_generate(model: nn.Module, batches: list[dict], max_new_tokens: int)
     if not (hasattr(model, "can_generate") and model.can_generate()):
         return f"{type(model).__name__} does not generate"
     if model.config.is_encoder_decoder:
-        return (
-            "not compared: it would begin at the decoder's start token, not at a text"
-        )
-    if not all("input_ids" in batch for batch in batches):
-        return "not compared: the inputs have no token ids"
+        start = "it would begin at the decoder's start token, not at a text"
+        return f"not compared: {start}"
     most = max_positions(model.config)
-    if any(batch["input_ids"].shape[1] >= most for batch in batches):
-        return f"the prompt fills the {most} positions of the model"
+    for batch in batches:
+        if "input_ids" not in batch:
+            return "not compared: the inputs have no token ids"
+        if batch["input_ids"].shape[1] >= most:
+            return f"the prompt fills the {most} positions of the model"
     return ""
 
 
 def generate(
-    model: nn.Module, batch: dict, max_new_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """New tokens (batch, steps) and the logits behind them (batch, steps, vocabulary)."""
-    ids = batch["input_ids"]
-    most = max_positions(model.config) - ids.shape[1]
-    config = model.generation_config
-    pad = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
-    options = {
-        "attention_mask": torch.ones_like(ids),  # every token is meant
-        **batch,
-        **GREEDY,
-        "max_new_tokens": min(max_new_tokens, most),
-        "pad_token_id": pad[0] if isinstance(pad, (list, tuple)) else pad,
-    }
-    out = model.generate(**options, return_dict_in_generate=True, output_logits=True)
-    return out.sequences[:, -len(out.logits) :], torch.stack(out.logits, 1)
+    model: nn.Module, batches: list[dict], max_new_tokens: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each batch, new tokens (rows, steps) and the logits behind them (rows, steps,
+    vocabulary); nothing for 0 new tokens.
+    """
+    texts = []
+    if not max_new_tokens:
+        return texts
+    for batch in batches:
+        ids = batch["input_ids"]
+        most = max_positions(model.config) - ids.shape[1]
+        options = {
+            "attention_mask": torch.ones_like(ids),  # every token is meant
+            **batch,
+            **GREEDY,
+            "max_new_tokens": min(max_new_tokens, most),
+            "return_dict_in_generate": True,
+            "output_logits": True,
+        }
+        out = model.generate(**options)
+        steps = len(out.logits)
+        tokens = out.sequences[:, -steps:]
+        texts.append((tokens, torch.stack(out.logits, 1)))
+    return texts
 
 
 def compare_greedy(reference: list, candidate: list, tie_margin: float) -> Check:
@@ -85,25 +88,20 @@ def compare_greedy(reference: list, candidate: list, tie_margin: float) -> Check
     ``tie_margin``, which the errors of both models against float64 explain.
     """
     count = sum(tokens.numel() for tokens, _ in reference)
-    differences = []
+    checks = [Check("", True, f"{count} tokens, all equal", count)]
     for (tokens, logits), (others, _) in zip(reference, candidate, strict=True):
-        for row, pair in enumerate(zip(tokens.tolist(), others.tolist(), strict=True)):
-            steps = enumerate(zip(*pair, strict=False))
-            step = next((step for step, (a, b) in steps if a != b), None)
-            if step is None:
-                continue
-            token, other = pair[0][step], pair[1][step]
-            lead = logits[row, step].double()
-            margin = (lead[token] - lead[other]).item()
+        length = min(tokens.shape[1], others.shape[1])
+        unequal = tokens[:, :length] != others[:, :length]
+        if tokens.shape != others.shape and not unequal.any():
+            checks.append(Check("", False, "not as many tokens", count, 1))
+        for row in unequal.any(1).nonzero().flatten().tolist():
+            step = unequal[row].int().argmax().item()
+            token = tokens[row, step].item()
+            other = others[row, step].item()
+            scores = logits[row, step].double()
+            lead = (scores[token] - scores[other]).item()
             what = f"row {row}, new token {step}: {other} instead of {token}"
-            why = f"leads by {margin:.3g} (rounding explains {tie_margin:.3g})"
-            text = f"{what}, whose logit {why}"
-            differences.append(Check("", margin <= tie_margin, text, count, 1))
-    lengths = [
-        sum(tokens.numel() for tokens, _ in side) for side in (reference, candidate)
-    ]
-    if not differences and lengths[0] != lengths[1]:
-        text = f"{lengths[1]} tokens instead of {lengths[0]}"
-        differences.append(Check("", False, text, count, 1))
-    same = Check("", True, f"{count} tokens, all equal", count)
-    return min(differences, key=lambda check: check.passed, default=same)
+            why = "whose logit leads by {:.3g} (rounding explains {:.3g})"
+            text = f"{what}, {why.format(lead, tie_margin)}"
+            checks.append(Check("", lead <= tie_margin, text, count, 1))
+    return worst(checks)

@@ -257,7 +257,9 @@ def test_verify_says_pass_in_fp32_and_bf16_with_the_kernels(tmp_path):
         "float32",
         "bfloat16",
     ]
-    assert all(run["passed"] and run["logits"]["tokens"] == 16 for run in data["runs"])
+    assert all(
+        run["passed"] and run["noise_floor"]["rows"] == 16 for run in data["runs"]
+    )
     assert data["backend"] == "triton" and all(
         sum(run["launches"].values()) > 0 for run in data["runs"]
     )
@@ -295,7 +297,7 @@ def test_verify_takes_the_stored_dtype_and_random_ids_where_there_is_no_tokenize
     data = run_json(
         capsys, "verify", tmp_path, "--max-tokens", "3", "--max-new-tokens", "0"
     )
-    assert [(run["dtype"], run["logits"]["tokens"]) for run in data["runs"]] == [
+    assert [(run["dtype"], run["noise_floor"]["rows"]) for run in data["runs"]] == [
         ("bfloat16", 3)
     ]
 
@@ -353,7 +355,7 @@ def test_verify_takes_inputs_from_a_file(capsys, tmp_path):
     (found,) = run_json(capsys, "verify", tmp_path, "--inputs", file, "--no-backward")[
         "runs"
     ]
-    assert found["passed"] and found["logits"]["tokens"] == 5
+    assert found["passed"] and found["noise_floor"]["rows"] == 5
     assert "pass a .safetensors file" in fails(
         capsys, "verify", tmp_path, "--inputs", tmp_path / "config.json"
     )
@@ -404,7 +406,7 @@ def test_verify_keeps_to_a_short_context(capsys, tmp_path):
     assert (
         done["passed"]
         and done["greedy"]["compared"] == 16
-        and done["logits"]["tokens"] == 16
+        and done["noise_floor"]["rows"] == 16
     )
 
 
@@ -417,8 +419,8 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
         def to_dict(self):
             return {"passed": False}
 
-        def to_text(self, verbose, name):
-            return f"{name} in {self.dtype}: FAIL: generated tokens\na table"
+        def to_text(self, verbose):
+            return "FAIL: generated tokens\na table"
 
     monkeypatch.setattr(
         hf_rmsnorm,

@@ -40,18 +40,9 @@ def test_gradients_by_positions_whose_axes_differ(family):
             model, inputs=inputs, max_new_tokens=0, backward=True
         )
     assert report.passed, report
-    assert not report.text_positions
 
 
 def test_verification_shows_the_model_a_picture():
     with use_backend("triton"):
         report = verify_equivalence(multimodal.build("qwen3_vl"), max_new_tokens=0)
-    assert report.passed and not report.unreached and not report.text_positions, report
-
-
-def test_on_text_alone_verification_names_what_saw_no_picture():
-    model = multimodal.build("qwen3_vl")
-    with use_backend("triton"):
-        report = verify_equivalence(model, inputs=IDS, max_new_tokens=0)
-    assert report.passed and len(report.text_positions) == 2
-    assert "saw positions of text alone" in str(report)
+    assert report.passed and not report.unreached, report

@@ -4,62 +4,37 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from hf_rmsnorm.verification.noise import compare_logits
+from hf_rmsnorm.verification.noise import noise_floor
 
 
 def test_measures_are_those_of_their_definition():
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(100, 7, generator=generator, dtype=torch.float64) * 3
-    reference, candidate = (
-        exact.float(),
-        (exact + 0.01 * torch.randn(exact.shape, generator=generator)).float(),
-    )
-    difference, floor = compare_logits(
-        [reference[:30], reference[30:]],
-        [candidate[:30], candidate[30:]],
-        [exact[:30], exact[30:]],
-    )
-    d = (reference.double() - candidate.double()).abs()
-    p, q = reference.double().log_softmax(-1), candidate.double().log_softmax(-1)
-    kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-    expected = (
-        100,
-        7,
-        d.max(),
-        kl.mean(),
-        (p.argmax(-1) == q.argmax(-1)).double().mean(),
-    )
-    got = (
-        difference.tokens,
-        difference.vocabulary,
-        difference.max_abs,
-        difference.kl_mean,
-        difference.top1_agreement,
-    )
-    assert got == pytest.approx([float(value) for value in expected])
-    assert floor.reference_max == (reference.double() - exact).abs().max().item()
-    assert floor.candidate_rms == pytest.approx(
-        (candidate.double() - exact).square().mean().sqrt().item()
-    )
-    assert not floor.passed
+    noise = 0.01 * torch.randn(exact.shape, generator=generator)
+    reference, candidate = exact.float(), (exact + noise).float()
+    sides = [side.split([30, 70]) for side in (reference, candidate, exact)]
+    floor = noise_floor(*sides)
+    assert floor.rows == 100 and not floor.passed
+    assert floor.difference == (reference.double() - candidate.double()).abs().max()
+    assert floor.reference_max == (reference.double() - exact).abs().max()
+    rms = (candidate.double() - exact).square().mean().sqrt().item()
+    assert floor.candidate_rms == pytest.approx(rms)
 
 
 def test_words_hidden_from_the_vocabulary_do_not_widen_the_floor():
     exact = torch.randn(4, 6, dtype=torch.float64)
     exact[:, 2], exact[:, 3] = -math.inf, torch.finfo(torch.bfloat16).min
     y = exact.float()
-    difference, floor = compare_logits([y], [y.clone()], [exact])
-    assert difference.max_abs == difference.kl_mean == 0
-    assert floor.passed and floor.max_slack < 1e-5
-    difference, _ = compare_logits([y], [torch.where(y == -math.inf, 0.0, y)], [exact])
-    assert difference.max_abs == math.inf
+    floor = noise_floor([y], [y.clone()], [exact])
+    assert floor.passed and floor.difference == 0 and floor.max_slack < 1e-5
+    shown = torch.where(y == -math.inf, 0.0, y)
+    assert noise_floor([y], [shown], [exact]).difference == math.inf
 
 
 def test_nothing_to_compare_fails_and_says_so():
     for outputs in ([], [torch.zeros(0, 6)], [torch.full((2, 6), -math.inf)]):
-        _, floor = compare_logits(outputs, outputs, [y.double() for y in outputs])
+        floor = noise_floor(outputs, outputs, [y.double() for y in outputs])
         assert not floor.passed and "nothing to compare" in floor.reason
 
 
@@ -68,11 +43,11 @@ def test_nan_fails_and_says_so():
     y = exact.float()
     broken = y.clone()
     broken[1, 1] = math.nan
-    _, floor = compare_logits([y], [broken], [exact])
+    floor = noise_floor([y], [broken], [exact])
     assert not floor.passed and "changed model gives NaN or infinity" in floor.reason
-    _, floor = compare_logits([broken], [broken], [exact])
+    floor = noise_floor([broken], [broken], [exact])
     assert not floor.passed and "original itself gives NaN or infinity" in floor.reason
     for bad in (math.nan, math.inf):  # from broken weights, so that all three are alike
         broken[1, 1] = bad
-        _, floor = compare_logits([broken], [broken], [broken.double()])
+        floor = noise_floor([broken], [broken], [broken.double()])
         assert not floor.passed and "NaN or infinity in float64 too" in floor.reason
