@@ -51,14 +51,10 @@ def make_record(
         parameters: all parameters of the model.
         paths: all LayerNorms of the model.
     """
-    counts = Counter(map(_pattern, residual_weights))
-    entries = _shortened(residual_weights, parameters)
-    for name in entries.keys() - residual_weights.keys():
-        entries[name] = {**entries[name], "count": counts[name]}
     return {
         "version": VERSION,
         "computes": "layer_norm",
-        "residual_weights": entries,
+        "residual_weights": _shortened(residual_weights, parameters),
         "rms_norms": _shortened(norms, paths),
     }
 
@@ -77,9 +73,12 @@ def _shortened(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
         similar[_pattern(name)].add(name)
     short: dict[str, dict] = {}
     for name, how in entries.items():
-        group = similar[_pattern(name)]
-        equal = len(group) > 1 and all(entries.get(other) == how for other in group)
-        short[_pattern(name) if equal else name] = how
+        pattern = _pattern(name)
+        group = similar[pattern]
+        if len(group) > 1 and all(entries.get(other) == how for other in group):
+            short[pattern] = {**how, "count": len(group)}
+        else:
+            short[name] = how
     return short
 
 
@@ -89,7 +88,8 @@ def matching(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     for name in names:
         how = entries.get(name) or entries.get(_pattern(name))
         if how is not None:
-            matches[name] = {key: how[key] for key in how if key != "count"}
+            matches[name] = dict(how)
+            matches[name].pop("count", None)
     return matches
 
 
@@ -97,11 +97,9 @@ def trained_as_rms(record) -> bool:
     """Whether a record says that training, and no approximate fit, made the norms
     RMSNorms.
     """
-    return (
-        isinstance(record, dict)
-        and record.get("computes") == TRAINED_AS_RMS
-        and not record.get("approximate")
-    )
+    if not isinstance(record, dict) or record.get("approximate"):
+        return False
+    return record.get("computes") == TRAINED_AS_RMS
 
 
 def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
@@ -119,15 +117,15 @@ def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> s
     present = Counter([*tensors, *map(_pattern, tensors)])
     for name, how in recorded.items():
         if present[name] < how.get("count", 1):
-            return (
-                f"{name}: not all of it is here under the name that it was converted by"
-            )
+            where = "under the name that it was converted by"
+            return f"{name}: not all of it is here {where}"
     for name, how in matching(recorded, tensors).items():
         tensor = tensors[name]
-        if not is_centred(tensor, **how):
-            if not bool(tensor.isfinite().all()):
-                return f"{name} holds NaN or infinity"
+        if is_centred(tensor, **how):
+            continue
+        if tensor.isfinite().all():
             return f"{name} {_MEAN}"
+        return f"{name} holds NaN or infinity"
     return ""
 
 
@@ -143,7 +141,7 @@ def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
         return False
     unit = torch.finfo(tensor.dtype).eps / 2
     smallest = torch.finfo(tensor.dtype).smallest_normal * unit
-    for piece in _blocks(tensor, axis, block, blocks):
+    for piece in _pieces(tensor, axis, block, blocks):
         wide = piece.double()
         # Each element is off by at most half an ulp. The errors need not average out:
         # where the source's elements lie on one coarse grid, all of a row are rounded
@@ -160,24 +158,27 @@ def centre_(tensor: torch.Tensor, axis: int, block: int, blocks) -> None:
     """Take the mean off each block along the axis, in place; in float64, rounded to the
     tensor's dtype.
     """
-    for piece in _blocks(tensor, axis, block, blocks):
+    for piece in _pieces(tensor, axis, block, blocks):
         wide = piece.double()
         piece.copy_(wide - wide.mean(-1, keepdim=True))
 
 
-def _blocks(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator:
+def rows_of(tensor: torch.Tensor, axis: int, block: int) -> torch.Tensor:
+    """A view of the blocks along an axis: (other axes, blocks, block)."""
+    return tensor.movedim(axis, -1).unflatten(-1, (-1, block))
+
+
+def _pieces(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator:
     """Views of the blocks, which are their last dimension; in pieces, so that no large
     table is widened whole.
     """
-    rows = tensor.movedim(axis, -1).unflatten(-1, (-1, block))
+    rows = rows_of(tensor, axis, block)
     parts = [rows]
     if blocks is not None:
-        parts = [rows.select(-2, index) for index in blocks]
+        parts = [rows.narrow(-2, index, 1) for index in blocks]
     for part in parts:
-        if part.dim() == 1:
-            yield part
-        else:
-            yield from part.split(max(1, PIECE // max(1, part[:1].numel())))
+        size = max(1, part[:1].numel())
+        yield from part.split(max(1, PIECE // size))
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
@@ -185,7 +186,8 @@ def own_names(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     wrapped = set()
     for name in names:
-        wrapped |= {name[: match.start()] for match in _KEPT.finditer(name)}
+        for match in _KEPT.finditer(name):
+            wrapped.add(name[: match.start()])
     own = {}
     for name in names:
         inside = wrapped & _above([name])
@@ -201,21 +203,8 @@ class ResidualWeights:
 
     def __init__(self, record: Mapping, names: Iterable[str]):
         self.names = set(names)
-        self.modules = _above(self.names)
+        self.places = self.names | _above(self.names)
         self.how = matching(record["residual_weights"], self.names)
-
-    def home(self, name: str) -> str:
-        """The parameter that a tensor of an adapter replaces, or the module that it is
-        added to; "" for none.
-        """
-        path = _without_adapter(name)
-        lora = _LORA.search(path)
-        if lora:
-            path = path[: lora.start()]
-            return path if path in self.modules else ""
-        while path and path not in self.names and path not in self.modules:
-            path = path.rpartition(".")[0]
-        return path
 
     def changed_by(self, name: str) -> tuple[str, dict] | None:
         """(the residual weight that an adapter's tensor changes, how to centre that
@@ -224,27 +213,31 @@ class ResidualWeights:
         LoRA adds ``B A x``, of the mean of B's columns along its output. None where no
         residual weight gets a mean by it; a ValueError where one does in another way.
         """
-        home = self.home(name)
+        path = _COPIED.sub("", _KEPT.sub("", name))
+        # the parameter that it replaces, or the module that it is added to
+        home = path
+        while home and home not in self.places:
+            home = home.rpartition(".")[0]
         touched = [w for w in self.how if w == home or w.startswith(f"{home}.")]
         if not touched:
             return None
-        lora = _LORA.search(_without_adapter(name))
-        if home in self.how and not lora:  # a trained copy in its place
+        if home == path:  # a trained copy in its place
             return home, self.how[home]
         weight = f"{home}.weight"
-        if not lora or weight not in self.how:
-            raise ValueError(
-                f"{name} changes {touched[0]} in a way that can give it a mean"
-            )
+        lora = _LORA.fullmatch(path, len(home))
+        if lora is None or weight not in self.how:
+            what = f"{name} changes {touched[0]}"
+            raise ValueError(f"{what} in a way that can give it a mean")
         if "A" in lora.groups():
             return None
         return weight, {**self.how[weight], "axis": 0}
 
 
-def _without_adapter(name: str) -> str:
-    return _COPIED.sub("", _KEPT.sub("", name))
-
-
 def _above(names: Iterable[str]) -> set[str]:
     """Paths of all modules that hold these tensors."""
-    return {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)}
+    paths = set()
+    for name in names:
+        while "." in name:
+            name = name.rpartition(".")[0]
+            paths.add(name)
+    return paths

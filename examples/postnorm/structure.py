@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.plan import Centre, ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import would_tie_a_head
-from hf_rmsnorm.conversion.proxy.keys import KeyMap, ResidualWeight
+from hf_rmsnorm.conversion.proxy.keys import KeyMap
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
 from hf_rmsnorm.conversion.proxy.model import (
     ProxyModel,
@@ -284,7 +284,7 @@ class Structure:
     ffns: list[FFN]
     unfit: list[str]
     grown: dict[str, int] | None
-    residual_weights: list[ResidualWeight]
+    residual_weights: list[Centre]
     undetermined: set[str]
     zero: set[str]
 
@@ -326,12 +326,11 @@ def look(model: PreTrainedModel) -> Structure:
 
 def residual_weights_of(
     proxy: ProxyModel, norms: Norms
-) -> tuple[list[ResidualWeight], set[str]]:
+) -> tuple[list[Centre], set[str]]:
     ratio = shift_invariance_test(proxy.model, proxy.inputs, norms)
-    unsaved = KeyMap(proxy.model).unsaved()
-    return [h for h in ratio.residual_weights if h.parameter not in unsaved], set(
-        ratio.undetermined
-    )
+    keys = KeyMap(proxy.model)
+    saved = [weight for weight in ratio.residual_weights if keys.of(weight.key)]
+    return saved, set(ratio.undetermined)
 
 
 def as_double(model: PreTrainedModel) -> PreTrainedModel:
@@ -342,7 +341,7 @@ def as_double(model: PreTrainedModel) -> PreTrainedModel:
 
 def tie_changes(
     model: PreTrainedModel,
-    residual_weights: list[ResidualWeight],
+    residual_weights: list[Centre],
     undetermined: set[str],
 ) -> dict:
     """Untie where a writer is, or in a class with a head would be, tied to what is not
@@ -351,7 +350,7 @@ def tie_changes(
     groups: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), set()).add(name)
-    ways = {h.parameter: (h.axis, h.blocks) for h in residual_weights}
+    ways = {weight.key: (weight.axis, weight.blocks) for weight in residual_weights}
     unlike = any(
         len({ways.get(name) for name in names - undetermined}) > 1
         for names in groups.values()
@@ -367,7 +366,7 @@ def tie_changes(
 def converted(
     model: PreTrainedModel,
     found: Structure,
-    residual_weights: list[ResidualWeight],
+    residual_weights: list[Centre],
     grown: dict,
 ) -> PreTrainedModel:
     """The model in float64, its residual weights centred, with the neurons where the
@@ -386,8 +385,8 @@ def converted(
         )
     result.load_state_dict(state)
     parameters = dict(result.named_parameters(remove_duplicate=False))
-    for name, how in found.proxy.entries(residual_weights).items():
-        centre_(parameters[name], **how)
+    for weight in residual_weights:
+        centre_(parameters[weight.key], **found.proxy.widened(weight).how)
     if grown:
         put_neurons(result, found.ffns)
     return result

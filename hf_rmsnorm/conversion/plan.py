@@ -56,11 +56,19 @@ class Centre:
     that writes to the stream.
     """
 
-    key: str
+    key: str  # of the checkpoint; in a proxy model the name of a parameter
     axis: int
     block: int
     # indices of the blocks to centre, in order; None for all
     blocks: tuple[int, ...] | None = None
+
+    @property
+    def how(self) -> dict:
+        """The entry of the record, and the arguments of its `centre_`."""
+        how = {"axis": self.axis, "block": self.block, "blocks": None}
+        if self.blocks is not None:
+            how["blocks"] = list(self.blocks)
+        return how
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ RMSNorms, which stay and why.
 
 import copy
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -13,18 +13,25 @@ from ...patching.formula.recognise import recognise
 from ...record import RECORD_KEY, make_record
 from ...verification.context import is_float, one_line
 from ..checkpoint.source import open_checkpoint
-from ..plan import CentringPlan, ConversionRefused, Copy, NormRecord, rms_norms
+from ..plan import (
+    Centre,
+    CentringPlan,
+    ConversionRefused,
+    Copy,
+    NormRecord,
+    rms_norms,
+)
 from .inputs import made_inputs
-from .keys import KeyMap, ResidualWeight, named_as_stored
+from .keys import KeyMap, named_as_stored
 from .layer_norms import Norms, find_layer_norms
-from .model import ProxyModel, make_proxy, new_model
+from .model import ProxyModel, make_proxy, new_model, token_table
 from .run import alike, and_more, run
 from .shift_invariance import (
     ZERO_MEAN,
     ShiftTest,
     centre,
+    input_means,
     shift_invariance_test,
-    with_mean,
 )
 from .unreached import refuse_if_unreached
 
@@ -33,25 +40,6 @@ NOTES = (
     "output_hidden_states differs: its mean is removed. So do features of a vision or audio encoder.",
     "Fine-tuning can move the weights off zero mean. patch_model checks that by the record in config.json.",
 )
-
-
-@dataclass
-class Discovery:
-    """The result of the tests on a proxy model.
-
-    Args:
-        residual_weights: those that can be centred, and are in the checkpoint.
-        reasons: path of a norm -> why it stays a LayerNorm.
-        masks: parameters that take the place of masked patches or frames.
-    """
-
-    proxy: ProxyModel
-    norms: Norms
-    keys: KeyMap
-    undetermined: list[str]
-    residual_weights: list[ResidualWeight]
-    reasons: dict[str, str]
-    masks: list[str]
 
 
 def discover(source, **how) -> CentringPlan:
@@ -64,22 +52,52 @@ def discover(source, **how) -> CentringPlan:
     norms = _reached_norms(proxy)
     keys = KeyMap(proxy.model)
     test = _test_all(proxy, norms)
-    unsaved = keys.unsaved()
-    weights = []
-    for weight in test.residual_weights:
-        if weight.parameter not in unsaved:
-            weights.append(weight)
+    weights = [weight for weight in test.residual_weights if keys.of(weight.key)]
     work = copy.deepcopy(proxy.model)
     centre(work, weights)
     reasons = _why_norms_stay(work, proxy, norms)
     proxy.widths = _widths(proxy, weights)
-    lengths = set()
-    for path in norms.keys() - reasons.keys():
-        lengths.add(norms[path].hidden_size)
+    becoming = norms.keys() - reasons.keys()
+    lengths = {norms[path].hidden_size for path in becoming}
     masks = refuse_if_unreached(proxy, lengths, test)
-    return _plan(
-        Discovery(proxy, norms, keys, test.undetermined, weights, reasons, masks)
+
+    records = _norm_records(proxy, norms, reasons)
+    entries = {weight.key: proxy.widened(weight).how for weight in weights}
+    record = make_record(entries, rms_norms(records), proxy.shapes, norms)
+    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
+    copies = _untied(proxy, keys, weights)
+    notes = [*NOTES]
+    if copies:
+        names = ", ".join(copy.key for copy in copies)
+        why = "centring one would change the other"
+        notes.append(f"Tied tensors are stored twice ({names}): {why}.")
+    elif would_tie_a_head(proxy.model, proxy.config, weights):
+        why = "a head tied to the centred table would give other logits"
+        now = "a class with a head now says that it is missing"
+        notes.append(f"tie_word_embeddings becomes false: {why}; {now}.")
+    if len(notes) > len(NOTES):
+        config["tie_word_embeddings"] = False
+    if masks:
+        why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
+        notes.append(f"{and_more(masks)} stays as it is: {why}.")
+    undetermined = set()
+    for name in test.undetermined:
+        undetermined.update(keys.of(name))
+    steps = []
+    for step in keys.centre(weights):
+        steps.append(replace(step, block=proxy.widths[step.block]))
+    plan = CentringPlan(
+        centre=tuple(steps),
+        copy=tuple(copies),
+        norms=tuple(records),
+        config=config,
+        undetermined=tuple(sorted(undetermined)),
+        notes=tuple(notes),
     )
+    if proxy.folder is None:
+        return plan
+    stored = open_checkpoint(proxy.folder, allow_pickle=True, weights=False)
+    return named_as_stored(plan, stored.tensors, proxy.model)
 
 
 def _reached_norms(proxy: ProxyModel) -> Norms:
@@ -124,13 +142,14 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
 
 
 def _unreached_experts(test: ShiftTest) -> list[str]:
-    places = {alike(weight.parameter) for weight in test.residual_weights}
+    places = {alike(weight.key) for weight in test.residual_weights}
     return [name for name in test.undetermined if alike(name) in places]
 
 
 def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
     """Path -> reason of each norm whose input keeps a mean; refused if that is all, or most in a post-norm model."""
-    bad = with_mean(work, proxy.inputs, norms)
+    means = input_means(work, proxy.inputs, norms)
+    bad = [path for path, mean in means.items() if mean > ZERO_MEAN]
     if not bad:
         return {}
     causes = _causes(work, proxy, norms, bad)
@@ -145,13 +164,12 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
         raise ConversionRefused(f"{proxy.name} {what}: {cure}")
     reasons = {}
     for path, source in causes.items():
-        kind = type(work.get_submodule(source)).__name__
+        why = "has a mean that no weight sets alone, or that the model's outputs depend on"
+        if source:
+            kind = type(work.get_submodule(source)).__name__
+            why = f"has the mean of {source} ({kind}), which no weight sets alone, or the model's outputs depend on it"
         if source in norms:
             why = f"carries the output of the LayerNorm {source} ({kind}), whose mean no weight removes"
-        elif source:
-            why = f"has the mean of {source} ({kind}), which no weight sets alone, or the model's outputs depend on it"
-        else:
-            why = "has a mean that no weight sets alone, or that the model's outputs depend on"
         reasons[path] = f"its input {why}"
     if len(bad) == len(norms):
         reason, _ = Counter(reasons.values()).most_common(1)[0]
@@ -195,103 +213,51 @@ def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
     return bool(((mean - wanted).abs() <= ZERO_MEAN * size).all())
 
 
-def _widths(
-    proxy: ProxyModel, residual_weights: list[ResidualWeight]
-) -> dict[int, int]:
+def _widths(proxy: ProxyModel, weights: list[Centre]) -> dict[int, int]:
     """Length of a block here -> in the checkpoint."""
     widths: dict[int, int] = {}
-    for weight in residual_weights:
-        here = proxy.model.get_parameter(weight.parameter).shape[weight.axis]
-        there = proxy.shapes[weight.parameter][weight.axis] * weight.block
-        wide = widths.setdefault(weight.block, there // here)
-        if there % here or wide != there // here:
-            what = f"rows of {weight.parameter!r} are narrowed in another way"
-            raise ConversionRefused(f"{proxy.name}: {what} than others")
+    for weight in weights:
+        wide = proxy.widened(weight).block
+        if widths.setdefault(weight.block, wide) != wide:
+            what = f"rows of {weight.key!r} are narrowed in another way than others"
+            raise ConversionRefused(f"{proxy.name}: {what}")
     if len(set(widths.values())) != len(widths):
         what = "rows of different lengths when narrowed are equal in the checkpoint"
         raise ConversionRefused(f"{proxy.name}: {what}")
     return widths
 
 
-def _plan(result: Discovery) -> CentringPlan:
-    """The plan, in keys of the checkpoint."""
-    proxy, keys, weights = result.proxy, result.keys, result.residual_weights
-    norms = _norm_records(result)
-    copies = _untied(result)
-    is_headless = not copies and would_tie_a_head(proxy.model, proxy.config, weights)
-    undetermined = {key for name in result.undetermined for key in keys.of(name)}
-    centre = []
-    for step in keys.centre(weights):
-        centre.append(replace(step, block=proxy.widths[step.block]))
-    record = make_record(
-        proxy.entries(weights), rms_norms(norms), proxy.shapes, result.norms
-    )
-    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
-    if copies or is_headless:
-        config["tie_word_embeddings"] = False
-    plan = CentringPlan(
-        centre=tuple(centre),
-        copy=copies,
-        norms=norms,
-        config=config,
-        undetermined=tuple(sorted(undetermined)),
-        notes=(*NOTES, *_notes(copies, is_headless, result.masks)),
-    )
-    if proxy.folder is None:
-        return plan
-    stored = open_checkpoint(proxy.folder, allow_pickle=True, weights=False)
-    return named_as_stored(plan, stored.tensors, proxy.model)
-
-
-def _norm_records(result: Discovery) -> tuple[NormRecord, ...]:
-    proxy = result.proxy
+def _norm_records(
+    proxy: ProxyModel, norms: Norms, reasons: dict[str, str]
+) -> list[NormRecord]:
     records = []
-    for path, norm in result.norms.items():
+    for path, norm in norms.items():
         size = norm.hidden_size
         width = proxy.widths.get(size, size * proxy.factor)
-        reason = result.reasons.get(path, "")
+        reason = reasons.get(path, "")
         records.append(NormRecord(path, width, norm.spec.eps, not reason, reason))
-    return tuple(records)
+    return records
 
 
-def _untied(result: Discovery) -> tuple[Copy, ...]:
+def _untied(proxy: ProxyModel, keys: KeyMap, weights: list[Centre]) -> list[Copy]:
     """Tensors that are stored twice in the result, as a residual weight is tied to
     another parameter.
     """
-    tied = KeyMap(new_model(type(result.proxy.model), result.proxy.config))
+    tied = KeyMap(new_model(type(proxy.model), proxy.config))
     shared = Counter(tied.aliases.values())
-    for weight in result.residual_weights:
-        if shared[tied.aliases.get(weight.parameter)] > 1:
-            return result.keys.untie(tied)
-    return ()
+    if any(shared[tied.aliases.get(weight.key)] > 1 for weight in weights):
+        return keys.untie(tied)
+    return []
 
 
-def would_tie_a_head(model, config, residual_weights: list[ResidualWeight]) -> bool:
+def would_tie_a_head(model, config, residual_weights: list[Centre]) -> bool:
     """Whether a class with a head would tie it to the table of tokens, which is
     centred, and this one has none.
     """
-    try:
-        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # there are no tokens
+    table = token_table(model)
+    if table is None or not getattr(config, "tie_word_embeddings", False):
         return False
-    is_tied = bool(getattr(config, "tie_word_embeddings", False))
-    for weight in residual_weights:
-        if model.get_parameter(weight.parameter) is table:
-            return head is None and is_tied
-    return False
-
-
-def _notes(copies: tuple[Copy, ...], is_headless: bool, masks: list[str]) -> list[str]:
-    notes = []
-    if copies:
-        names = ", ".join(copy.key for copy in copies)
-        why = "centring one would change the other"
-        notes.append(f"Tied tensors are stored twice ({names}): {why}.")
-    if is_headless:
-        why = "a head tied to the centred table would give other logits"
-        now = "a class with a head now says that it is missing"
-        notes.append(f"tie_word_embeddings becomes false: {why}; {now}.")
-    if masks:
-        why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
-        notes.append(f"{and_more(masks)} stays as it is: {why}.")
-    return notes
+    if model.get_output_embeddings() is not None:
+        return False
+    centred = [model.get_parameter(weight.key) for weight in residual_weights]
+    return any(parameter is table.weight for parameter in centred)

@@ -4,8 +4,8 @@ float64.
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from ...record import RECORD_KEY, TRAINED_AS_RMS
 from ...verification.context import is_float, one_line
 from ..folders import CONFIG, read_json
-from ..plan import ConversionRefused
+from ..plan import Centre, ConversionRefused
 from .inputs import made_inputs
-from .keys import ResidualWeight
 from .run import MISFITS, run
 from .shrink import VOCABULARY, shrunk
 
@@ -68,19 +67,11 @@ class ProxyModel:
     def name(self) -> str:
         return type(self.model).__name__
 
-    def entries(self, residual_weights: Iterable[ResidualWeight]) -> dict[str, dict]:
-        """Parameter -> ``{"axis", "block", "blocks"}`` as in the record, `block` in the checkpoint's own size."""
-        entries: dict[str, dict] = {}
-        for weight in residual_weights:
-            here = self.model.get_parameter(weight.parameter).shape[weight.axis]
-            there = self.shapes[weight.parameter][weight.axis]
-            is_whole = len(weight.blocks) * weight.block == here
-            entries[weight.parameter] = {
-                "axis": weight.axis,
-                "block": there * weight.block // here,
-                "blocks": None if is_whole else list(weight.blocks),
-            }
-        return entries
+    def widened(self, weight: Centre) -> Centre:
+        """A residual weight of `model`, its blocks in the checkpoint's own size."""
+        here = self.model.get_parameter(weight.key).shape[weight.axis]
+        there = self.shapes[weight.key][weight.axis]
+        return replace(weight, block=there * weight.block // here)
 
 
 def make_proxy(
@@ -105,32 +96,29 @@ def make_proxy(
         what = f"{cls.__name__} cannot be made from this config"
         raise ConversionRefused(f"{what}: {one_line(error)}") from error
     folder = None if isinstance(source, PretrainedConfig) else Path(source)
-    not_made = not_run = ""
+    errors: dict[str, str] = {}  # the first at each step
     for factor, narrow in _candidates(cls, config, shapes):
+        step = "make"
         try:
             model = _random_model(cls, narrow)
-        except MISFITS as error:
-            not_made = not_made or one_line(error)
-            continue
-        try:
-            arguments = made_inputs(model) if inputs is None else inputs(model)
-            for name, value in arguments.items():
-                arguments[name] = _fitting(name, value, model)
+            step = "run"
+            arguments = _arguments(model, inputs)
             run(model, arguments)
         except MISFITS as error:
-            not_run = not_run or one_line(error)
+            errors.setdefault(step, one_line(error))
             continue
+        is_own = inputs is None
         narrow = plain(narrow)
-        made = inputs is None
-        return ProxyModel(model, narrow, arguments, shapes, factor, folder, made)
-    if not_run and inputs is None:
-        why = f"its inputs could not be made here ({not_run}): pass inputs=..."
-    elif not_run:
-        why = f"it does not run on these inputs ({not_run}): pass inputs=... that fit"
-    else:
+        return ProxyModel(model, narrow, arguments, shapes, factor, folder, is_own)
+    if "run" not in errors:
         what = f"no narrower model of the same structure was found for its {_size(shapes):,} parameters"
-        reason = not_made or "none has the same parameters"
+        reason = errors.get("make", f"of up to {LARGE:,}, none has the same parameters")
         why = f"{what} ({reason}): pass model_class, or a config that can be narrowed"
+    elif inputs is None:
+        why = f"its inputs could not be made here ({errors['run']}): pass inputs=..."
+    else:
+        what = f"it does not run on these inputs ({errors['run']})"
+        why = f"{what}: pass inputs=... that fit"
     raise ConversionRefused(f"{cls.__name__}: {why}")
 
 
@@ -144,18 +132,20 @@ def _random_model(
     return model
 
 
-def _fitting(name: str, value, model: PreTrainedModel):
-    """An argument in float64, its token ids within the vocabulary of a model that may
-    be narrowed.
+def _arguments(model: PreTrainedModel, inputs: Callable | None) -> dict:
+    """The inputs made here, or the caller's; in float64, their token ids within the
+    vocabulary of a model that may be narrowed.
     """
-    if not isinstance(value, torch.Tensor):
-        return value
+    if inputs is None:
+        return made_inputs(model)
     size = getattr(model.config.get_text_config(), "vocab_size", None)
-    if name.endswith("input_ids") and size == VOCABULARY:
-        return value % size  # as the ids in its config are
-    if is_float(value):
-        return value.double()
-    return value
+    arguments = dict(inputs(model))
+    for name, value in arguments.items():
+        if is_float(value):
+            arguments[name] = value.double()
+        elif name.endswith("input_ids") and size == VOCABULARY:
+            arguments[name] = value % size  # as the ids in its config are
+    return arguments
 
 
 def config_and_class(
@@ -185,11 +175,12 @@ def _class_of(source, config, trust_remote_code: bool) -> type[PreTrainedModel]:
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING
-    for mapping in mappings:
+    for mapping in (
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_MAPPING,
+    ):
         if type(config) in mapping:
-            cls = mapping[type(config)]
-            return cls[0] if isinstance(cls, tuple) else cls
+            return mapping[type(config)]
     what = f"{config.architectures} is no model class of Transformers"
     cure = "pass model_class, or trust_remote_code=True for the folder's own code"
     raise ConversionRefused(f"{source}: {what}: {cure}")
@@ -235,18 +226,9 @@ def shapes_of(
     cls: type[PreTrainedModel], config: PretrainedConfig
 ) -> dict[str, torch.Size]:
     """The parameters of the untied model and their shapes; no memory is taken for them."""
-    config = plain(config, tied=False)
-    try:
-        with torch.device("meta"):
-            model = cls(config)
-    except MISFITS:  # a constructor that reads numbers back from tensors it made
-        with init_empty_weights():
-            model = cls(config)
+    with init_empty_weights():
+        model = cls(plain(config, tied=False))
     return {name: p.shape for name, p in model.named_parameters()}
-
-
-def _ranks(shapes: dict[str, torch.Size]) -> dict[str, int]:
-    return {name: len(shape) for name, shape in shapes.items()}
 
 
 def _size(shapes: dict[str, torch.Size]) -> int:
@@ -257,18 +239,19 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
     """(divisor, config) of proxy models: the config itself if it is small, else
     narrower ones, cheap ones first.
     """
-    if _size(shapes) <= SMALL:
+    whole = _size(shapes)
+    if whole <= SMALL:
         yield 1, config
         return
     later = []
-    if _size(shapes) <= LARGE:
-        later.append((False, _size(shapes), 1, config))
+    if whole <= LARGE:
+        later.append((False, whole, 1, config))
     for factor, narrow in shrunk(config):
         try:
             here = shapes_of(cls, narrow)
         except MISFITS:  # widths that do not go together: the next style may
             continue
-        if _ranks(here) != _ranks(shapes):
+        if not _is_alike(here, shapes):
             continue
         size = _size(here)
         is_cramped = _is_cramped(here, shapes)
@@ -280,11 +263,27 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
         yield factor, narrow
 
 
+def _is_alike(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
+    """Whether two models have the same parameters, but for their sizes."""
+    if here.keys() != there.keys():
+        return False
+    return all(len(here[name]) == len(there[name]) for name in here)
+
+
 def _is_cramped(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
     """Whether narrowing has left rows of too few channels."""
-    return any(
-        shape[-1:] < (LEAST_ROW,) <= there[name][-1:] for name, shape in here.items()
-    )
+    for name, shape in here.items():
+        if shape[-1:] < (LEAST_ROW,) <= there[name][-1:]:
+            return True
+    return False
+
+
+def token_table(model: PreTrainedModel) -> torch.nn.Module | None:
+    """The embedding of a model's token ids; None if there is none."""
+    try:
+        return model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def new_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -303,9 +302,10 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
     """
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
-    tables = {
-        id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)
-    }
+    tables = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            tables.add(id(module.weight))
     for p in model.parameters():
         if not p.is_floating_point() or not p.numel():
             continue

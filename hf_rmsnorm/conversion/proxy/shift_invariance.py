@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...record import centre_
-from .keys import ResidualWeight
+from ...record import centre_, rows_of
+from ..plan import Centre
 from .layer_norms import ModelNorm
 from .run import run
 
@@ -31,11 +31,10 @@ class ShiftTest:
 
     Args:
         undetermined: parameters that no output depends on.
-        unreached: parameters that neither an output nor the input of a norm is computed
-            with.
+        unreached: those of them on which no input of a norm depends either.
     """
 
-    residual_weights: list[ResidualWeight] = field(default_factory=list)
+    residual_weights: list[Centre] = field(default_factory=list)
     undetermined: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)
 
@@ -44,7 +43,7 @@ def shift_invariance_test(
     model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm]
 ) -> ShiftTest:
     """Try every axis of every parameter of a float64 model; the model is not changed."""
-    entered: dict[int, list[torch.Tensor]] = defaultdict(list)
+    entered: dict[int, list[torch.Tensor]] = defaultdict(list)  # by length of the rows
 
     def note(path, args, output):
         entered[norms[path].hidden_size].append(args[0].mean(-1))
@@ -54,20 +53,19 @@ def shift_invariance_test(
         outputs = run(model, inputs, norms, note)
     generator = torch.Generator().manual_seed(1)
     of_outputs = _gradients(outputs, parameters, generator)
-    of_means, least = {}, {}  # by the length of the rows
+    of_means = {}
+    least = {}
     for width, means in sorted(entered.items()):
         of_means[width] = _gradients(means, parameters, generator)
-        least[width] = WRITES * _largest(of_means[width])
+        sizes = [g.abs().max() for g in of_means[width].values() if g.numel()]
+        least[width] = WRITES * max(sizes)
     result = ShiftTest()
     for name, gradient in of_outputs.items():
-        means = {}
-        for width, gradients in of_means.items():
-            if gradients[name] is not None:
-                means[width] = gradients[name]
-        if gradient is None and not means:
-            result.unreached.append(name)
-        if gradient is None or not bool(gradient.any()):
+        means = {width: of_width[name] for width, of_width in of_means.items()}
+        if not gradient.any():
             result.undetermined.append(name)
+            if not any(mean.any() for mean in means.values()):
+                result.unreached.append(name)
             continue
         for width, mean in means.items():
             weight = _writing(name, width, gradient, mean, least[width])
@@ -77,65 +75,52 @@ def shift_invariance_test(
     return result
 
 
-def _largest(gradients: dict[str, torch.Tensor | None]) -> float:
-    largest = 0.0
-    for gradient in gradients.values():
-        if gradient is not None:
-            largest = max(largest, float(gradient.abs().max()))
-    return largest
-
-
-def _gradients(
-    tensors, parameters: dict[str, torch.Tensor], generator
-) -> dict[str, torch.Tensor | None]:
-    """Parameter -> gradient of a random sum of all elements; None where it does not depend on the parameter."""
+def _gradients(tensors, parameters, generator) -> dict[str, torch.Tensor]:
+    """Parameter -> gradient of a random sum of all elements."""
     total = torch.zeros((), dtype=torch.float64)
+    for parameter in parameters.values():
+        # which gives each a gradient, of zeros where nothing depends on it
+        total = total + 0 * parameter.sum()
     for tensor in tensors:
         factors = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
         total = total + (factors * tensor).sum()
-    if not total.requires_grad:
-        return dict.fromkeys(parameters)
-    grads = torch.autograd.grad(
-        total, list(parameters.values()), retain_graph=True, allow_unused=True
-    )
-    return dict(zip(parameters, grads, strict=True))
+    wanted = list(parameters.values())
+    gradients = torch.autograd.grad(total, wanted, retain_graph=True)
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def _writing(
-    name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least: float
-) -> ResidualWeight | None:
+    name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least
+) -> Centre | None:
     """The blocks of n elements along an axis of a parameter that write to the stream,
     and may lose their mean; None if there are none.
     """
-    for axis in range(gradient.ndim):
-        if gradient.shape[axis] % n:
+    for axis, size in enumerate(gradient.shape):
+        if size % n:
             continue
         rows = _rows(gradient, axis, n)
         total = rows.sum(-1).abs().amax(0)
-        size = rows.abs().sum(-1).amax(0)
+        terms = rows.abs().sum(-1).amax(0)
         written = _rows(means, axis, n).sum(-1).abs().amax(0)
-        is_free = (total < INVARIANT * size) & (written > least)
-        if bool(is_free.any()):
-            blocks = tuple(is_free.nonzero().flatten().tolist())
-            return ResidualWeight(name, axis, n, blocks)
+        is_free = (total < INVARIANT * terms) & (written > least)
+        if is_free.all():
+            return Centre(name, axis, n)
+        if is_free.any():
+            blocks = is_free.nonzero().flatten().tolist()
+            return Centre(name, axis, n, tuple(blocks))
     return None
 
 
 def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
     """(other elements, blocks, n)"""
-    count = tensor.shape[axis] // n
-    return tensor.movedim(axis, -1).reshape(-1, count, n)
+    rows = rows_of(tensor, axis, n)
+    return rows.reshape(-1, *rows.shape[-2:])
 
 
-def centre(model: torch.nn.Module, residual_weights: list[ResidualWeight]) -> None:
+def centre(model: torch.nn.Module, residual_weights: list[Centre]) -> None:
     """Subtract its mean from each block, in place."""
     for weight in residual_weights:
-        centre_(
-            model.get_parameter(weight.parameter),
-            weight.axis,
-            weight.block,
-            weight.blocks,
-        )
+        centre_(model.get_parameter(weight.key), **weight.how)
 
 
 @torch.no_grad()
@@ -151,12 +136,3 @@ def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]
 
     run(model, inputs, norms, note)
     return largest
-
-
-def with_mean(model: torch.nn.Module, inputs: dict, norms) -> list[str]:
-    """Paths of the norms whose input has a mean."""
-    return [
-        path
-        for path, mean in input_means(model, inputs, norms).items()
-        if mean > ZERO_MEAN
-    ]

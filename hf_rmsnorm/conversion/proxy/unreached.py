@@ -25,17 +25,19 @@ def refuse_if_unreached(
     with torch.no_grad():
         paths = leaves(proxy.model)
         run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))
-    known = set()
-    for name in proxy.shapes.keys() - set(test.undetermined):
-        known.add(alike(name))
+    reached = proxy.shapes.keys() - set(test.undetermined)
+    known = {alike(name) for name in reached}
     masks, left = [], []
     for name in sorted(test.unreached):
         path, _, leaf = name.rpartition(".")
-        if not _may_write(proxy, name, lengths):
+        module = proxy.model.get_submodule(path)
+        if not _may_write(module, leaf, lengths):
             continue
         if "mask" in leaf:
             masks.append(name)
-        elif path not in called and alike(name) not in known:
+            continue
+        is_known = path in called or alike(name) in known
+        if not is_known:
             left.append(name)
     if left:
         what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"
@@ -43,11 +45,9 @@ def refuse_if_unreached(
     return masks
 
 
-def _may_write(proxy: ProxyModel, name: str, lengths: set[int]) -> bool:
+def _may_write(module: torch.nn.Module, leaf: str, lengths: set[int]) -> bool:
     """Whether an axis along which a parameter may write is as long as the stream."""
-    path, _, leaf = name.rpartition(".")
-    shape = proxy.model.get_parameter(name).shape
-    module = proxy.model.get_submodule(path)
+    shape = module.get_parameter(leaf).shape
     if isinstance(module, torch.nn.Linear) and leaf == "weight":
         shape = shape[:1]
     return not lengths.isdisjoint(shape)
