@@ -5,7 +5,7 @@ stream.
 import torch
 
 from ..plan import ConversionRefused
-from .model import ProxyModel
+from .model import ProxyModel, token_table
 from .run import alike, and_more, leaves, run
 from .shift_invariance import ShiftTest
 
@@ -36,8 +36,12 @@ def refuse_if_unreached(
         if "mask" in leaf:
             masks.append(name)
             continue
+        # Encoder and decoder have tables of their own, that are tied to this one.
+        is_read_by_none = "input_ids" in proxy.inputs and module is token_table(
+            proxy.model
+        )
         is_known = path in called or alike(name) in known
-        if not is_known:
+        if not is_known and not is_read_by_none:
             left.append(name)
     if left:
         what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"

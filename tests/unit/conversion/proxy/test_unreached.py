@@ -7,6 +7,7 @@ import torch
 from conversion_models import MEAN_OF_A_MODULE, config_of
 from transformers import (
     AutoConfig,
+    BlenderbotForConditionalGeneration,
     Dinov2ForImageClassification,
     Dinov2Model,
     HubertForCTC,
@@ -91,6 +92,16 @@ def test_a_layer_whose_like_is_known_does_not_matter():
     config = AutoConfig.for_model("swinv2", **sizes, embed_dim=8)
     plan = discover(make_proxy(config))
     assert plan.undetermined and all(".layers.2." in key for key in plan.undetermined)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_table_that_only_other_tables_are_tied_to_does_not_matter(is_tied):
+    config = config_of("blenderbot")
+    config.tie_word_embeddings = is_tied
+    plan = discover(make_proxy(config, model_class=BlenderbotForConditionalGeneration))
+    assert plan.undetermined == ("model.shared.weight",)
+    assert all(norm.becomes_rms for norm in plan.norms)
+    assert any(copy.source == "model.shared.weight" for copy in plan.copy) == is_tied
 
 
 def test_a_second_name_of_the_heads_bias_does_not_matter():
