@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops.qk import run_qk
-from .layer import operands_ahead
-from .norm import launches_for
+from .layer import Ahead, operands_ahead
 from .watch import QK, note, watchers
 
 
@@ -42,19 +41,19 @@ rotary_proofs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class Waiting(NamedTuple):
-    """Norms that wait for the rotation, each with (weight, bias, formula)."""
+    """Norms that wait for the rotation, each with its operands."""
 
     norms: tuple
-    operands: tuple
+    ahead: tuple[Ahead, ...]
 
 
 def waiting(*norms) -> Waiting | None:
     """The norms, if all may be computed where the forward rotates; None if one has to
     be called at its own place, as it has a hook.
     """
-    operands = tuple(operands_ahead(norm) for norm in norms)
-    if None not in operands:
-        return Waiting(norms, operands)
+    ahead = tuple(map(operands_ahead, norms))
+    if None not in ahead:
+        return Waiting(norms, ahead)
     if watchers:
         note(QK, norms, None)
     return None
@@ -122,8 +121,8 @@ def _in_one_launch(
     """(q, k), normalised and rotated; None where no single launch does that."""
     if not all(type(t) is torch.Tensor for t in (q, k, cos, sin)):
         return None
-    q_weight, _, spec = norms.operands[0]
-    k_weight, _, k_spec = norms.operands[-1]
+    patched, q_weight, _, spec = norms.ahead[0]
+    _, k_weight, _, k_spec = norms.ahead[-1]
     if spec != k_spec or spec.functional or spec.has_bias:
         return None
     proof = rotary_proofs.get(rotate) if type(rotate) is types.FunctionType else None
@@ -136,4 +135,4 @@ def _in_one_launch(
     if way is None:
         return None
     operands = q, k, q_weight, k_weight, cos, sin
-    return run_qk(launches_for(norms.norms[0], spec), operands, way)
+    return run_qk(patched.launches_for(spec), operands, way)

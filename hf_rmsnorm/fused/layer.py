@@ -3,27 +3,45 @@ in that forward.
 """
 
 import threading
+from typing import Any, NamedTuple
 
 import torch
 
+from ..formula import NormSpec
 from .recipe import operands
 from .source import CannotRewrite, guarded, wrappers
 from .subclass import derive, marked
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
+_is_compiling = torch.compiler.is_compiling
 _CALL = torch.nn.Module.__call__
 
 
-def operands_ahead(norm, restricted: bool = False) -> tuple | None:
-    """(weight, bias, formula) of a patched norm that may be computed before it is
-    called.
+class Ahead(NamedTuple):
+    """The operands of a norm that is computed before it is called.
 
-    None if the module is not patched, or has to be called. It has to be called if
-    fusion is off, if its class defines `__call__`, if it has a hook, or if it takes a
-    second input. Unless `restricted`, it has to be called too if more than the shape of
-    its input decides whether a kernel serves it.
+    Args:
+        patched: its `norm.PatchedNorm`.
+        weight, bias, spec: as the module holds them.
     """
-    if not isinstance(norm, torch.nn.Module) or type(norm).__call__ is not _CALL:
+
+    patched: Any
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    spec: NormSpec
+
+
+def operands_ahead(norm, restricted: bool = False) -> Ahead | None:
+    """The operands of a patched norm that may be computed before it is called.
+
+    None if the module is not patched, or has to be called. It has to be called in
+    compiled code, if fusion is off, if its class defines `__call__`, if it has a hook,
+    or if it takes a second input. Unless `restricted`, it has to be called too if more
+    than the shape of its input decides whether a kernel serves it.
+    """
+    if _is_compiling() or not isinstance(norm, torch.nn.Module):
+        return None
+    if type(norm).__call__ is not _CALL:
         return None
     patched = getattr(type(norm), "_hf_rmsnorm_norm", None)
     if patched is None or not patched.is_ours(norm):
@@ -35,7 +53,8 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
         return None
     if why_called(norm):
         return None
-    return operands(norm, recipe)
+    held = operands(norm, recipe)
+    return None if held is None else Ahead(patched, *held)
 
 
 def why_called(norm: torch.nn.Module) -> str:

@@ -16,7 +16,7 @@ from .layer import operands_ahead
 from .watch import MODULATED_SUM, MODULATION, note, watchers
 
 
-class Factor(NamedTuple):
+class OnePlusScale(NamedTuple):
     """In the place of a scale: ``1 + scale``, which the forward has computed before."""
 
     value: torch.Tensor
@@ -33,90 +33,101 @@ def later(x, norm, helper):
     shifts = HELPERS.get(getattr(helper, "__code__", None))
     if shifts is None or torch.compiler.is_compiling():
         return norm(x)
-    if operands_ahead(norm, restricted=True) is None:
-        return norm(x)
     return _Later(x, norm, shifts)
 
 
 @dataclass(frozen=True)
 class _Later:
-    """A norm of x that is not computed yet; with a factor, once it was multiplied."""
+    """A norm of x that is not computed yet; with a scale, once it was multiplied."""
 
     x: torch.Tensor
     norm: torch.nn.Module
     shifts: bool
-    factor: torch.Tensor | None = None
+    scale: OnePlusScale | None = None
 
-    def __mul__(self, factor):
+    def __mul__(self, one_plus_scale):
+        scale = OnePlusScale(one_plus_scale)
         if self.shifts:
-            return replace(self, factor=factor)
-        return modulated(self.x, self.norm, Factor(factor))
+            return replace(self, scale=scale)
+        return modulated(self.x, self.norm, scale)
 
     def __add__(self, shift):
-        return modulated(self.x, self.norm, Factor(self.factor), shift)
+        return modulated(self.x, self.norm, self.scale, shift)
 
 
-def modulated(x, norm, scale, *shift):
+def modulated(x, norm, scale, shift=None):
     """``norm(x) * (1 + scale) + shift``, in one launch where that gives the same bits.
 
     Args:
         x, shift: whatever the forward computes with; no shift where it adds nothing.
-        scale: the same, or a `Factor`.
+        scale: the same, or a `OnePlusScale`.
     """
-    both = _in_one_launch(norm, x, None, None, scale, *shift)
-    if watchers:
-        _note(MODULATION, both is not None, norm, x, None, None, scale, *shift)
+    both = _in_one_launch(MODULATION, norm, x, scale, shift)
     if both is not None:
         return both[1]
-    y = norm(x) * (scale.value if type(scale) is Factor else 1 + scale)
-    return y + shift[0] if shift else y
+    one_plus = scale.value if type(scale) is OnePlusScale else 1 + scale
+    y = norm(x) * one_plus
+    return y if shift is None else y + shift
 
 
-def add_and_modulate(left, right, factor, norm, scale, *shift, seen=False) -> tuple:
-    """(``left + right * factor``, ``norm(that) * (1 + scale) + shift``), in one launch
+def add_and_modulate(left, right, gate, norm, scale, shift=None, seen=False) -> tuple:
+    """(``left + right * gate``, ``norm(that) * (1 + scale) + shift``), in one launch
     where that gives the same bits.
 
     Args:
-        factor: None where the forward adds no product.
+        gate: None where the forward adds no product.
         seen: as of `sums.add_and_norm`.
     """
-    x, gate = right, factor
-    if type(x) is type(gate) is torch.Tensor:
-        # A gate is smaller, or a part of a larger tensor.
-        sizes = [(t.numel(), t.is_contiguous()) for t in (x, gate)]
-        x, gate = (gate, x) if sizes[1] > sizes[0] else (x, gate)
     if not (seen and torch.is_grad_enabled()):
-        operands = norm, x, left, gate, scale, *shift
-        both = _in_one_launch(*operands)
-        if watchers:
-            _note(MODULATED_SUM, both is not None, *operands)
+        factors = right, gate
+        if type(right) is type(gate) is torch.Tensor and _size(gate) > _size(right):
+            factors = gate, right
+        x, smaller = factors
+        both = _in_one_launch(MODULATED_SUM, norm, x, scale, shift, smaller, left)
         if both is not None:
             return both
-    total = left + (right if factor is None else right * factor)
-    return total, modulated(total, norm, scale, *shift)
+    total = left + (right if gate is None else right * gate)
+    return total, modulated(total, norm, scale, shift)
 
 
-def _in_one_launch(norm, x, residual, gate, scale, *shift) -> tuple | None:
-    """(sum or None, result); None where no single launch gives them with the same bits."""
-    operands = _operands(norm, x, residual, gate, scale, *shift)
-    if operands is None:
-        return None
-    return modulated_norm(*operands, type(scale) is not Factor)
-
-
-def _operands(norm, x, residual, gate, scale, *shift) -> tuple | None:
-    """What `modulated_norm` takes; None where the norm has to be called, or is another
-    formula of this x.
+def _size(t: torch.Tensor) -> tuple:
+    """By which a gate is less than what it multiplies: smaller, or a part of a larger
+    tensor.
     """
-    scale = scale.value if type(scale) is Factor else scale
-    others = [t for t in (residual, gate) if t is not None]
-    if not all(type(t) is torch.Tensor for t in (x, *others, scale, *shift)):
+    return t.numel(), t.is_contiguous()
+
+
+def _in_one_launch(
+    piece: str, norm, x, scale, shift, gate=None, residual=None
+) -> tuple | None:
+    """(sum or None, result); None where no single launch gives them with the same bits.
+    Watchers hear of it.
+    """
+    one_plus = type(scale) is not OnePlusScale
+    scale = scale if one_plus else scale.value
+    both, reason = None, ""
+    call = _call_of(norm, x, scale, shift, gate, residual)
+    if call is not None:
+        both = modulated_norm(*call, one_plus)
+    if watchers:
+        if call is not None and both is None:
+            reason = why_apart(*call)
+        note(piece, (norm,), x, reason)
+    return both
+
+
+def _call_of(norm, x, scale, shift, gate, residual) -> tuple | None:
+    """The formula and the operands that `modulated_norm` takes; None where the norm has
+    to be called, or is another formula of this x.
+    """
+    others = [t for t in (shift, gate, residual) if t is not None]
+    if any(type(t) is not torch.Tensor for t in (x, scale, *others)):
         return None
-    parameters = operands_ahead(norm, restricted=True)
-    if parameters is None:
+    ahead = operands_ahead(norm, restricted=True)
+    if ahead is None:
         return None
-    weight, bias, spec = parameters
-    recipe = type(norm)._hf_rmsnorm_recipe
+    patched, weight, bias, spec = ahead
+    recipe = patched.recipe
     if residual is not None and not recipe.rounds_sum:
         return None
     if not recipe.fits(x, weight, bias) or recipe.rows_of(x) is not x:
@@ -124,10 +135,4 @@ def _operands(norm, x, residual, gate, scale, *shift) -> tuple | None:
     if recipe.row_major and residual is None:
         # as the norm's result is, whatever the strides of x
         x = x.contiguous()
-    return spec, (x, weight, bias, scale, *(shift or [None]), gate, residual)
-
-
-def _note(piece: str, launched: bool, norm, x, *others) -> None:
-    """Tell watchers of a piece, with the reason why no launch computed it."""
-    operands = None if launched else _operands(norm, x, *others)
-    note(piece, (norm,), x, "" if operands is None else why_apart(*operands))
+    return spec, (x, weight, bias, scale, shift, gate, residual)

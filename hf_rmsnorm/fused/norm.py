@@ -8,7 +8,7 @@ parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not ch
 import inspect
 import threading
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
@@ -48,9 +48,7 @@ def fused_class(base: type, recipe: Recipe) -> type:
             norm = PatchedNorm(base, recipe)
             marks = {
                 "_hf_rmsnorm_base": base,
-                "_hf_rmsnorm_recipe": recipe,
                 "_hf_rmsnorm_norm": norm,
-                "_hf_rmsnorm_launches": norm.launches,
                 "__repr__": _repr_of(base),
             }
             _classes[key] = derive(base, _forward_of(norm), marks, fused_class, recipe)
@@ -73,23 +71,26 @@ class PatchedNorm:
         self.forward = base.forward
         self.code = getattr(base.forward, "__code__", None)
         self.signature = inspect.signature(base.forward)
-        self.input_name = list(self.signature.parameters)[1]
+        self.names = list(self.signature.parameters)[1:2]
+        if recipe.gate is not None:
+            self.names.append(recipe.gate)
         self.launches = Launches(recipe.spec, recipe.suits)
-        # Not asked of the recipe in a call: Dynamo does not trace its cached
-        # properties.
-        self.replaces = recipe.replaces
-        self.restricted = recipe.restricted
         self.keeps_output = recipe.keeps_output
         self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
-        in_weight_dtype = (
-            recipe.numerics == "vllm" and recipe.spec.rounding == "before_weight"
-        )
-        self.mixes = in_weight_dtype and recipe.gate is None
+        multiplies_in_weight_dtype = recipe.spec.rounding == "before_weight"
+        self.mixes = recipe.numerics == "vllm" and multiplies_in_weight_dtype
+        is_watched = recipe.settings or recipe.absent
         is_unusual = self.mixes or recipe.gate or recipe.restricted or recipe.row_major
-        without_eps = recipe.eps is not None and recipe.eps_value is None
-        others = recipe.settings or recipe.absent or without_eps
-        self.is_usual = not (is_unusual or others)
+        self.is_usual = not (is_watched or is_unusual)
+
+    def launches_for(self, spec: NormSpec) -> Launches:
+        """The launches of the formula, which is another where a module holds another
+        eps.
+        """
+        if spec is self.launches.spec:
+            return self.launches
+        return _of_another_formula(self.recipe, spec)
 
     def is_ours(self, module: torch.nn.Module) -> bool:
         """Whether the module is still patched, and its class and that class's code as
@@ -99,7 +100,7 @@ class PatchedNorm:
         forward, and the forward other code, as IPython's autoreload does.
         """
         return (
-            getattr(type(module), "_hf_rmsnorm_recipe", None) is self.recipe
+            getattr(type(module), "_hf_rmsnorm_norm", None) is self
             and self.base.forward is self.forward
             and getattr(self.forward, "__code__", None) is self.code
         )
@@ -114,25 +115,28 @@ class PatchedNorm:
         """The module's own forward; or its formula in plain torch, if that is another
         than the forward's.
         """
-        if self.replaces and self.is_ours(module):
+        if self.recipe.replaces and self.is_ours(module):
             return _in_plain_torch(self, module, args, kwargs)
         return self.base.forward(module, *args, **kwargs)
 
 
 def _forward_of(norm: PatchedNorm):
     def forward(self, *args, **kwargs):
-        if _is_compiling() and compiles_original():
+        is_compiled = _is_compiling()
+        if is_compiled and compiles_original():
             return norm.compute_own(self, args, kwargs)
         call = read(norm, self, args, kwargs)
         if call is None:
             return norm.run_own(self, args, kwargs)
-        y = run(*call) if norm.rounds_sum else run_unrounded(self, call)
+        y = None
+        if not is_compiled:
+            y = run(*call) if norm.rounds_sum else run_unrounded(self, call)
         if y is None:
             y = run_by_backend(norm, call)
         if y is None:
             return norm.run_own(self, args, kwargs)
         if watchers:
-            note(NORM, (self,), call[1])
+            note(NORM, (self,), call[1][0])
         return y if norm.is_usual else lay_out(norm, call, y)
 
     forward.__doc__ = norm.forward.__doc__
@@ -150,71 +154,77 @@ def read(
     of the launches has the eps that the module holds now.
     """
     recipe = norm.recipe
-    x, gate = _inputs(args, kwargs, norm.input_name, recipe.gate)
+    gate = None
+    if len(args) == 1 and not kwargs:
+        x = args[0]
+    else:
+        x, gate = _inputs(norm, args, kwargs)
     if not isinstance(x, torch.Tensor):
         return None
-    if x.is_cpu and not norm.replaces and left_alone(x):
+    if x.is_cpu and left_alone(x) and not recipe.replaces:
         return None
     if not norm.is_ours(module):
         return None
     parameters = parameters_of(module, recipe)
     if parameters is None:
         return None
-    weight, bias = parameters
+    launches = norm.launches
     eps = module.__dict__.get(recipe.eps)
-    if norm.is_usual and eps is recipe.eps_value:
-        return norm.launches, x, weight, bias, gate, None, norm.keeps_output
-    return _read_unusual(norm, module, x, weight, bias, gate)
+    if not norm.is_usual or eps is not recipe.eps_value:
+        spec = _formula_of(norm, module, x, parameters[0], gate)
+        if spec is None:
+            return None
+        if recipe.restricted:
+            x = recipe.rows_of(x)
+            if x is None:
+                return None
+        launches = norm.launches_for(spec)
+    operands = x, *parameters, gate, None, None, None
+    return launches, operands, norm.keeps_output
 
 
-def _read_unusual(
-    norm: PatchedNorm, module: torch.nn.Module, x: torch.Tensor, weight, bias, gate
-) -> tuple | None:
-    """`read` of a norm with another eps, a gate, another layout, limits or two dtypes."""
+def _formula_of(
+    norm: PatchedNorm, module: torch.nn.Module, x: torch.Tensor, weight, gate
+) -> NormSpec | None:
+    """The formula of a call; None if the module's own forward has to serve it."""
     recipe = norm.recipe
     spec = recipe.spec_of(module)
     if spec is None:
         return None
-    if recipe.gate is not None and gate is None:
-        if not recipe.gate_optional:
-            return None
-        spec = _ungated(spec)
     if gate is not None and not isinstance(gate, torch.Tensor):
         return None
+    if recipe.gate is not None and gate is None:
+        return _changed(spec, gate=None) if recipe.gate_optional else None
     if norm.mixes and weight is not None and x.dtype != weight.dtype:
-        spec = _of_two_dtypes(spec, x.dtype, weight.dtype)
-    rows = recipe.rows_of(x) if norm.restricted else x
-    if rows is None:
-        return None
-    launches = launches_for(module, spec)
-    return launches, rows, weight, bias, gate, None, norm.keeps_output
+        # multiplied in the weight's dtype, and rounded to x's behind that
+        is_coarser = torch.finfo(weight.dtype).eps > torch.finfo(x.dtype).eps
+        return _changed(spec, rounding="weight_dtype" if is_coarser else "once")
+    return spec
 
 
 def run_unrounded(module: torch.nn.Module, call: tuple):
     """`run`, of the summands of x before they are rounded, where these are kept."""
-    launches, x, weight, bias, *_ = call
-    summands = None if _is_compiling() else summands_of(module, x)
-    return (
-        run(*call)
-        if summands is None
-        else norm_of_summands(x, *summands, weight, bias, launches.spec)
-    )
+    launches, (x, weight, bias, *_), _ = call
+    summands = summands_of(module, x)
+    if summands is None:
+        return run(*call)
+    return norm_of_summands(x, *summands, weight, bias, launches.spec)
 
 
 def run_by_backend(norm: PatchedNorm, call: tuple):
     """The norm where no kernel is started directly; None where the module's own forward
     is to compute it.
     """
-    launches, x, weight, bias, gate, _, keep_output = call
-    spec = launches.spec
-    if (not norm.replaces and left_alone(x)) or not norm.recipe.suits(
-        x, weight, bias, gate
-    ):
+    launches, (x, weight, bias, gate, *_), keep_output = call
+    spec, recipe = launches.spec, norm.recipe
+    if left_alone(x) and not recipe.replaces:
+        return None
+    if not recipe.suits(x, weight, bias, gate):
         return None
     backend = resolve_backend(x, weight, bias, spec, gate)
-    if backend == "original" or (
-        backend == "reference" and not shapes_fit(x, weight, bias, gate, spec)
-    ):
+    if backend == "original":
+        return None
+    if backend == "reference" and not shapes_fit(x, weight, bias, gate, spec):
         return None
     return fused_norm(x, weight, bias, spec, backend, gate, keep_output)
 
@@ -222,21 +232,11 @@ def run_by_backend(norm: PatchedNorm, call: tuple):
 def lay_out(norm: PatchedNorm, call: tuple, y: torch.Tensor) -> torch.Tensor:
     """The rows y that were computed, as the module returns them."""
     if norm.mixes:
-        _, x, *_ = call
+        _, (x, *_), _ = call
         y = y.to(x.dtype)
     if norm.recipe.layout == "channels_first":
         y = y.movedim(-1, 1)
     return y.contiguous() if norm.recipe.row_major else y
-
-
-def launches_for(norm: torch.nn.Module, spec: NormSpec) -> Launches:
-    """The launches of a patched norm, of another formula where the module holds another
-    eps.
-    """
-    launches = type(norm)._hf_rmsnorm_launches
-    if spec is launches.spec:
-        return launches
-    return _of_another_formula(type(norm)._hf_rmsnorm_recipe, spec)
 
 
 @lru_cache(1_024)
@@ -244,18 +244,21 @@ def _of_another_formula(recipe: Recipe, spec: NormSpec) -> Launches:
     return Launches(spec, recipe.suits)
 
 
+@lru_cache(1_024)
+def _changed(spec: NormSpec, **changes) -> NormSpec:
+    return replace(spec, **changes)
+
+
 def _in_plain_torch(
     norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict
 ):
     recipe = norm.recipe
-    x, gate = _inputs(args, kwargs, norm.input_name, recipe.gate)
+    x, gate = _inputs(norm, args, kwargs)
     parameters = operands(module, recipe)
     if x is None or parameters is None or (gate is None) != (recipe.spec.gate is None):
-        what = (
-            "RMSNorm that its converted checkpoint records"
-            if recipe.as_rms
-            else f"norm of {recipe.numerics}"
-        )
+        what = f"norm of {recipe.numerics}"
+        if recipe.as_rms:
+            what = "RMSNorm that its converted checkpoint records"
         raise TypeError(
             f"{type(module).__name__} runs the {what}, on the input alone and with the eps that it had: unpatch it "
             "to call it in another way"
@@ -264,49 +267,27 @@ def _in_plain_torch(
     return y.contiguous() if recipe.row_major else y
 
 
-def _inputs(args: tuple, kwargs: dict, input_name: str, gate_name: str | None) -> tuple:
+def _inputs(norm: PatchedNorm, args: tuple, kwargs: dict) -> tuple:
     """(input, gate) of a call, or (None, None) if it holds anything else."""
-    if len(args) == 1 and not kwargs:
-        return args[0], None
-    names = (input_name,) if gate_name is None else (input_name, gate_name)
-    operands_by_name = dict(zip(names, args, strict=False))
-    operands_by_name.update(kwargs)
-    is_whole = len(operands_by_name) == len(args) + len(kwargs)
-    if not is_whole or input_name not in operands_by_name:
+    by_name = dict(zip(norm.names, args, strict=False))
+    by_name.update(kwargs)
+    is_whole = len(by_name) == len(args) + len(kwargs)
+    if not is_whole or not by_name.keys() <= set(norm.names):
         return None, None
-    if not operands_by_name.keys() <= set(names):
-        return None, None
-    return operands_by_name[input_name], operands_by_name.get(gate_name)
-
-
-@cache
-def _ungated(spec: NormSpec) -> NormSpec:
-    return replace(spec, gate=None)
-
-
-@cache
-def _of_two_dtypes(spec: NormSpec, x: torch.dtype, weight: torch.dtype) -> NormSpec:
-    """The formula of a server that multiplies in the weight's dtype and rounds to x's
-    behind that.
-    """
-    return replace(
-        spec,
-        rounding="weight_dtype"
-        if torch.finfo(weight).eps > torch.finfo(x).eps
-        else "once",
-    )
+    return by_name.get(norm.names[0]), by_name.get(norm.recipe.gate)
 
 
 def fused_part(cls: type) -> type | None:
     """The class in cls's ancestry that `fused_class` made, or None; it differs from cls
     where others subclassed it.
     """
-    return marked(cls, "_hf_rmsnorm_recipe")
+    return marked(cls, "_hf_rmsnorm_norm")
 
 
 def recipe_of(module: torch.nn.Module) -> Recipe | None:
     """The recipe of a patched module; None for a module that is not patched."""
-    return getattr(type(module), "_hf_rmsnorm_recipe", None)
+    norm = getattr(type(module), "_hf_rmsnorm_norm", None)
+    return None if norm is None else norm.recipe
 
 
 def fusible_recipe(module: torch.nn.Module) -> Recipe | None:
@@ -314,4 +295,6 @@ def fusible_recipe(module: torch.nn.Module) -> Recipe | None:
     module.
     """
     recipe = recipe_of(module)
-    return recipe if recipe is not None and recipe.fuse_residual else None
+    if recipe is None or not recipe.fuse_residual:
+        return None
+    return recipe

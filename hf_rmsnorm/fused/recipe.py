@@ -118,59 +118,57 @@ class Recipe:
                 changed.append(f"it has a {name} now")
         return changed
 
-    @cached_property
+    # Dynamo traces no cached property, and it traces these two.
+    @property
     def replaces(self) -> bool:
         """Whether the module computes something else than its own forward, which is
         never run then.
         """
         return self.as_rms or self.numerics != "model"
 
-    @cached_property
+    @property
     def restricted(self) -> bool:
         """Whether more than the operands' shapes decides if a call can be served."""
         is_limited = self.only_float32 or self.not_under_autocast
         return self.layout != "last" or self.dims is not None or is_limited
 
     @cached_property
-    def is_simple(self) -> bool:
-        """Whether this is a norm of one input over its last dimension, and nothing
-        besides.
-        """
-        row_major = self.row_major and self.numerics == "model"
-        return not (
-            self.restricted
-            or self.gate
-            or self.other_input
-            or self.spec.group_size
-            or row_major
-        )
-
-    @cached_property
     def is_of_rows(self) -> bool:
         """Whether this is a norm of one input over its last dimension; `rows_of` says
         of which inputs.
         """
-        return self.layout == "last" and not (
-            self.gate or self.other_input or self.spec.group_size
-        )
+        has_more = self.gate or self.other_input or self.spec.group_size
+        return self.layout == "last" and not has_more
+
+    @cached_property
+    def is_simple(self) -> bool:
+        """Whether this is a norm of one input over its last dimension, and nothing
+        besides.
+        """
+        lays_out = self.row_major and self.numerics == "model"
+        return self.is_of_rows and not (self.restricted or lays_out)
 
     def fits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
-        return shapes_fit(x, weight, bias, gate, self.spec) and self.suits(
-            x, weight, bias, gate
-        )
+        fits = shapes_fit(x, weight, bias, gate, self.spec)
+        return fits and self.suits(x, weight, bias, gate)
 
     def suits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula of tensors of these dtypes, in rows
         of this size.
         """
-        if bias is not None and weight is not None and bias.dtype != weight.dtype:
-            return False
         if self.one_gate_dtype and gate is not None and gate.dtype != x.dtype:
             return False
-        if self.hidden_size not in (None, x.shape[-1] if x.dim() else None):
+        if self.hidden_size is not None and x.shape[-1:] != (self.hidden_size,):
             return False
-        return not self.spec.functional or one_dtype(self.spec, x, weight, bias)
+        dtypes = {p.dtype for p in (weight, bias) if p is not None}
+        if len(dtypes) > 1:
+            return False
+        # torch's own operators refuse some mixtures of dtypes: leave those to torch,
+        # unless autocast resolves them.
+        if not self.spec.functional or dtypes <= {x.dtype}:
+            return True
+        return autocasts_functional(self.spec, x.device.type)
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor | None:
         """x as a view (or copy) of rows along its last dimension; None if this call is
@@ -190,15 +188,18 @@ class Recipe:
         """The calls that are not fused, and an unusual layout, in words for a report;
         "" if there are none.
         """
-        words = {
-            "over dimension 1": self.layout == "channels_first",
-            "in float32 only: in half precision it rounds in its own order, by its own forward": self.only_float32,
-            "under autocast it runs its own forward": self.not_under_autocast,
-            f"calls that give {self.other_input!r} run its own forward": self.other_input
-            is not None,
-            "as the converted checkpoint says": self.as_rms,
-        }
-        return "; ".join(text for text, applies in words.items() if applies)
+        notes = []
+        if self.layout == "channels_first":
+            notes.append("over dimension 1")
+        if self.only_float32:
+            notes.append("in float32 only: in half precision it runs its own forward")
+        if self.not_under_autocast:
+            notes.append("under autocast it runs its own forward")
+        if self.other_input is not None:
+            notes.append(f"calls that give {self.other_input!r} run its own forward")
+        if self.as_rms:
+            notes.append("as the converted checkpoint says")
+        return "; ".join(notes)
 
     @cached_property
     def keeps_output(self) -> bool:
@@ -209,7 +210,8 @@ class Recipe:
         """Return this recipe under `memory_efficient`, for a module with the parameters
         that it has now.
         """
-        weight, bias = tensor_of(module, self.weight), tensor_of(module, self.bias)
+        weight = None if self.weight is None else getattr(module, self.weight)
+        bias = None if self.bias is None else getattr(module, self.bias)
         needed = input_needed(weight, bias, self.spec)
         return replace(self, memory_efficient=True, input_needed=needed)
 
@@ -235,47 +237,33 @@ def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
     return *parameters, spec
 
 
-def parameters_of(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
-    """(weight, bias) of a module as it stands; None where it lacks one."""
-    weight, bias = tensor_of(module, recipe.weight), tensor_of(module, recipe.bias)
-    if weight is None and recipe.weight is not None:
-        return None
-    if bias is None and recipe.bias is not None:
-        return None
-    return weight, bias
-
-
-def tensor_of(module: torch.nn.Module, name: str | None) -> torch.Tensor | None:
-    # nn.Module's own attribute look-up takes as long as a kernel launch's bookkeeping;
-    # most weights are parameters.
-    if name is None:
-        return None
-    parameter = module._parameters.get(name)
-    return getattr(module, name) if parameter is None else parameter
+def parameters_of(module: torch.nn.Module, recipe: Recipe) -> list | None:
+    """[weight, bias] of a module as it stands; None where it lacks one."""
+    parameters = []
+    for name in (recipe.weight, recipe.bias):
+        parameter = None
+        if name is not None:
+            # nn.Module's own attribute look-up takes as long as a kernel launch's
+            # bookkeeping; most weights are parameters.
+            parameter = module._parameters.get(name)
+            if parameter is None:
+                parameter = getattr(module, name)
+            if parameter is None:
+                return None
+        parameters.append(parameter)
+    return parameters
 
 
 def shapes_fit(x, weight, bias, gate, spec: NormSpec) -> bool:
     """Whether the plain formula, which would broadcast anything, may compute this; the
     kernels check for themselves.
     """
-    columns = x.shape[-1:]
-    parameters = [p for p in (weight, bias) if p is not None]
-    return (
-        x.is_floating_point()
-        and len(columns) == 1
-        and (
-            all(p.shape == columns for p in parameters)
-            or all(p.shape == x.shape[-2:] for p in parameters)
-        )
-        and (gate is None or gate.shape == x.shape)
-        and (spec.group_size is None or columns[0] % spec.group_size == 0)
-    )
-
-
-def one_dtype(spec: NormSpec, x, weight, bias) -> bool:
-    # torch's own operators refuse some mixtures of dtypes: leave those to torch, unless
-    # autocast resolves them.
-    same = (weight is None or weight.dtype == x.dtype) and (
-        bias is None or bias.dtype == x.dtype
-    )
-    return same or autocasts_functional(spec, x.device.type)
+    if not x.is_floating_point() or not x.dim():
+        return False
+    if gate is not None and gate.shape != x.shape:
+        return False
+    if spec.group_size is not None and x.shape[-1] % spec.group_size:
+        return False
+    shapes = [p.shape for p in (weight, bias) if p is not None]
+    are_rows = all(shape == x.shape[-1:] for shape in shapes)
+    return are_rows or all(shape == x.shape[-2:] for shape in shapes)

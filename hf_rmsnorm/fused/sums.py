@@ -11,7 +11,7 @@ from ..formula import HALF_DTYPES
 from ..ops.direct import under_transform
 from ..ops.norm import run
 from .layer import operands_ahead
-from .norm import launches_for
+from .norm import recipe_of
 from .summands import keep_summands
 from .watch import SUM, note, watchers
 
@@ -33,9 +33,11 @@ def add_and_norm(left, right, norm, seen: bool = False):
         note(SUM, (norm,), right, reason)
     if both is not None:
         return both
-    recipe = getattr(type(norm), "_hf_rmsnorm_recipe", None)
-    unrounded = recipe is not None and not recipe.rounds_sum
-    total = add_unrounded(left, right, norm, False) if unrounded else left + right
+    recipe = recipe_of(norm)
+    if recipe is not None and not recipe.rounds_sum:
+        total = add_unrounded(left, right, norm, returned=False)
+        return total, norm(total)
+    total = left + right
     return total, norm(total)
 
 
@@ -69,10 +71,9 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
     if type(left) is not torch.Tensor or type(right) is not torch.Tensor:
         return None
-    operands = operands_ahead(norm)
-    if operands is None or not type(norm)._hf_rmsnorm_recipe.rounds_sum:
+    ahead = operands_ahead(norm)
+    if ahead is None or not ahead.patched.rounds_sum:
         return None
-    weight, bias, spec = operands
-    keeps_output = type(norm)._hf_rmsnorm_recipe.keeps_output
-    launches = launches_for(norm, spec)
-    return run(launches, right, weight, bias, None, left, keeps_output)
+    patched, weight, bias, spec = ahead
+    operands = right, weight, bias, None, None, None, left
+    return run(patched.launches_for(spec), operands, patched.keeps_output)

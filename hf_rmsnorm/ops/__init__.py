@@ -2,10 +2,10 @@
 
 from .backend import resolve_backend, runs_on
 from .from_output import input_needed
-from .norm import fused_add_norm, fused_norm, layer_norm, rms_norm
+from .norm import fused_norm, layer_norm, rms_norm
 from .settings import chosen_backend, use_backend
 
 __all__ = [
-    "chosen_backend", "fused_add_norm", "fused_norm", "input_needed", "layer_norm",
+    "chosen_backend", "fused_norm", "input_needed", "layer_norm",
     "resolve_backend", "rms_norm", "runs_on", "use_backend",
 ]  # fmt: skip

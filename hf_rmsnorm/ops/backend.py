@@ -17,7 +17,7 @@ from ..formula import TORCH_RELEASE, NormSpec, promoted
 from ..kernels.failure import KernelUnavailable, failed
 from ..kernels.serves import unserved
 from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE
-from .direct import autocast_enabled, is_direct
+from .direct import autocast_enabled
 from .launches import forget_launches
 from .settings import chosen, insists, settings
 
@@ -27,7 +27,6 @@ MAX_ROWS = 2**31 - 2**16
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 
 _is_compiling = torch.compiler.is_compiling
-_Tensor = torch.Tensor
 _is_tracing = torch._C._is_tracing
 _lists_rms_norm = TORCH_RELEASE >= (2, 12)
 # devices whose kernels cannot be loaded, (type, index), and why
@@ -65,9 +64,7 @@ def _nvidia_refusal(index: int | None) -> str | None:
 @torch.compiler.assume_constant_result
 def device_refusal(device_type: str, index: int | None = None) -> str | None:
     """Why Triton kernels cannot run on a device, or None where they can."""
-    if _left and (device_type, index) in _left:
-        return _left[device_type, index]
-    return _device_refusal(device_type, index)
+    return _left.get((device_type, index)) or _device_refusal(device_type, index)
 
 
 def give_up(error: KernelUnavailable, device: torch.device) -> None:
@@ -89,12 +86,13 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
     if torch._C._current_graph_task_id() == -1:
         _leave(device)
     else:
-        torch.autograd.Variable._execution_engine.queue_callback(
-            partial(_leave, device)
-        )
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(_leave, device))
     if first:
-        then = f"On {device} patched modules run their own forward from now on; after the cure, start Python again."
-        warnings.warn(f"hf_rmsnorm: {error}\n{then}", stacklevel=2)
+        then = "patched modules run their own forward from now on"
+        cure = "after the cure, start Python again."
+        text = f"hf_rmsnorm: {error}\nOn {device} {then}; {cure}"
+        warnings.warn(text, stacklevel=2)
 
 
 def _leave(device: torch.device) -> None:
@@ -104,11 +102,10 @@ def _leave(device: torch.device) -> None:
 
 def left_alone(x: torch.Tensor) -> bool:
     """Whether no kernel runs on x's device. Each forward on a CPU asks this first."""
-    if chosen.backend != "auto" or type(x) is not _Tensor:
+    if chosen.backend != "auto" or type(x) is not torch.Tensor:
         return False
-    if x.is_cpu:
-        return device_refusal("cpu") is not None
-    return device_refusal(x.device.type, x.device.index) is not None
+    device = x.device
+    return device_refusal(device.type, device.index) is not None
 
 
 def runs_on(device: torch.device | str) -> dict[str, str]:
@@ -165,76 +162,72 @@ def why_not(spec: NormSpec, x, weight, bias, gate=None, residual=None) -> str | 
     """
     if x.is_nested:
         return "x is a nested tensor"
-    named = {"weight": weight, "bias": bias, "gate": gate, "residual": residual}
-    operands = {name: t for name, t in named.items() if t is not None}
     return (
-        _why_not_formula(spec, x, operands)
-        or _why_not_operands(x, operands)
-        or _why_not_heads(spec, x, operands)
-        or _why_not_so_many(spec, x, operands)
+        _why_not_formula(spec, x, gate, residual)
+        or _why_not_operands(x, weight, bias, gate, residual)
+        or _why_not_rows(spec, x, weight, bias, residual)
         or device_refusal(x.device.type, x.device.index)
     )
 
 
-def _why_not_formula(spec: NormSpec, x, operands: dict) -> str | None:
-    if not x.shape or not 1 <= x.shape[-1] <= MAX_HIDDEN_SIZE:
+def _why_not_formula(spec: NormSpec, x, gate, residual) -> str | None:
+    columns = x.shape[-1] if x.dim() else 0
+    if not 1 <= columns <= MAX_HIDDEN_SIZE:
         return f"the last dimension of x, shape {tuple(x.shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
-    if spec.group_size is not None and x.shape[-1] % spec.group_size:
-        return f"groups of {spec.group_size} do not divide rows of {x.shape[-1]}"
-    families = ("rows", "residual sum") if "residual" in operands else ("rows",)
-    grouped = spec.group_size is not None and "residual" not in operands
-    missing = unserved(spec.ungrouped if grouped else spec, *families)
+    families = ["rows"]
+    if residual is not None:
+        families.append("residual sum")
+    elif spec.group_size is not None:
+        if columns % spec.group_size:
+            return f"groups of {spec.group_size} do not divide rows of {columns}"
+        spec = spec.ungrouped
+    missing = unserved(spec, *families)
     if missing is not None:
         return f"{missing}, which the kernels do not compute"
-    if ("gate" in operands) != (spec.gate is not None):
+    if (gate is None) != (spec.gate is None):
         return "its formula has a gate and the call has none, or the other way round"
     return None
 
 
-def _why_not_operands(x, operands: dict) -> str | None:
-    for name, t in {"x": x, **operands}.items():
+def _why_not_operands(x, weight, bias, gate, residual) -> str | None:
+    parameters = {"weight": weight, "bias": bias}
+    operands = {"x": x, **parameters, "gate": gate, "residual": residual}
+    for name, t in operands.items():
+        if t is None:
+            continue
         if t.dtype not in KERNEL_DTYPES:
-            return (
-                f"{name} is {t.dtype}; the kernels serve float32, float16 and bfloat16"
-            )
+            served = "float32, float16 and bfloat16"
+            return f"{name} is {t.dtype}; the kernels serve {served}"
         if t.device != x.device:
             return f"{name} is on {t.device} and x on {x.device}: move one of them"
         fits = t.shape == x.shape
-        if name in ("weight", "bias"):
+        if name in parameters:
             fits = t.shape == x.shape[-1:] or t.shape == x.shape[-2:]
         if not fits:
             return f"{name} has shape {tuple(t.shape)}, and x {tuple(x.shape)}"
-    residual = operands.get("residual", x)
+    if residual is None:
+        return None
     dtypes = x.dtype, residual.dtype
     if promoted(*dtypes) not in dtypes:
         return f"the sum of {x.dtype} and {residual.dtype} is neither"
     return None
 
 
-def _parameters(operands: dict) -> list:
-    return [operands[name] for name in ("weight", "bias") if name in operands]
-
-
-def _why_not_heads(spec: NormSpec, x, operands: dict) -> str | None:
-    """Why not with a row of parameters for each head."""
-    parameters = _parameters(operands)
-    if all(p.dim() == 1 for p in parameters):
-        return None
-    if any(p.shape != x.shape[-2:] for p in parameters):
+def _why_not_rows(spec: NormSpec, x, weight, bias, residual) -> str | None:
+    """Why not so many rows, or not with a row of parameters for each head."""
+    dimensions = {p.dim() for p in (weight, bias) if p is not None}
+    if len(dimensions) > 1:
         return "weight and bias differ in shape"
-    if "residual" in operands:
-        return "a parameter of heads is not read behind a sum"
-    heads = x.shape[-2]
-    if not 0 < heads <= MAX_HEADS or spec.group_size is not None:
-        return f"parameters of {heads} heads"
-    return None
-
-
-def _why_not_so_many(spec: NormSpec, x, operands: dict) -> str | None:
+    of_heads = dimensions == {2}
+    if of_heads:
+        heads = x.shape[-2]
+        if residual is not None:
+            return "a parameter of heads is not read behind a sum"
+        if not 0 < heads <= MAX_HEADS or spec.group_size is not None:
+            return f"parameters of {heads} heads"
     if _is_compiling():
         # it would bound a dynamic batch, and the operator asks again at run time
         return None
-    of_heads = any(p.dim() == 2 for p in _parameters(operands))
     # Heads multiply the rows that the last tile may reach past the end.
     most = MAX_ROWS // 2 if of_heads or spec.group_size is not None else MAX_ROWS
     rows = x.numel() // (spec.group_size or x.shape[-1])
@@ -253,16 +246,17 @@ def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
     """
     if chosen.backend == "reference":
         return "reference"
-    if chosen.backend == "auto" and (compiles_original() or _is_exported()):
+    insisted = chosen.backend == "triton"
+    if not insisted and (compiles_original() or _is_exported()):
         return "original"
     reason = why_not(spec, x, weight, bias, gate)
     if reason is None:
         return "triton"
-    if chosen.backend == "triton" and not x.numel():
+    if not insisted:
+        return "original"
+    if not x.numel():
         return "reference"  # no rows are no launch
-    if chosen.backend == "triton":
-        raise RuntimeError(f"use_backend('triton'): {reason}")
-    return "original"
+    raise RuntimeError(f"use_backend('triton'): {reason}")
 
 
 def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
@@ -276,46 +270,31 @@ def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
     )
 
 
-def autocast_to_float32(spec: NormSpec, *tensors):
-    """The operands of a functional norm as autocast hands them on."""
-    if not autocasts_functional(spec, tensors[0].device.type):
-        return tensors
-    return tuple(t if t is None else t.to(torch.float32) for t in tensors)
-
-
 def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
     """Whether one launch norms and rotates q and k."""
-    pairs = (q, k), (q_weight, k_weight), (cos, sin)
-    has_weights = q_weight is not None, k_weight is not None
-    if has_weights != (spec.has_weight, spec.has_weight):
+    weights = [w for w in (q_weight, k_weight) if w is not None]
+    if len(weights) != (2 if spec.has_weight else 0):
         return False
-    if unserved(spec, "queries and keys") is not None or not _are_alike(pairs):
+    if unserved(spec, "queries and keys") is not None:
         return False
-    return (
-        _are_heads(q, k)
-        and _are_tables(q, cos, sin)
-        and all(_is_of_heads(q, weight) for weight in (q_weight, k_weight))
-        and device_refusal(q.device.type, q.device.index) is None
-    )
-
-
-def _are_alike(pairs: tuple) -> bool:
-    """Whether kernels read these pairs: plain tensors on one device, both of a pair of
-    one dtype.
-    """
-    pairs = [pair for pair in pairs if pair[0] is not None]
-    tensors = [t for pair in pairs for t in pair]
-    if not is_direct(*tensors):
+    for t in (q, k, *weights, cos, sin):
+        if t.device != q.device or t.dtype not in KERNEL_DTYPES:
+            return False
+    for weight in weights:
+        if weight.shape != q.shape[3:] or not weight.is_contiguous():
+            return False
+        if weight.dtype != weights[0].dtype:
+            return False
+    if device_refusal(q.device.type, q.device.index) is not None:
         return False
-    if any(one.dtype != other.dtype for one, other in pairs):
-        return False
-    device = tensors[0].device
-    return all(t.device == device and t.dtype in KERNEL_DTYPES for t in tensors)
+    return _are_heads(q, k) and _are_tables(q, cos, sin)
 
 
 def _are_heads(q, k) -> bool:
     """Whether q and k are (batch, heads, length, head_dim) in rows of unit stride."""
-    if q.dim() != 4 or k.dim() != 4 or q.stride(3) != 1 or k.stride(3) != 1:
+    if q.dim() != 4 or k.dim() != 4 or q.dtype != k.dtype:
+        return False
+    if q.stride(3) != 1 or k.stride(3) != 1:
         return False
     batch, _, length, head_dim = q.shape
     if (batch, length, head_dim) != (k.shape[0], *k.shape[2:]):
@@ -326,15 +305,12 @@ def _are_heads(q, k) -> bool:
 
 def _are_tables(q, cos, sin) -> bool:
     """Whether cos and sin are (batch or 1, length, columns) in one layout."""
-    if cos.dim() != 3 or cos.shape != sin.shape or cos.stride() != sin.stride():
+    if cos.dim() != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
+        return False
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
         return False
     batch, _, length, head_dim = q.shape
     tables, positions, columns = cos.shape
-    fits = positions == length and tables in (1, batch)
-    return fits and cos.stride(2) == 1 and columns % 2 == 0 and 2 <= columns <= head_dim
-
-
-def _is_of_heads(q, weight) -> bool:
-    if weight is None:
-        return True
-    return weight.shape == q.shape[3:] and weight.is_contiguous()
+    if positions != length or tables not in (1, batch):
+        return False
+    return columns % 2 == 0 and 2 <= columns <= head_dim

@@ -2,10 +2,10 @@
 compilers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
+from functools import partial
+from operator import is_
 
 import torch
 
@@ -13,9 +13,9 @@ from ..formula import NormSpec
 from ..kernels.rows import by_row, heads_of
 from ..reference import input_of_output, reference_backward
 from .backend import why_not
-from .direct import row_major, under_transform
+from .direct import is_recorded, row_major, under_transform
 from .launches import Launches
-from .launching import backward_by_kernels, require_unchanged
+from .launching import OnCopies, by_kernel, require_unchanged
 from .loading import kernels
 
 _is_compiling = torch.compiler.is_compiling
@@ -24,11 +24,14 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 def seen_through(*gradients: torch.Tensor | None) -> bool:
     """Whether what runs this backward needs operators it can see through: a compiler,
-    another differentiation, functorch, vmap.
+    another differentiation, functorch, vmap, a mode.
     """
-    if _is_compiling() or torch.is_grad_enabled() or under_transform():
+    if _is_compiling() or torch.is_grad_enabled():
         return True
-    return any(g is not None and _is_batched(g) for g in gradients)
+    for gradient in gradients:
+        if gradient is not None and _is_batched(gradient):
+            return True
+    return under_transform() or is_recorded()
 
 
 def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
@@ -36,19 +39,19 @@ def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -
     are on, as for `create_graph`.
     """
     create_graph = torch.is_grad_enabled()
-
-    def leaf(t, needed):
-        if t is None:
-            return None
-        # A view: where x was itself computed from the same weight, the gradient asked
-        # for is the one along this norm alone.
-        return t.view_as(t) if create_graph else t.detach().requires_grad_(needed)
-
+    operands, leaves = [], []
     with torch.enable_grad():
-        inputs = [leaf(t, needed) for t, needed in zip(inputs, need, strict=True)]
-        pairs = zip(formula(*inputs), gradients, strict=True)
-        outputs, gradients = zip(*[p for p in pairs if p[1] is not None], strict=True)
-        leaves = [t for t, needed in zip(inputs, need, strict=True) if needed]
+        for t, needed in zip(inputs, need, strict=True):
+            if t is not None and create_graph:
+                # A view: where x was itself computed from the same weight, the gradient
+                # asked for is the one along this norm alone.
+                t = t.view_as(t)
+            elif t is not None:
+                t = t.detach().requires_grad_(needed)
+            operands.append(t)
+            if needed:
+                leaves.append(t)
+        outputs = formula(*operands)
         grads = torch.autograd.grad(
             outputs, leaves, gradients, create_graph=create_graph, allow_unused=True
         )
@@ -70,15 +73,17 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...]):
         RuntimeError: an operand has another shape or device than the forward read.
     """
     launches, strides, from_output = kept
-    dh = dh if need[0] else None
+    if not need[0]:
+        dh = None
     *operands, rstd, mean = saved
     gate = operands[3]
     if gate is not None and dh is not None:  # which no kernel adds behind a gate
         dx, *others = norm_gradients(kept, saved, dy, None, need)
         return dh + dx, *others
     if rstd is not None and not seen_through(dy, dh):
+        kind = "backward", strides, need, from_output
         read = dy, *operands, dh, rstd, mean
-        grads = launched_backward(launches, strides, read, need, from_output)
+        grads = by_kernel(launches, kind, read, backward_launch)
         if grads is not None:
             return grads
     if from_output:
@@ -86,26 +91,28 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...]):
     return by_formula(launches, operands, dy, dh, need)
 
 
-def launched_backward(
-    launches: Launches,
-    strides: tuple,
-    operands: tuple,
-    need: tuple[bool, ...],
-    from_output: bool = False,
-) -> tuple | None:
-    """(dx, dweight, dbias, dgate) by the kernels; None where they do not serve such
-    operands.
+def backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
+    """The launch of a backward; None where no kernel serves such operands.
 
     Args:
-        strides: of x, by which its rows are numbered.
+        kind: ("backward", strides of x by which its rows are numbered, which gradients
+            are needed, whether x is the norm's output).
         operands: (dy, x, weight, bias, gate, dh, rstd, mean).
     """
-    kind = "backward", strides, need, from_output
-    return backward_by_kernels(launches, kind, operands, _as_read, _made)
+    _, strides, need, from_output = kind
+    lay_out = partial(_as_read, strides)
+    read = lay_out(operands)
+    _, x, weight, bias, gate, *_ = read
+    spec = launches.spec
+    if why_not(spec, x, weight, bias, gate if spec.gate else None) is not None:
+        return None
+    make = kernels().NormBackward
+    launch = make(spec, read, aligned, need, from_output, launches.modulation)
+    as_they_are = all(map(is_, read, operands))
+    return launch if as_they_are else OnCopies(launch, lay_out)
 
 
-def _as_read(kind: tuple, operands: tuple) -> tuple:
-    _, strides, *_ = kind
+def _as_read(strides: tuple, operands: tuple) -> tuple:
     dy, x, weight, bias, gate, dh, rstd, mean = operands
     shape, of_stats = dy.shape, (math.prod(dy.shape[:-1]),)
     dimensions = [p.dim() for p in (weight, bias) if p is not None]
@@ -125,17 +132,6 @@ def _as_read(kind: tuple, operands: tuple) -> tuple:
         x = empty.copy_(x)
     weight, bias, rstd, mean = row_major(weight, bias, rstd, mean)
     return dy, x, weight, bias, gate, dh, rstd, mean
-
-
-def _made(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
-    _, _, need, from_output = kind
-    _, x, weight, bias, gate, *_ = operands
-    spec = launches.spec
-    if why_not(spec, x, weight, bias, gate if spec.gate else None) is not None:
-        return None
-    return kernels().NormBackward(
-        spec, operands, aligned, need, from_output, launches.modulation
-    )
 
 
 def by_formula(launches: Launches, operands, dy, dh, need):

@@ -14,6 +14,7 @@ from ..reference import reference_norm
 from .direct import DIRECT_TYPES
 
 MISSING = object()
+_ABSENT = (None,)
 _HIP = torch.version.hip is not None
 _all: weakref.WeakSet = weakref.WeakSet()
 
@@ -82,53 +83,30 @@ def forget_launches() -> None:
         launches.kept.clear()
 
 
-def key_of(kind: tuple, read: tuple, kept: tuple = ()) -> tuple | None:
+def key_of(kind: tuple, operands: tuple) -> tuple | None:
     """The launch key of such operands: all that decides whether and how they are
-    served; None of those of a subclass.
+    served; None where one is of a subclass, which may have no memory.
 
     Args:
         kind: hashable; the kind of launch.
-        read: the tensors that kernels read, or None.
-        kept: tensors of which the layout alone counts.
+        operands: the tensors that kernels read, or None.
 
     Returns:
-        A tuple. Its last entry is `memory_of` the tensors that the kernel reads.
+        A tuple. Its last entry says whether all tensors start at multiples of 16 bytes.
+        On AMD, where Triton compiles for offsets of 32 bits, it also says which
+        storages are below 2 GiB.
     """
-    memory = memory_of(read)
-    if memory is None:
-        return None
-    return (kind, *map(layout, read), *map(layout, kept), memory)
-
-
-def layout(t: torch.Tensor | None) -> tuple | None:
-    """The properties of a tensor on which a launch depends, except its address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
-
-
-def memory_of(tensors: tuple) -> bool | tuple | None:
-    """What compiled code depends on of the memory of tensors; None where one is of a
-    subclass, which may have none.
-
-    That is whether all start at multiples of 16 bytes; and on AMD, where Triton
-    compiles for offsets of 32 bits, which storages are below 2 GiB.
-    """
+    key = [kind]
     pointers = 0
-    for t in tensors:
-        if t is not None:
-            if type(t) not in DIRECT_TYPES:
-                return None
-            pointers |= t.data_ptr()
+    for t in operands:
+        if t is None:
+            key += _ABSENT
+            continue
+        if type(t) not in DIRECT_TYPES:
+            return None
+        pointers |= t.data_ptr()
+        key += t.shape, t.stride(), t.dtype, t.device
+        if _HIP:
+            key.append(t.untyped_storage().nbytes() < 2**31)
     aligned = not pointers & 15
-    return (aligned, *map(_is_small, tensors)) if _HIP else aligned
-
-
-def is_aligned(key: tuple) -> bool:
-    """Whether every tensor that is read starts at a multiple of 16 bytes, by the launch
-    key.
-    """
-    memory = key[-1]
-    return memory[0] if _HIP else memory
-
-
-def _is_small(t: torch.Tensor | None) -> bool:
-    return t is None or t.untyped_storage().nbytes() < 2**31
+    return (*key, aligned)

@@ -1,35 +1,35 @@
-"""Forwards and backwards by a launch: one that is kept, or one that is made for such
-operands.
-"""
+"""Calls of a launch: one that is kept for such operands, or one that is made for them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..kernels.failure import KernelUnavailable
 from .backend import give_up
-from .direct import is_recorded
-from .launches import MISSING, Launches, is_aligned, key_of
+from .launches import MISSING, Launches, key_of
 
 
 def by_kernel(
-    launches: Launches, key: tuple | None, operands: tuple, make: Callable,
-    options: tuple, apply: Callable | None = None, extra=None,
+    launches: Launches, kind: tuple, operands: tuple, make: Callable,
+    apply: Callable | None = None, extra=None,
 ):  # fmt: skip
     """The results of a launch for such operands; None where no kernel serves them.
 
     Args:
-        key: their launch key.
-        make: ``make(launches, operands, aligned, *options)`` returns the launch, or
-            None.
+        kind: of the launch, with all that its key has besides the operands.
+        operands: as the kernels take them.
+        make: ``make(launches, kind, operands, aligned)`` returns the launch, or None.
+            It is asked once for each key.
         apply: of the autograd function, where a gradient is asked for. Its first
             argument is (launches, launch, extra).
     """
+    key = key_of(kind, operands)
     if key is None:
         return None
     try:
         launch = launches.kept.get(key, MISSING)
         if launch is MISSING:
-            aligned = is_aligned(key)
-            launch = launches.keep(key, make, launches, operands, aligned, *options)
+            aligned = key[-1]
+            launch = launches.keep(key, make, launches, kind, operands, aligned)
         if launch is None:
             return None
         if apply is None:
@@ -40,33 +40,23 @@ def by_kernel(
         return None
 
 
-def backward_by_kernels(
-    launches: Launches, kind: tuple, operands: tuple, as_read: Callable, make: Callable
-) -> tuple | None:
-    """The gradients by a launch for such operands; None where no kernel serves them.
+@dataclass
+class OnCopies:
+    """A launch for operands that are not as it reads them.
+
+    Hooks of saved tensors (`torch.autograd.graph.save_on_cpu`) may give tensors back
+    with other strides than the forward read.
 
     Args:
-        kind: of the launch, with all that its key has besides the operands.
-        operands: as the kernels take them. They are examined once for each key.
-        as_read: ``as_read(kind, operands)`` returns them in the layout that the forward
-            read. Hooks of saved tensors (`torch.autograd.graph.save_on_cpu`) may give
-            tensors back with other strides.
-        make: ``make(launches, kind, operands, aligned)`` returns the launch, or None.
+        inner: the launch.
+        lay_out: ``lay_out(operands)`` returns them as it reads them.
     """
-    key = key_of(kind, operands)
-    if key is None or is_recorded():
-        return None
-    try:
-        launch = launches.kept.get(key, MISSING)
-        if launch is MISSING:
-            laid_out = as_read(kind, operands)
-            if any(a is not b for a, b in zip(laid_out, operands, strict=True)):
-                return backward_by_kernels(launches, kind, laid_out, as_read, make)
-            launch = launches.keep(key, make, launches, kind, operands, is_aligned(key))
-        return None if launch is None else launch.launch(*operands)
-    except KernelUnavailable as error:
-        give_up(error, operands[0].device)
-        return None
+
+    inner: object
+    lay_out: Callable[[tuple], tuple]
+
+    def launch(self, *operands):
+        return self.inner.launch(*self.lay_out(operands))
 
 
 def require_unchanged(device, expected: dict) -> None:

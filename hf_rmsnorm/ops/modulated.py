@@ -5,10 +5,9 @@ sum before, in one launch.
 import torch
 
 from ..formula import NormSpec
-from .backend import autocasts_functional
-from .direct import asks_by_parameters_alone, starts_kernels
-from .forward import started, why_not_launched
-from .launches import key_of, launches_of
+from .forward import why_not_launched
+from .launches import launches_of
+from .norm import run
 
 
 def modulated_norm(
@@ -29,26 +28,13 @@ def modulated_norm(
         one_plus: False where the norm is multiplied by the scale itself, as Z-Image
             prepares it.
     """
-    x, *_, residual = operands
-    if not starts_kernels(x):
-        return None
-    if spec.functional and autocasts_functional(spec, x.device.type):
-        return None
     operands = _broadcast(*operands)
     if operands is None:
         return None
-    asking = [t for t in operands if t is not None and t.requires_grad]
-    graded = torch.is_grad_enabled() and bool(asking)
-    if residual is not None:
-        factor = operands[5]
-        if asks_by_parameters_alone(graded, x, factor, residual):
-            return None
     launches = launches_of(spec, "modulate_after" if one_plus else "multiply_after")
-    key = key_of(("modulated", graded), operands)
-    made = started(launches, key, operands, graded)
-    if made is None or residual is not None:
-        return made
-    return None, made
+    made = run(launches, operands)
+    has_sum = operands[-1] is not None
+    return made if made is None or has_sum else (None, made)
 
 
 def why_apart(spec: NormSpec, operands: tuple) -> str:
@@ -64,23 +50,21 @@ def why_apart(spec: NormSpec, operands: tuple) -> str:
     return why_not_launched(spec, operands) or ""
 
 
-def _broadcast(x, weight, bias, scale, shift, factor, residual) -> tuple | None:
+def _broadcast(x, weight, bias, *modulation_and_residual) -> tuple | None:
     """The operands with a modulation of x's shape, which a kernel reads at the same
     addresses; small ones are copied for that. None where they do not broadcast.
     """
-    modulation = [t for t in (scale, shift, factor) if t is not None]
-    alike = len({(t.shape, t.stride()) for t in modulation}) == 1
-
-    def expanded(t):
-        if t is None:
-            return None
-        if not alike and t.numel() != x.numel():
-            t = t.contiguous()
-        return t.expand(x.shape)
-
-    try:
-        scale, shift, factor = map(expanded, (scale, shift, factor))
-    except RuntimeError:
-        # the plain operators say what does not broadcast, or broadcast x
-        return None
-    return x, weight, bias, scale, shift, factor, residual
+    *modulation, residual = modulation_and_residual
+    layouts = {(t.shape, t.stride()) for t in modulation if t is not None}
+    expanded = []
+    for t in modulation:
+        if t is not None:
+            if len(layouts) > 1 and t.numel() != x.numel():
+                t = t.contiguous()
+            try:
+                t = t.expand(x.shape)
+            except RuntimeError:
+                # the plain operators say what does not broadcast, or broadcast x
+                return None
+        expanded.append(t)
+    return x, weight, bias, *expanded, residual

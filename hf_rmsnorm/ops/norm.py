@@ -12,15 +12,11 @@ import torch
 
 from ..formula import NormSpec, Rounding
 from ..reference import in_groups, reference_norm
-from .backend import autocast_to_float32, autocasts_functional, resolve_backend
-from .direct import (
-    asks_by_parameters_alone,
-    row_major,
-    starts_kernels,
-    under_transform,
-)
-from .forward import started
-from .launches import Launches, launches_of, layout, memory_of
+from .backend import autocasts_functional, resolve_backend
+from .direct import any_requires_grad, row_major, starts_kernels, under_transform
+from .forward import apply, forward_launch
+from .launches import Launches, launches_of
+from .launching import by_kernel
 from .loading import load_sharding_rules
 from .operators import norm_forward_op, spec_args
 
@@ -30,79 +26,58 @@ _is_grad_enabled = torch.is_grad_enabled
 _autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
-def run(
-    launches: Launches,
-    x,
-    weight,
-    bias,
-    gate=None,
-    residual=None,
-    keep_output: bool = False,
-):
-    """The norm of x, or (h, the norm of h) of ``h = residual + x``, by a kernel that is
-    started directly.
+def run(launches: Launches, operands: tuple, keep_output: bool = False):
+    """The norm of x, or (h, the norm of h) of ``h = residual + factor * x``, by a kernel
+    that is started directly.
 
     Not while compiling.
 
     Args:
         launches: of the formula.
+        operands: x, weight, bias, gate, shift, factor and residual, as
+            `kernels.launch.Operands`.
         keep_output: the backward shall read the output, not x, where `serves_as_input`.
 
     Returns:
         None if the kernels do not serve such tensors, or if a mode has to see
         operators: the caller then computes it.
     """
-    if not starts_kernels(x):
+    if not starts_kernels(operands[0]):
         return None
     spec = launches.spec
-    if (
-        spec.functional
-        and _autocast_anywhere()
-        and autocasts_functional(spec, x.device.type)
-    ):
-        cast = _autocast(x, weight, bias, residual)
-        if cast is None:
+    if spec.functional and _autocast_anywhere():
+        operands = _autocast(spec, operands)
+        if operands is None:
             return None
-        x, weight, bias = cast
-    graded = _is_grad_enabled() and _asks(x, weight, bias, gate, residual)
-    if residual is not None and asks_by_parameters_alone(graded, x, residual):
+    if _is_grad_enabled() and any_requires_grad(operands):
+        x, _, _, _, _, factor, residual = operands
+        if residual is not None and not any_requires_grad((x, factor, residual)):
+            # In one launch the sum would ask for gradients too.
+            return None
+        kind = "forward", True, True
+        return by_kernel(launches, kind, operands, forward_launch, apply, keep_output)
+    kind = "forward", False, True
+    made = by_kernel(launches, kind, operands, forward_launch)
+    if made is None:
         return None
-    memory = memory_of((x, weight, bias, gate, residual))
-    if memory is None:  # one is of a subclass
-        return None
-    key = (
-        "graded" if graded else "forward", x.shape, x.stride(), x.dtype, x.device,
-        weight if weight is None else layout(weight),
-        bias if bias is None else layout(bias),
-        gate if gate is None else layout(gate),
-        residual if residual is None else layout(residual),
-        memory,
-    )  # fmt: skip
-    operands = x, weight, bias, gate, None, None, residual
-    return started(launches, key, operands, graded, keep_output)
+    y, _, _, h = made
+    return y if h is None else (h, y)
 
 
-def _autocast(x, weight, bias, residual) -> tuple | None:
-    """(x, weight, bias) as a functional norm gets them under autocast; None if the norm
-    and the sum have two dtypes.
+def _autocast(spec: NormSpec, operands: tuple) -> tuple | None:
+    """The operands as a functional norm gets them under autocast; None if the norm and
+    the sum have two dtypes.
     """
+    x, weight, bias, *others, residual = operands
+    if not autocasts_functional(spec, x.device.type):
+        return operands
+    if residual is None:
+        x = x.float()
+    elif torch.float32 not in (x.dtype, residual.dtype):
+        return None
     weight = None if weight is None else weight.float()
     bias = None if bias is None else bias.float()
-    if residual is None:
-        return x.float(), weight, bias
-    if torch.float32 in (x.dtype, residual.dtype):
-        return x, weight, bias
-    return None
-
-
-def _asks(x, weight, bias, gate, residual) -> bool:
-    return (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (gate is not None and gate.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    )
+    return x, weight, bias, *others, residual
 
 
 def fused_norm(
@@ -132,54 +107,22 @@ def fused_norm(
     if backend is None:
         backend = resolve_backend(x, weight, bias, spec, gate)
     if spec.functional:
-        x, weight, bias = autocast_to_float32(spec, x, weight, bias)
-    compiling = _is_compiling()
-    if backend != "triton" or (not compiling and under_transform()):
+        x, weight, bias, _ = _autocast(spec, (x, weight, bias, None))
+    is_compiled = _is_compiling()
+    if backend != "triton" or (not is_compiled and under_transform()):
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
         return fused_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
     weight, bias = row_major(weight, bias)
-    if not compiling:
-        y = run(launches_of(spec), x, weight, bias, gate, None, keep_output)
+    if not is_compiled:
+        operands = x, weight, bias, gate, None, None, None
+        y = run(launches_of(spec), operands, keep_output)
         if y is not None:
             return y
     load_sharding_rules()
-    stats = torch.is_grad_enabled() and _asks(x, weight, bias, gate, None)
+    stats = _is_grad_enabled() and any_requires_grad((x, weight, bias, gate))
     return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
-
-
-def fused_add_norm(
-    x, residual, weight, bias, spec: NormSpec, keep_output: bool = False
-):
-    """``h = residual + x`` and the norm of h, as a decoder layer computes them, in one
-    launch if a kernel serves them.
-
-    h is rounded to its dtype before it is normalised. So y has the bits that the norm's
-    kernel alone computes from h. On a GPU this needs x and residual to start and step
-    by multiples of 16 bytes, as a model's tensors do.
-
-    The backward needs h, the parameters and (rows,) statistics. It adds the gradient of
-    h to the norm's in the same launch and rounds once: x and residual share that
-    gradient.
-
-    Args:
-        x: (..., hidden_size), any strides: the output of the attention or MLP.
-        residual: the same shape, any strides; of x's dtype, or one of the two is
-            float32, as under autocast.
-        weight, bias: (hidden_size,) or None, as the spec says.
-
-    Returns:
-        (h, y): h as ``residual + x`` returns it, y in ``spec.output_dtype``, each with
-        the strides it has in eager.
-    """
-    if not _is_compiling():
-        launches = launches_of(spec)
-        both = run(launches, x, weight, bias, None, residual, keep_output)
-        if both is not None:
-            return both
-    h = residual + x
-    return h, fused_norm(h, weight, bias, spec)
 
 
 def rms_norm(
@@ -250,39 +193,22 @@ def _compute(
 ):
     if not isinstance(eps, (int, float)):
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
-    formula = (
-        weight is not None,
-        bias is not None,
-        float(eps),
-        weight_offset,
-        rounding,
-        functional,
-    )
     _check(x, weight, bias)
+    has_weight, has_bias = weight is not None, bias is not None
+    fields = functional, float(eps), has_weight, has_bias
+    fields = *fields, weight_offset, rounding, functional
     if _is_compiling():
-        return fused_norm(x, weight, bias, _spec(*formula))
-    launches = _launches(*formula)
-    y = run(launches, x, weight, bias)
+        return fused_norm(x, weight, bias, NormSpec(*fields))
+    launches = _launches(*fields)
+    y = run(launches, (x, weight, bias, None, None, None, None))
     if y is not None:
         return y
     return fused_norm(x, weight, bias, launches.spec)
 
 
-def _spec(has_weight, has_bias, eps, weight_offset, rounding, functional) -> NormSpec:
-    return NormSpec(
-        centered=functional,
-        eps=eps,
-        has_weight=has_weight,
-        has_bias=has_bias,
-        weight_offset=weight_offset,
-        rounding=rounding,
-        functional=functional,
-    )
-
-
 @lru_cache(256)
-def _launches(*formula) -> Launches:
-    return launches_of(_spec(*formula))
+def _launches(*fields) -> Launches:
+    return launches_of(NormSpec(*fields))
 
 
 def _check(x, weight, bias) -> None:

@@ -11,9 +11,10 @@ from ..kernels.rows import as_numbered, by_row, heads_of
 from ..kernels.serves import unserved
 from ..reference import reference_backward, reference_norm, reference_stats
 from .direct import row_major
-from .forward import launched
-from .gradients import by_formula, launched_backward
+from .forward import forward_launch
+from .gradients import backward_launch, by_formula
 from .launches import launches_of
+from .launching import by_kernel
 
 # The fields of `NormSpec`, but for groups, whose rows come apart. An integer is first:
 # DTensor looks the placements of a call up by its arguments from an integer on.
@@ -40,17 +41,8 @@ def spec_args(spec: NormSpec) -> tuple:
     """
     if unserved(spec, "rows") is not None:
         raise TypeError(f"the operators do not take {spec!r}")
-    return (
-        int(spec.centered),
-        spec.eps,
-        spec.has_weight,
-        spec.has_bias,
-        spec.weight_offset,
-        spec.rounding,
-        spec.functional,
-        spec.eps_outside,
-        spec.gate or "",
-    )
+    centered, *others, gate = spec.but_eps[:8]
+    return int(centered), spec.eps, *others, gate or ""
 
 
 @lru_cache(1_024)
@@ -81,17 +73,18 @@ def _forward(x, weight, bias, gate, *arguments):
     *formula, stats = arguments
     spec = spec_from(*formula)
     weight, bias = row_major(weight, bias)
+    kind = "forward", stats, True
     operands = x, weight, bias, gate, None, None, None
-    made = launched(launches_of(spec), operands, stats)
-    if made is None:
-        y = _empty_result(x, weight, spec)
-        y.copy_(reference_norm(x, weight, bias, spec, gate))
-        of_rows = reference_stats(x, spec, gate) if stats else (None, None)
-        of_rows = [t if t is None else t.view(x.shape[:-1]) for t in of_rows]
-    else:
+    made = by_kernel(launches_of(spec), kind, operands, forward_launch)
+    if made is not None:
         y, *of_rows, _ = made
         heads = heads_of(weight, bias)
         of_rows = [t if t is None else by_row(t, x, spec, heads) for t in of_rows]
+        return y, *_or_empty(x, *of_rows)
+    y = _empty_result(x, weight, spec)
+    y.copy_(reference_norm(x, weight, bias, spec, gate))
+    of_rows = reference_stats(x, spec, gate) if stats else (None, None)
+    of_rows = [t if t is None else t.view(x.shape[:-1]) for t in of_rows]
     return y, *_or_empty(x, *of_rows)
 
 
@@ -102,18 +95,17 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
     heads = heads_of(weight, bias)
     rstd = as_numbered(rstd, x, spec, heads)
     mean = as_numbered(mean, x, spec, heads) if spec.centered else None
+    kind = "backward", x.stride(), tuple(need), False
     operands = dy, x, weight, bias, gate, dh, rstd, mean
-    grads = launched_backward(launches_of(spec), x.stride(), operands, tuple(need))
+    grads = by_kernel(launches_of(spec), kind, operands, backward_launch)
     if grads is None:
-        dx, dweight, dbias, dgate = reference_backward(
-            dy, x, weight, bias, spec, need, gate
-        )
-        dx = dx if dx is None or dh is None else dh + dx
-        dx, dgate = (
-            g if g is None else _empty_output(x, spec, g.dtype).copy_(g)
-            for g in (dx, dgate)
-        )
-        grads = dx, dweight, dbias, dgate
+        grads = list(reference_backward(dy, x, weight, bias, spec, need, gate))
+        if grads[0] is not None and dh is not None:
+            grads[0] = dh + grads[0]
+        for at in (0, 3):  # dx, dgate
+            if grads[at] is not None:
+                dtype = grads[at].dtype
+                grads[at] = _empty_output(x, spec, dtype).copy_(grads[at])
     return tuple(_or_empty(x, *grads))
 
 

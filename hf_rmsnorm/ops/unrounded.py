@@ -7,10 +7,11 @@ import torch
 from ..formula import NormSpec
 from ..reference import reference_norm
 from .backend import resolve_backend
-from .direct import row_major
-from .forward import launched
+from .direct import any_requires_grad, row_major
+from .forward import forward_launch
 from .gradients import norm_gradients
 from .launches import launches_of
+from .launching import by_kernel
 
 
 class _NormOfSummands(torch.autograd.Function):
@@ -27,10 +28,11 @@ class _NormOfSummands(torch.autograd.Function):
         h = left.float() + right.float()
         if torch.is_grad_enabled():  # create_graph, for which it is one of the sum
             h = total + (h - total).detach()
-        need = *ctx.needs_input_grad[:3], False
         saved = h, weight, bias, None, rstd, mean
+        need = *ctx.needs_input_grad[:3], False
         dx, dweight, dbias, _ = norm_gradients(ctx.kept, saved, dy, None, need)
-        dx = dx if dx is None else dx.to(total.dtype)
+        if dx is not None:
+            dx = dx.to(total.dtype)
         return dx, dweight, dbias, None, None, None
 
 
@@ -50,8 +52,7 @@ def norm_of_summands(total, left, right, weight, bias, spec: NormSpec) -> torch.
         (..., hidden_size) in ``spec.output_dtype``.
     """
     weight, bias = row_major(weight, bias)
-    asking = [t for t in (total, weight, bias) if t is not None and t.requires_grad]
-    if asking and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any_requires_grad((total, weight, bias)):
         return _NormOfSummands.apply(total, weight, bias, left, right, spec)
     return _computed(total, left, right, weight, bias, spec, False)[0]
 
@@ -61,8 +62,9 @@ def _computed(total, left, right, weight, bias, spec: NormSpec, stats: bool) -> 
     computes.
     """
     if resolve_backend(total, weight, bias, spec) == "triton":
+        kind = "forward", stats, False
         operands = right, weight, bias, None, None, None, left
-        made = launched(launches_of(spec), operands, stats, keep_sum=False)
+        made = by_kernel(launches_of(spec), kind, operands, forward_launch)
         if made is not None:
             return made[:3]
     with torch.no_grad():

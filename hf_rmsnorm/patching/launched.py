@@ -13,7 +13,6 @@ from torch import nn
 from ..fused import watch
 from ..fused.layer import why_called
 from ..fused.norm import recipe_of
-from ..fused.recipe import tensor_of
 from ..kernels.counting import counting_into
 from ..ops import chosen_backend
 from ..ops.backend import why_not
@@ -164,7 +163,7 @@ def _why_not_launched(norms: list[nn.Module], x) -> str:
     if spec is None:
         return ", ".join(recipe.changes(norm)) or "its eps is no number any more"
     names = recipe.weight, recipe.bias
-    tensors = [None if name is None else tensor_of(norm, name) for name in names]
+    tensors = [None if name is None else getattr(norm, name) for name in names]
     gate = None if spec.gate is None else x
     rows = x.movedim(1, -1) if recipe.layout == "channels_first" and x.dim() > 1 else x
     reason = why_not(spec, rows, *tensors, gate)

@@ -5,13 +5,17 @@ cache of `hf_rmsnorm.ops`.
 from hf_rmsnorm.kernels.launch import NormForward, Operands
 from hf_rmsnorm.kernels.launch_backward import NormBackward
 from hf_rmsnorm.kernels.launch_qk import QKBackward, QKForward
-from hf_rmsnorm.ops.launches import memory_of
+from hf_rmsnorm.ops.launches import key_of
+
+
+def aligned(operands):
+    return key_of((), operands)[-1]
 
 
 def norm_forward(x, weight, bias, spec, stats, gate=None, residual=None):
     """(y, rstd, mean, h)."""
     operands = Operands(x, weight, bias, gate, residual=residual)
-    launch = NormForward(spec, operands, memory_of(operands), stats, True)
+    launch = NormForward(spec, operands, aligned(operands), stats, True)
     return launch.launch(*operands)
 
 
@@ -22,16 +26,16 @@ def norm_backward(dy, x, weight, bias, rstd, mean, spec, *how):
     need, gate, dh, from_output = (*how, None, None, False)[:4]
     need = (*need, False)[:4]
     read = dy, x, weight, bias, gate, dh
-    launch = NormBackward(spec, (*read, rstd, mean), memory_of(read), need, from_output)
+    launch = NormBackward(spec, (*read, rstd, mean), aligned(read), need, from_output)
     return launch.launch(*read, rstd, mean)
 
 
 def qk_norm_forward(operands, spec, stats=True):
     """(q', k', rstd) of q, k, their weights, cos and sin."""
-    return QKForward(spec, operands, memory_of(operands), stats).launch(*operands)
+    return QKForward(spec, operands, aligned(operands), stats).launch(*operands)
 
 
 def qk_norm_backward(dq, dk, operands, rstd, spec, need):
     """The gradients of q, k and their weights."""
     read = dq, dk, *operands
-    return QKBackward(spec, (*read, rstd), memory_of(read), need).launch(*read, rstd)
+    return QKBackward(spec, (*read, rstd), aligned(read), need).launch(*read, rstd)

@@ -90,8 +90,10 @@ def _norms():
     """Name -> (rows, what runs the kernel): enough rows for each persistent program to
     take some.
     """
+    from add_norm import fused_add_norm
+
     from hf_rmsnorm import NormSpec
-    from hf_rmsnorm.ops import fused_add_norm, fused_norm
+    from hf_rmsnorm.ops import fused_norm
 
     rms = NormSpec(False, 1e-6, rounding="before_weight")
     layer = NormSpec(True, 1e-5, has_bias=True)

@@ -58,7 +58,7 @@ _HELPERS = {
     _ADD_AND_MODULATE: modulated.add_and_modulate,
     _ADD_UNROUNDED: sums.add_unrounded,
     MODULATED: modulated.modulated,
-    FACTOR: modulated.Factor,
+    FACTOR: modulated.OnePlusScale,
     LATER: modulated.later,
 }
 

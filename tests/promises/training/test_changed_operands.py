@@ -7,12 +7,13 @@ backward.
 
 import pytest
 import torch
+from add_norm import fused_add_norm
 from heads import fused_qk_norm
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import NormSpec, patch_model, use_backend
-from hf_rmsnorm.ops import fused_add_norm, fused_norm
+from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.ops.modulated import modulated_norm
 
 ROWS, SIZE, HEADS, LENGTH = 6, 64, 2, 3

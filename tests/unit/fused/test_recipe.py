@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.recipe import Recipe, one_dtype, operands, shapes_fit
+from hf_rmsnorm.fused.recipe import Recipe, operands, shapes_fit
 
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 RECIPE = Recipe(SPEC, weight="weight", eps="eps", eps_value=1e-6)
@@ -145,23 +145,18 @@ def test_shapes_that_broadcast_are_not_the_formulas(
     )
 
 
-def test_dtypes_that_torchs_own_operators_take_together():
-    half = ONES.bfloat16()
-    assert one_dtype(LAYER, HALF, half, half) and one_dtype(LAYER, HALF, None, None)
+def test_dtypes_that_torchs_own_operators_take_together(monkeypatch):
+    half, layer = ONES.bfloat16(), Recipe(LAYER)
+    assert layer.suits(HALF, half, half) and layer.suits(HALF, None, None)
     for weight, bias in ((ONES, half), (half, ONES), (None, ONES)):
-        assert not one_dtype(LAYER, HALF, weight, bias)
+        assert not layer.suits(HALF, weight, bias)
     with torch.autocast("cpu", torch.bfloat16):
         # whose operators in float32 are others on a CPU
-        assert not one_dtype(LAYER, HALF, ONES, ONES)
-
-
-def test_an_accelerators_autocast_takes_any_dtypes(monkeypatch):
-    monkeypatch.setattr(
-        torch, "is_autocast_enabled", lambda device_type: device_type == "meta"
-    )
-    assert one_dtype(LAYER, HALF.to("meta"), ONES, ONES) and not one_dtype(
-        LAYER, HALF, ONES, ONES
-    )
+        assert not layer.suits(HALF, ONES, ONES)
+    is_meta = lambda device_type: device_type == "meta"  # noqa: E731
+    monkeypatch.setattr(torch, "is_autocast_enabled", is_meta)
+    assert layer.suits(HALF.to("meta"), ONES, ONES)
+    assert not layer.suits(HALF, ONES, ONES)
 
 
 def test_what_keeps_its_output():

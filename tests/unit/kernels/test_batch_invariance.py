@@ -4,10 +4,11 @@ stands, or what the others hold.
 
 import pytest
 import torch
+from add_norm import fused_add_norm
 from heads import fused_qk_norm
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import fused_add_norm, fused_norm
+from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.ops.modulated import modulated_norm
 from hf_rmsnorm.ops.unrounded import norm_of_summands
 

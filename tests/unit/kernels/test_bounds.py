@@ -4,10 +4,11 @@ every output what must stay.
 
 import pytest
 import torch
+from add_norm import fused_add_norm
 from heads import fused_qk_norm
 
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.ops import fused_add_norm, fused_norm
+from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.reference import reference_norm, reference_qk_norm
 

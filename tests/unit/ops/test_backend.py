@@ -167,10 +167,6 @@ def test_what_no_kernel_adds_is_refused_in_words(said, x, residual, weight, spec
     assert said in why_not(spec, x, weight, None, None, residual)
 
 
-class Tagged(torch.Tensor):
-    pass
-
-
 def pair(
     q=(2, 4, 3, 4), k=(2, 2, 3, 4), weight=(4,), table=(1, 3, 4), spec=RMS, given=()
 ):
@@ -223,7 +219,6 @@ REFUSED = {
     "no weights": pair(given=NONE),
     "one weight": pair(given={"k_weight": None}),
     "weights that the formula has not": pair(spec=WEIGHTLESS),
-    "another class": pair(given={"sin": TABLE.as_subclass(Tagged)}),
     "two dtypes": pair(given={"k_weight": torch.ones(4).half()}),
     "a dtype": pair(given={"cos": TABLE.double(), "sin": TABLE.double()}),
     "two devices": pair(given={"k_weight": torch.ones(4, device="meta")}),

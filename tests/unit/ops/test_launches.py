@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from add_norm import fused_add_norm
 from heads import fused_qk_norm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, layer_norm, patch_model, rms_norm, use_backend
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.ops import fused_add_norm
 from hf_rmsnorm.ops.backend import device_refusal
 
 pytestmark = pytest.mark.skipif(

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from add_norm import fused_add_norm
 from tolerance import assert_as_accurate
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import backend, fused_add_norm, fused_norm
+from hf_rmsnorm.ops import backend, fused_norm, norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton", "reference"]
@@ -39,9 +40,9 @@ class Block(nn.Module):
 
 class EagerBlock(Block):
     def forward(self, x):
-        norm = LlamaRMSNorm(x.shape[-1])
-        norm.weight = self.weight
-        return F.layer_norm(norm(x) @ self.mix, x.shape[-1:], self.weight, self.bias)
+        llama = LlamaRMSNorm(x.shape[-1])
+        llama.weight = self.weight
+        return F.layer_norm(llama(x) @ self.mix, x.shape[-1:], self.weight, self.bias)
 
 
 @pytest.fixture
@@ -277,21 +278,15 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
     """On accelerators these compute in float32: here autocast of an accelerator is what
     the CPU says it is.
     """
-    half = [
-        t.bfloat16()
-        for t in (some_input(3, 64), some_input(64), some_input(64, seed=4))
-    ]
+    floats = some_input(3, 64), some_input(64), some_input(64, seed=4)
+    half = [t.bfloat16() for t in floats]
     spec = NormSpec(True, 1e-6, has_bias=True, functional=True)
-    assert backend.autocast_to_float32(spec, *half) == tuple(half)
-    monkeypatch.setattr(backend, "autocasts_functional", lambda *of: True)
-    cast = backend.autocast_to_float32(spec, *half[:2], None)
-    assert [t if t is None else t.dtype for t in cast] == [torch.float32] * 2 + [None]
     with use_backend("triton"):
+        expected = fused_norm(*(t.float() for t in half), spec)
+        assert fused_norm(*half, spec).dtype == torch.bfloat16
+        monkeypatch.setattr(norm, "autocasts_functional", lambda *of: True)
         y = fused_norm(*half, spec)
-        assert (
-            torch.equal(y, fused_norm(*(t.float() for t in half), spec))
-            and y.dtype == torch.float32
-        )
+    assert y.dtype == torch.float32 and torch.equal(y, expected)
 
 
 @pytest.mark.parametrize(

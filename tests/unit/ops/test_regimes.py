@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from add_norm import fused_add_norm
 from heads import fused_qk_norm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +24,6 @@ from torch.utils.checkpoint import (
 )
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import fused_add_norm
 from hf_rmsnorm.reference import reference_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -120,11 +120,12 @@ def put(monkeypatch, module, wrong):
         return
     start = sums.run
 
-    def of_sums(launches, x, weight, bias, gate, residual, keep_output):
+    def of_sums(launches, operands, keep_output):
+        x, weight, bias, *others, residual = operands
+
         def real(x, residual, weight, bias, spec):
-            return start(
-                launches_of(spec), x, weight, bias, gate, residual, keep_output
-            )
+            operands = x, weight, bias, *others, residual
+            return start(launches_of(spec), operands, keep_output)
 
         return wrong(real, x, residual, weight, bias, launches.spec)
 
@@ -222,9 +223,9 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
 
     run, fused = norm_module.run, norm_module.fused_norm
 
-    def widened_run(launches, x, *rest):
-        y = run(launches, x, *rest)
-        return None if y is None else widened(y, x, launches.spec)
+    def widened_run(launches, operands, keep_output):
+        y = run(launches, operands, keep_output)
+        return None if y is None else widened(y, operands[0], launches.spec)
 
     monkeypatch.setattr(norm_module, "run", widened_run)
     monkeypatch.setattr(

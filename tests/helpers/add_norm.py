@@ -1,0 +1,18 @@
+"""A residual sum and the norm of it, as fused layers compute them."""
+
+import torch
+
+from hf_rmsnorm.ops import fused_norm
+from hf_rmsnorm.ops.launches import launches_of
+from hf_rmsnorm.ops.norm import run
+
+
+def fused_add_norm(x, residual, weight, bias, spec):
+    """(``residual + x``, the norm of it): in one launch, or one after the other."""
+    if not torch.compiler.is_compiling():
+        operands = x, weight, bias, None, None, None, residual
+        both = run(launches_of(spec), operands)
+        if both is not None:
+            return both
+    total = residual + x
+    return total, fused_norm(total, weight, bias, spec)
