@@ -200,10 +200,10 @@ def _why_not_operands(x, weight, bias, gate, residual) -> str | None:
             return f"{name} is {t.dtype}; the kernels serve {served}"
         if t.device != x.device:
             return f"{name} is on {t.device} and x on {x.device}: move one of them"
-        fits = t.shape == x.shape
-        if name in parameters:
-            fits = t.shape == x.shape[-1:] or t.shape == x.shape[-2:]
-        if not fits:
+        expected = x.shape
+        if name in parameters:  # in columns, or in rows of heads
+            expected = x.shape[-min(t.dim(), 2) :]
+        if t.shape != expected:
             return f"{name} has shape {tuple(t.shape)}, and x {tuple(x.shape)}"
     if residual is None:
         return None
