@@ -1,5 +1,5 @@
-"""Residual sums computed with the norms that read them, in unmodified models: the same
-bits, and undone exactly.
+"""Residual sums with the norms that read them, and q and k norms with the rotary
+embedding, in unmodified models: the same bits, and undone exactly.
 """
 
 import copy
@@ -13,107 +13,101 @@ from fusion_models import IDS, INSIDE, build, layers_of
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
 from hf_rmsnorm.fused.layer import layer_part
 
-FUSED = {
-    "llama": INSIDE,
-    "qwen2": INSIDE,
-    "qwen3": INSIDE,
-    "mistral": INSIDE,
-    "mixtral": INSIDE,
-    "gemma": INSIDE,
-    "phi3": INSIDE,
-    "gemma2": "+ pre_feedforward_layernorm",
-    "gemma3_text": "+ pre_feedforward_layernorm",
-    "gpt2": "+ ln_2",
-    "olmo2": "",
-}
+QK = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
 APART = "no sum in its forward is followed directly by a patched norm of its own"
+BEFORE_THE_MLP = "+ pre_feedforward_layernorm"
+# What the report says of a decoder layer, and of its attention.
+FUSED = {
+    "llama": (INSIDE, None),
+    "mixtral": (INSIDE, None),
+    "phi3": (INSIDE, None),
+    "qwen3": (INSIDE, QK),
+    "gemma2": (BEFORE_THE_MLP, None),
+    "gemma3_text": (BEFORE_THE_MLP, QK),
+    "gpt2": ("+ ln_2", None),
+    "olmo2": (APART, None),
+}
+GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def outcome(model):
+    """Logits, hidden states and greedy text."""
+    output = model(IDS[:, :5], output_hidden_states=True)
+    text = model.generate(IDS[:1, :4], **GREEDY)
+    return [output.logits, *output.hidden_states, text]
+
+
+def said(report, kind):
+    """What a report says of the layers of a kind."""
+    layers = [r for r in report.layers if r.class_name.endswith(kind)]
+    return {layer.fused or layer.reason for layer in layers}
+
+
 @pytest.mark.parametrize("family", FUSED)
 def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(
-    family, dtype, fused_sums
+    family, fused_sums
 ):
-    model = tiny_models.build(family, dtype).eval()
-    how = {"max_new_tokens": 4, "do_sample": False}
+    of_layers, of_attentions = FUSED[family]
+    model = tiny_models.build(family, torch.bfloat16)
     with torch.no_grad(), use_backend("triton"):
-        report = patch_model(model, fuse_residual=False)
-        assert report.layers == ()
-        expected, text = (
-            model(IDS, output_hidden_states=True),
-            model.generate(IDS[:1, :8], **how),
-        )
+        assert patch_model(model, fuse_residual=False).layers == ()
+        expected = outcome(model)
         assert not fused_sums
         report = patch_model(model, fuse_residual=True)
-        of_layers = [r for r in report.layers if not r.class_name.endswith("Attention")]
-        assert {r.fused for r in of_layers} == {FUSED[family]}
-        assert {r.reason for r in of_layers} == {"" if FUSED[family] else APART}
-        result = model(IDS, output_hidden_states=True)
-        assert len(fused_sums) == (0 if family == "olmo2" else 2)
-        # A norm over all heads adds in another order where it is one launch with the
-        # other, which float32 shows.
-        close = 1e-5 if (family, dtype) == ("olmo2", torch.float32) else 0.0
-        pairs = zip(
-            (result.logits, *result.hidden_states),
-            (expected.logits, *expected.hidden_states),
-            strict=True,
-        )
-        assert all(torch.allclose(a, b, rtol=close, atol=close) for a, b in pairs)
-        assert torch.equal(model.generate(IDS[:1, :8], **how), text)
+        with count_launches() as launches:
+            result = outcome(model)
+    assert said(report, "Layer") | said(report, "Block") == {of_layers}
+    assert (QK in said(report, "Attention")) == (of_attentions is QK)
+    assert bool(fused_sums) == (of_layers is not APART)
+    assert bool(launches["qk_norm_forward"]) == (of_attentions is QK)
+    assert all(map(torch.equal, result, expected))
+
+
+def types(model):
+    return [type(module) for module in model.modules()]
+
+
+def fused_layers(model):
+    return sum(layer_part(of_module) is not None for of_module in types(model))
 
 
 def test_it_is_undone_exactly():
-    model = build("llama")
-    types = [type(module) for module in model.modules()]
+    model = build("qwen3")
+    before = types(model)
     states = [dict(vars(module)) for module in model.modules()]
     patch_model(model)
-    layer = model.model.layers[0]
-    assert (
-        layer_part(type(layer))
-        and isinstance(layer, types[4])
-        and type(layer).__name__ == "LlamaDecoderLayer"
-    )
+    layer = layers_of(model)[0]
+    assert type(layer).__name__ == "Qwen3DecoderLayer"
     assert [vars(module) for module in model.modules()] == states
+    count = fused_layers(model)
     patch_model(model, fuse_residual=False)
-    assert not any(layer_part(type(module)) for module in model.modules())
+    assert fused_layers(model) == 0
     with patched(model, fuse_residual=True):
-        assert layer_part(type(model.model.layers[0]))
-    assert not any(layer_part(type(module)) for module in model.modules())
-    patch_model(model)
-    assert unpatch_model(model) == 7
-    assert [type(module) for module in model.modules()] == types
-
-
-def test_patched_without_fusion_gives_the_fusion_back():
-    model = build("llama")
-    patch_model(model)
+        assert fused_layers(model) == count == 6
+    assert fused_layers(model) == 0
+    patch_model(model, fuse_residual=True)
     with patched(model, fuse_residual=False):
-        assert not any(layer_part(type(module)) for module in model.modules())
-    assert all(layer_part(type(layer)) for layer in layers_of(model))
+        assert fused_layers(model) == 0
+    assert fused_layers(model) == count
+    assert unpatch_model(model) == 13
+    assert types(model) == before
 
 
-@pytest.mark.parametrize(
-    "how",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
-    ids=["deepcopy", "pickle"],
-)
+def through_a_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, through_a_pickle])
 def test_copies_compute_the_same(how, fused_sums):
-    model = build("llama")
+    model = build("qwen3")
     patch_model(model)
     with torch.no_grad(), use_backend("triton"):
-        expected = model(IDS).logits
+        expected = model(IDS[:, :5]).logits
         again = how(model)
         # the copy has weights of its own
         layers_of(model)[1].input_layernorm.weight.zero_()
         fused_sums.clear()
-        assert torch.equal(again(IDS).logits, expected) and len(fused_sums) == 3
+        with count_launches() as launches:
+            assert torch.equal(again(IDS[:, :5]).logits, expected)
+        assert len(fused_sums) == launches["qk_norm_forward"] == 3
         assert patch_model(again).layers == patch_model(model).layers
-        assert torch.equal(again(IDS).logits, expected)
-
-
-def test_one_token_adds_and_normalises_in_one_launch(fused_sums):
-    model = build("llama")
-    patch_model(model)
-    with torch.inference_mode(), use_backend("triton"), count_launches() as launches:
-        model(IDS[:1, :1])
-    assert len(fused_sums) == 3 and launches["norm_forward"] == 7

@@ -15,51 +15,9 @@ from torch.func import functional_call, grad, jvp, vmap
 from hf_rmsnorm import patch_model, use_backend
 
 
-def both(family="llama", **config):
-    """The same model, fused and with its norms alone."""
-    models = build(family, **config), build(family, **config)
-    for model, fuse_residual in zip(models, (True, False), strict=True):
-        patch_model(model, fuse_residual=fuse_residual)
-    return models
-
-
-def embedded(model):
-    return model.get_input_embeddings()(IDS).detach()
-
-
-def over_batches(model, x):
-    return vmap(lambda e: model(inputs_embeds=e, use_cache=False).logits)(
-        torch.stack((x, 2 * x))
-    )
-
-
-def gradients_of_an_ensemble(model, x):
-    stacked = {
-        name: torch.stack((p, 1.5 * p)).detach() for name, p in model.named_parameters()
-    }
-
-    def loss(parameters):
-        return (
-            functional_call(
-                model, parameters, (), {"inputs_embeds": x, "use_cache": False}
-            )
-            .logits.square()
-            .sum()
-        )
-
-    return torch.cat([g.flatten() for g in vmap(grad(loss))(stacked).values()])
-
-
-def directional_derivative(model, x):
-    model.set_attn_implementation("eager")  # the other has none
-    return jvp(
-        lambda e: model(inputs_embeds=e, use_cache=False).logits,
-        (x,),
-        (torch.ones_like(x),),
-    )[1]
-
-
 class Logits(nn.Module):
+    """Those of embeddings."""
+
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -68,50 +26,72 @@ class Logits(nn.Module):
         return self.model(inputs_embeds=x, use_cache=False).logits
 
 
-def traced(model, x):
-    traced = torch.jit.trace(Logits(model), (x,), check_trace=False)
+def both():
+    """The same model, fused and with its norms alone."""
+    models = build("qwen3"), build("qwen3")
+    for model, fuse_residual in zip(models, (True, False), strict=True):
+        patch_model(model, fuse_residual=fuse_residual)
+    return models
+
+
+def over_batches(logits, x):
+    return vmap(logits)(torch.stack((x, 2 * x)))
+
+
+def gradients_of_an_ensemble(logits, x):
+    stacked = {}
+    for name, p in logits.named_parameters():
+        stacked[name] = torch.stack((p, 1.5 * p)).detach()
+
+    def loss(parameters):
+        return functional_call(logits, parameters, (x,)).square().sum()
+
+    return vmap(grad(loss))(stacked)
+
+
+def directional_derivative(logits, x):
+    logits.model.set_attn_implementation("eager")  # the other has none
+    return jvp(logits, (x,), (torch.ones_like(x),))[1]
+
+
+def traced(logits, x):
+    traced = torch.jit.trace(logits, (x,), check_trace=False)
     assert "PythonOp" not in str(traced.inlined_graph)
     return traced(3 * x)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize(
-    "how", [over_batches, gradients_of_an_ensemble, directional_derivative, traced]
-)
-def test_transforms_of_a_whole_model(how, family):
-    model, plain = both(family)
-    x = embedded(model)
+WAYS = [over_batches, gradients_of_an_ensemble, directional_derivative, traced]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_transforms_of_a_whole_model(how):
+    model, plain = both()
+    x = model.get_input_embeddings()(IDS).detach()
     with use_backend("triton"):
-        torch.testing.assert_close(how(model, x), how(plain, x))
+        expected = how(Logits(plain), x)
+        torch.testing.assert_close(how(Logits(model), x), expected)
 
 
-class Bringing:
-    """Brings a layer's weights in for its forward and takes them out again, as
-    offloading does, by `.data`.
-    """
+def bring_weights_in(layer):
+    """Only for a layer's forward, by `.data`, as offloading does."""
+    weight, forward = layer.input_layernorm.weight, layer.forward
+    kept, away = weight.detach().clone(), torch.zeros_like(weight)
+    weight.data = away
 
-    def __init__(self, model):
-        self.slot = torch.zeros_like(model.model.norm.weight)
-        for layer in layers_of(model):
-            layer.forward = self.around(
-                layer, layer.forward, layer.input_layernorm.weight.detach().clone()
-            )
-            layer.input_layernorm.weight.data = self.slot
+    def run(*args, **kwargs):
+        weight.data = kept
+        result = forward(*args, **kwargs)
+        weight.data = away
+        return result
 
-    def around(self, layer, forward, kept):
-        def run(*args, **kwargs):
-            layer.input_layernorm.weight.data = kept
-            result = forward(*args, **kwargs)
-            layer.input_layernorm.weight.data = self.slot
-            return result
-
-        return run
+    layer.forward = run
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_an_instance_forward_that_brings_the_weights_in(backend):
     model, plain = both()
-    Bringing(model)
+    for layer in layers_of(model):
+        bring_weights_in(layer)
     with torch.no_grad(), use_backend(backend):
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
 
@@ -119,13 +99,12 @@ def test_an_instance_forward_that_brings_the_weights_in(backend):
 def test_training_steps_keep_nothing_alive():
     model, seen = build("llama"), []
     patch_model(model)
-    model.model.norm.register_forward_pre_hook(
-        lambda module, args: seen.append(weakref.ref(args[0]))
-    )
-    for layer in layers_of(model):
-        layer.mlp.register_forward_pre_hook(
-            lambda module, args: seen.append(weakref.ref(args[0]))
-        )
+
+    def note(module, args):
+        seen.append(weakref.ref(args[0]))
+
+    for module in (model.model.norm, *(layer.mlp for layer in layers_of(model))):
+        module.register_forward_pre_hook(note)
     with use_backend("triton"):
         output = model(IDS, labels=IDS, output_hidden_states=True)
         seen.extend(map(weakref.ref, output.hidden_states))
@@ -136,22 +115,18 @@ def test_training_steps_keep_nothing_alive():
 
 
 def test_tokens_of_beams_samples_and_assistants_are_those_of_the_norms_alone():
-    models = both("qwen3")
+    models = both()
     helper = tiny_models.build("llama", num_hidden_layers=1)
     patch_model(helper)
     ways = (
-        {"num_beams": 3},
+        {"num_beams": 3, "do_sample": False},
         {"do_sample": True, "top_k": 20},
-        {"assistant_model": helper},
+        {"assistant_model": helper, "do_sample": False},
     )
-    with use_backend("reference"):
-        for how in ways:
-            found = []
-            for model in models:
-                torch.manual_seed(0)
-                found.append(
-                    model.generate(
-                        IDS[:1, :8], max_new_tokens=6, **{"do_sample": False, **how}
-                    )
-                )
-            assert torch.equal(*found), how
+    for how in ways:
+        texts = []
+        for model in models:
+            torch.manual_seed(0)
+            with use_backend("reference"):
+                texts.append(model.generate(IDS[:1, :8], max_new_tokens=6, **how))
+        assert torch.equal(*texts), how
