@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from ..ops.qk import run_qk
 from .layer import Ahead, operands_ahead
@@ -92,7 +92,7 @@ def norm_and_rotate_one(
     if norms is None:
         return rotate(x, cos, sin, unsqueeze_dim=2)
     rotated = None
-    if type(x) is torch.Tensor and x.dim() == 4:
+    if type(x) is Tensor and x.dim() == 4:
         q = x.transpose(1, 2)
         no_heads = q.detach()[:, :0]
         rotated = _in_one_launch(norms, rotate, True, q, no_heads, cos, sin)
@@ -110,8 +110,12 @@ def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
         return tensors
     results = []
     for norm, x in zip(norms.norms, tensors, strict=True):
-        y = norm(x.transpose(1, 2) if transposed else x)
-        results.append(y.transpose(1, 2) if transposed else y)
+        if transposed:
+            x = x.transpose(1, 2)
+        y = norm(x)
+        if transposed:
+            y = y.transpose(1, 2)
+        results.append(y)
     return tuple(results)
 
 
@@ -119,19 +123,19 @@ def _in_one_launch(
     norms: Waiting, rotate: Callable, one: bool, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""
-    if not all(type(t) is torch.Tensor for t in (q, k, cos, sin)):
-        return None
     patched, q_weight, _, spec = norms.ahead[0]
     _, k_weight, _, k_spec = norms.ahead[-1]
     if spec != k_spec or spec.functional or spec.has_bias:
         return None
-    proof = rotary_proofs.get(rotate) if type(rotate) is types.FunctionType else None
+    if type(rotate) is not types.FunctionType:
+        return None
+    proof = rotary_proofs.get(rotate)
     if proof is None or not proof.still_holds(rotate):
         return None
     in_part = cos.shape[-1] != q.shape[-1]
     weight_dtype = None if q_weight is None else q_weight.dtype
-    dtypes_differ = spec.output_dtype(q.dtype, weight_dtype) != cos.dtype
-    way = proof.ways.get((one, in_part, dtypes_differ))
+    normed_dtype = spec.output_dtype(q.dtype, weight_dtype)
+    way = proof.ways.get((one, in_part, normed_dtype != cos.dtype))
     if way is None:
         return None
     operands = q, k, q_weight, k_weight, cos, sin

@@ -2,10 +2,13 @@
 in that forward.
 """
 
-import threading
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..formula import NormSpec
 from .recipe import operands
@@ -14,7 +17,7 @@ from .subclass import derive, marked
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _is_compiling = torch.compiler.is_compiling
-_CALL = torch.nn.Module.__call__
+_CALL = Module.__call__
 
 
 class Ahead(NamedTuple):
@@ -26,8 +29,8 @@ class Ahead(NamedTuple):
     """
 
     patched: Any
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
     spec: NormSpec
 
 
@@ -39,7 +42,7 @@ def operands_ahead(norm, restricted: bool = False) -> Ahead | None:
     or if it takes a second input. Unless `restricted`, it has to be called too if more
     than the shape of its input decides whether a kernel serves it.
     """
-    if _is_compiling() or not isinstance(norm, torch.nn.Module):
+    if _is_compiling() or not isinstance(norm, Module):
         return None
     if type(norm).__call__ is not _CALL:
         return None
@@ -57,7 +60,7 @@ def operands_ahead(norm, restricted: bool = False) -> Ahead | None:
     return None if held is None else Ahead(patched, *held)
 
 
-def why_called(norm: torch.nn.Module) -> str:
+def why_called(norm: Module) -> str:
     """Why a norm has to be called as a module: what runs besides the forward of its
     class; "" if nothing does.
     """
@@ -78,10 +81,6 @@ def why_called(norm: torch.nn.Module) -> str:
     return ""
 
 
-_classes: dict[tuple, type] = {}
-_classes_lock = threading.Lock()
-
-
 def fused_layer_class(base: type, fusion) -> type:
     """A subclass of base, with base's name and module, whose forward is base's own but
     for a fusion.
@@ -94,24 +93,21 @@ def fused_layer_class(base: type, fusion) -> type:
             source does not show.
         TypeError: base cannot be subclassed.
     """
-    key = (base, base.forward, fusion)
-    with _classes_lock:
-        if key not in _classes:
-            marks = {
-                "_hf_rmsnorm_layer_base": base,
-                "_hf_rmsnorm_fusion": fusion,
-            }
-            always = getattr(fusion, "keeps", False)
-            owner: list[type] = []
-            forward = guarded(fusion.rewrite(base), base, owner, always)
-            cls = derive(base, forward, marks, fused_layer_class, fusion)
-            owner.append(cls)
-            if wrappers(cls.forward) != wrappers(base.forward):
-                raise CannotRewrite(
-                    "something has wrapped its forward that its source does not show"
-                )
-            _classes[key] = cls
-        return _classes[key]
+    return _made(base, base.forward, fusion)
+
+
+@cache
+def _made(base: type, own: Callable, fusion) -> type:
+    marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
+    always = getattr(fusion, "keeps", False)
+    owner: list[type] = []
+    forward = guarded(fusion.rewrite(base), base, owner, always)
+    cls = derive(base, forward, marks, fused_layer_class, fusion)
+    owner.append(cls)
+    if wrappers(cls.forward) != wrappers(own):
+        what = "something has wrapped its forward that its source does not show"
+        raise CannotRewrite(what)
+    return cls
 
 
 def layer_part(cls: type) -> type | None:

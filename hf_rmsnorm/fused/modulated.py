@@ -10,6 +10,8 @@ from types import CodeType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..ops.modulated import modulated_norm, why_apart
 from .layer import operands_ahead
@@ -19,7 +21,7 @@ from .watch import MODULATED_SUM, MODULATION, note, watchers
 class OnePlusScale(NamedTuple):
     """In the place of a scale: ``1 + scale``, which the forward has computed before."""
 
-    value: torch.Tensor
+    value: Tensor
 
 
 # Code of a function that only scales a norm's result -> whether it shifts it too.
@@ -40,8 +42,8 @@ def later(x, norm, helper):
 class _Later:
     """A norm of x that is not computed yet; with a scale, once it was multiplied."""
 
-    x: torch.Tensor
-    norm: torch.nn.Module
+    x: Tensor
+    norm: Module
     shifts: bool
     scale: OnePlusScale | None = None
 
@@ -80,7 +82,7 @@ def add_and_modulate(left, right, gate, norm, scale, shift=None, seen=False) -> 
     """
     if not (seen and torch.is_grad_enabled()):
         factors = right, gate
-        if type(right) is type(gate) is torch.Tensor and _size(gate) > _size(right):
+        if type(right) is type(gate) is Tensor and _size(gate) > _size(right):
             factors = gate, right
         x, smaller = factors
         both = _in_one_launch(MODULATED_SUM, norm, x, scale, shift, smaller, left)
@@ -90,7 +92,7 @@ def add_and_modulate(left, right, gate, norm, scale, shift=None, seen=False) -> 
     return total, modulated(total, norm, scale, shift)
 
 
-def _size(t: torch.Tensor) -> tuple:
+def _size(t: Tensor) -> tuple:
     """By which a gate is less than what it multiplies: smaller, or a part of a larger
     tensor.
     """
@@ -121,7 +123,7 @@ def _call_of(norm, x, scale, shift, gate, residual) -> tuple | None:
     to be called, or is another formula of this x.
     """
     others = [t for t in (shift, gate, residual) if t is not None]
-    if any(type(t) is not torch.Tensor for t in (x, scale, *others)):
+    if any(type(t) is not Tensor for t in (x, scale, *others)):
         return None
     ahead = operands_ahead(norm, restricted=True)
     if ahead is None:

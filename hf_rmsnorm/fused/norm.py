@@ -6,11 +6,13 @@ parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not ch
 """
 
 import inspect
-import threading
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..formula import NormSpec
 from ..ops import fused_norm, resolve_backend
@@ -24,8 +26,6 @@ from .summands import summands_of
 from .watch import NORM, note, watchers
 
 _is_compiling = torch.compiler.is_compiling
-_classes: dict[tuple, type] = {}
-_classes_lock = threading.Lock()
 
 
 def fused_class(base: type, recipe: Recipe) -> type:
@@ -42,35 +42,28 @@ def fused_class(base: type, recipe: Recipe) -> type:
     Raises:
         TypeError: base cannot be subclassed.
     """
-    key = (base, base.forward, recipe)
-    with _classes_lock:
-        if key not in _classes:
-            norm = PatchedNorm(base, recipe)
-            marks = {
-                "_hf_rmsnorm_base": base,
-                "_hf_rmsnorm_norm": norm,
-                "__repr__": _repr_of(base),
-            }
-            _classes[key] = derive(base, _forward_of(norm), marks, fused_class, recipe)
-        return _classes[key]
+    return _made(base, base.forward, recipe)
 
 
-def _repr_of(base: type):
+@cache
+def _made(base: type, forward: Callable, recipe: Recipe) -> type:
     def __repr__(self):
         return f"{base.__repr__(self)} [hf_rmsnorm]"
 
-    return __repr__
+    norm = PatchedNorm(base, forward, recipe)
+    marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_norm": norm, "__repr__": __repr__}
+    return derive(base, _forward_of(norm), marks, fused_class, recipe)
 
 
 class PatchedNorm:
     """The class and recipe of a patched norm, as its forward reads them."""
 
-    def __init__(self, base: type, recipe: Recipe):
+    def __init__(self, base: type, forward: Callable, recipe: Recipe):
         self.base = base
         self.recipe = recipe
-        self.forward = base.forward
-        self.code = getattr(base.forward, "__code__", None)
-        self.signature = inspect.signature(base.forward)
+        self.forward = forward
+        self.code = getattr(forward, "__code__", None)
+        self.signature = inspect.signature(forward)
         self.names = list(self.signature.parameters)[1:2]
         if recipe.gate is not None:
             self.names.append(recipe.gate)
@@ -92,7 +85,7 @@ class PatchedNorm:
             return self.launches
         return _of_another_formula(self.recipe, spec)
 
-    def is_ours(self, module: torch.nn.Module) -> bool:
+    def is_ours(self, module: Module) -> bool:
         """Whether the module is still patched, and its class and that class's code as
         they were then.
 
@@ -105,13 +98,13 @@ class PatchedNorm:
             and getattr(self.forward, "__code__", None) is self.code
         )
 
-    def run_own(self, module: torch.nn.Module, args: tuple, kwargs: dict):
+    def run_own(self, module: Module, args: tuple, kwargs: dict):
         """`compute_own`, which `count_launches` hears of."""
         if watchers:
             note(NORM, (module,), next(iter((*args, *kwargs.values())), None))
         return self.compute_own(module, args, kwargs)
 
-    def compute_own(self, module: torch.nn.Module, args: tuple, kwargs: dict):
+    def compute_own(self, module: Module, args: tuple, kwargs: dict):
         """The module's own forward; or its formula in plain torch, if that is another
         than the forward's.
         """
@@ -144,9 +137,7 @@ def _forward_of(norm: PatchedNorm):
     return forward
 
 
-def read(
-    norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict
-) -> tuple | None:
+def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple | None:
     """The arguments of `run` for a call; None if the module's own forward has to serve
     it.
 
@@ -159,7 +150,7 @@ def read(
         x = args[0]
     else:
         x, gate = _inputs(norm, args, kwargs)
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, Tensor):
         return None
     if x.is_cpu and left_alone(x) and not recipe.replaces:
         return None
@@ -184,14 +175,14 @@ def read(
 
 
 def _formula_of(
-    norm: PatchedNorm, module: torch.nn.Module, x: torch.Tensor, weight, gate
+    norm: PatchedNorm, module: Module, x: Tensor, weight, gate
 ) -> NormSpec | None:
     """The formula of a call; None if the module's own forward has to serve it."""
     recipe = norm.recipe
     spec = recipe.spec_of(module)
     if spec is None:
         return None
-    if gate is not None and not isinstance(gate, torch.Tensor):
+    if gate is not None and not isinstance(gate, Tensor):
         return None
     if recipe.gate is not None and gate is None:
         return _changed(spec, gate=None) if recipe.gate_optional else None
@@ -202,7 +193,7 @@ def _formula_of(
     return spec
 
 
-def run_unrounded(module: torch.nn.Module, call: tuple):
+def run_unrounded(module: Module, call: tuple):
     """`run`, of the summands of x before they are rounded, where these are kept."""
     launches, (x, weight, bias, *_), _ = call
     summands = summands_of(module, x)
@@ -229,7 +220,7 @@ def run_by_backend(norm: PatchedNorm, call: tuple):
     return fused_norm(x, weight, bias, spec, backend, gate, keep_output)
 
 
-def lay_out(norm: PatchedNorm, call: tuple, y: torch.Tensor) -> torch.Tensor:
+def lay_out(norm: PatchedNorm, call: tuple, y: Tensor) -> Tensor:
     """The rows y that were computed, as the module returns them."""
     if norm.mixes:
         _, (x, *_), _ = call
@@ -249,9 +240,7 @@ def _changed(spec: NormSpec, **changes) -> NormSpec:
     return replace(spec, **changes)
 
 
-def _in_plain_torch(
-    norm: PatchedNorm, module: torch.nn.Module, args: tuple, kwargs: dict
-):
+def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict):
     recipe = norm.recipe
     x, gate = _inputs(norm, args, kwargs)
     parameters = operands(module, recipe)
@@ -284,13 +273,13 @@ def fused_part(cls: type) -> type | None:
     return marked(cls, "_hf_rmsnorm_norm")
 
 
-def recipe_of(module: torch.nn.Module) -> Recipe | None:
+def recipe_of(module: Module) -> Recipe | None:
     """The recipe of a patched module; None for a module that is not patched."""
     norm = getattr(type(module), "_hf_rmsnorm_norm", None)
     return None if norm is None else norm.recipe
 
 
-def fusible_recipe(module: torch.nn.Module) -> Recipe | None:
+def fusible_recipe(module: Module) -> Recipe | None:
     """`recipe_of` a norm that may be computed with what surrounds it; None of any other
     module.
     """

@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..formula import NormSpec
 from ..ops import input_needed
@@ -89,7 +91,7 @@ class Recipe:
     input_needed: str = ""
     fuse_residual: bool = True
 
-    def spec_of(self, module: torch.nn.Module) -> NormSpec | None:
+    def spec_of(self, module: Module) -> NormSpec | None:
         """The formula with the eps that module holds now; None if that is no eps, or a
         setting has changed.
         """
@@ -104,7 +106,7 @@ class Recipe:
             return self.spec.with_eps(float(eps))
         return None
 
-    def changes(self, module: torch.nn.Module) -> list[str]:
+    def changes(self, module: Module) -> list[str]:
         """What about the module is no longer as it was when it was recognised, in
         words; its eps may be another.
         """
@@ -148,12 +150,12 @@ class Recipe:
         lays_out = self.row_major and self.numerics == "model"
         return self.is_of_rows and not (self.restricted or lays_out)
 
-    def fits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
+    def fits(self, x: Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
         fits = shapes_fit(x, weight, bias, gate, self.spec)
         return fits and self.suits(x, weight, bias, gate)
 
-    def suits(self, x: torch.Tensor, weight, bias, gate=None) -> bool:
+    def suits(self, x: Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula of tensors of these dtypes, in rows
         of this size.
         """
@@ -170,7 +172,7 @@ class Recipe:
             return True
         return autocasts_functional(self.spec, x.device.type)
 
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor | None:
+    def rows_of(self, x: Tensor) -> Tensor | None:
         """x as a view (or copy) of rows along its last dimension; None if this call is
         for the module itself.
         """
@@ -206,7 +208,7 @@ class Recipe:
         """Whether the backward reads the norm's output."""
         return self.memory_efficient and not self.input_needed
 
-    def saving_memory(self, module: torch.nn.Module) -> "Recipe":
+    def saving_memory(self, module: Module) -> "Recipe":
         """Return this recipe under `memory_efficient`, for a module with the parameters
         that it has now.
         """
@@ -226,7 +228,7 @@ class Recipe:
         return f"keeps its input for backward: {self.input_needed}"
 
 
-def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
+def operands(module: Module, recipe: Recipe) -> tuple | None:
     """(weight, bias, formula) of a module as it stands, for a call on its input alone;
     None where it has not all.
     """
@@ -237,7 +239,7 @@ def operands(module: torch.nn.Module, recipe: Recipe) -> tuple | None:
     return *parameters, spec
 
 
-def parameters_of(module: torch.nn.Module, recipe: Recipe) -> list | None:
+def parameters_of(module: Module, recipe: Recipe) -> list | None:
     """[weight, bias] of a module as it stands; None where it lacks one."""
     parameters = []
     for name in (recipe.weight, recipe.bias):

@@ -19,22 +19,19 @@ def derive(
     Raises:
         TypeError: base cannot be subclassed.
     """
-    names = {
-        name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")
-    }
-    cls = type(base)(base.__name__, (base,), {**names, "forward": forward, **marks})
+    namespace = {"forward": forward, **marks}
+    for name in ("__module__", "__qualname__", "__doc__"):
+        namespace[name] = getattr(base, name)
+    cls = type(base)(base.__name__, (base,), namespace)
 
     def __reduce_ex__(self, protocol):
         # older ones ask for a class by name
         reduced = super(cls, self).__reduce_ex__(max(protocol, 2))
         # The class is made at run time, so pickle cannot find it by name: have it made
         # again instead.
-        if (
-            type(self) is cls
-            and reduced[0] is copyreg.__newobj__
-            and reduced[1] == (cls,)
-        ):
-            return (_new, (make, base, argument), *reduced[2:])
+        made, arguments, *state = reduced
+        if type(self) is cls and made is copyreg.__newobj__ and arguments == (cls,):
+            return _new, (make, base, argument), *state
         return reduced
 
     cls.__reduce_ex__ = __reduce_ex__
@@ -64,15 +61,8 @@ def exchanged(cls: type, part: type, other: type) -> type:
         return other
     if part not in cls.__mro__:
         return cls
-    namespace = {
-        k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")
-    }
-    forward = namespace.get("forward")
-    while forward is not None and forward is not part.forward:
-        forward = getattr(forward, "__wrapped__", None)
-    if forward is not None:
-        # an `__init_subclass__` has wrapped it, and will do so with the other
-        del namespace["forward"]
-    return type(cls)(
-        cls.__name__, tuple(exchanged(b, part, other) for b in cls.__bases__), namespace
-    )
+    namespace = dict(cls.__dict__)
+    namespace.pop("__dict__", None)
+    namespace.pop("__weakref__", None)
+    bases = tuple(exchanged(base, part, other) for base in cls.__bases__)
+    return type(cls)(cls.__name__, bases, namespace)

@@ -10,6 +10,8 @@ import weakref
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..formula import HALF_DTYPES
 from ..ops.direct import DIRECT_TYPES, under_transform, version
@@ -23,15 +25,15 @@ class _Summands(NamedTuple):
     version: int | None
     # shape, strides and offset of the sum
     place: tuple[torch.Size, tuple[int, ...], int]
-    left: torch.Tensor
-    right: torch.Tensor
+    left: Tensor
+    right: Tensor
     returned: bool
 
 
 def keep_summands(
-    total: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
+    total: Tensor,
+    left: Tensor,
+    right: Tensor,
     returned: bool,
     again: bool,
 ):
@@ -56,9 +58,7 @@ def keep_summands(
         )
 
 
-def summands_of(
-    norm: torch.nn.Module, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def summands_of(norm: Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """The summands of x; None if none were kept, with one warning if they were kept
     before.
     """
@@ -78,5 +78,5 @@ def summands_of(
     return kept.left, kept.right
 
 
-def _place(t: torch.Tensor) -> tuple:
+def _place(t: Tensor) -> tuple:
     return t.shape, t.stride(), t.storage_offset()

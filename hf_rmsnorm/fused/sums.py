@@ -6,6 +6,8 @@ A forward calls these functions once it was compiled again from its own source, 
 """
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..formula import HALF_DTYPES
 from ..ops.direct import under_transform
@@ -41,7 +43,7 @@ def add_and_norm(left, right, norm, seen: bool = False):
     return total, norm(total)
 
 
-def add_unrounded(left, right, module: torch.nn.Module, returned: bool = True):
+def add_unrounded(left, right, module: Module, returned: bool = True):
     """``left + right``, whose summands are kept for a norm that reads the sum before it
     is rounded.
 
@@ -55,7 +57,7 @@ def add_unrounded(left, right, module: torch.nn.Module, returned: bool = True):
             transformed, or of other tensors.
     """
     total = left + right
-    plain = type(left) is type(right) is type(total) is torch.Tensor
+    plain = type(left) is type(right) is type(total) is Tensor
     if plain and not (_is_compiling() or under_transform()):
         again = module.training or torch.is_grad_enabled()
         keep_summands(total, left, right, returned, again)
@@ -69,7 +71,7 @@ def add_unrounded(left, right, module: torch.nn.Module, returned: bool = True):
 
 def _in_one_launch(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
-    if type(left) is not torch.Tensor or type(right) is not torch.Tensor:
+    if type(left) is not Tensor or type(right) is not Tensor:
         return None
     ahead = operands_ahead(norm)
     if ahead is None or not ahead.patched.rounds_sum:

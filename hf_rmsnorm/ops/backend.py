@@ -12,6 +12,7 @@ from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from ..formula import TORCH_RELEASE, NormSpec, promoted
 from ..kernels.failure import KernelUnavailable, failed
@@ -22,8 +23,9 @@ from .launches import forget_launches
 from .settings import chosen, insists, settings
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# row numbers are 32-bit, and the last tile may reach past the last row
-MAX_ROWS = 2**31 - 2**16
+# Row numbers are 32-bit, and heads multiply the rows that the last tile may reach past
+# the last row.
+MAX_ROWS = 2**30 - 2**15
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 
 _is_compiling = torch.compiler.is_compiling
@@ -96,13 +98,14 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
 
 
 def _leave(device: torch.device) -> None:
-    _left[device.type, device.index] = "; ".join(failed[device].splitlines())
+    lines = failed[device].splitlines()
+    _left[device.type, device.index] = "; ".join(lines)
     forget_launches()
 
 
-def left_alone(x: torch.Tensor) -> bool:
+def left_alone(x: Tensor) -> bool:
     """Whether no kernel runs on x's device. Each forward on a CPU asks this first."""
-    if chosen.backend != "auto" or type(x) is not torch.Tensor:
+    if chosen.backend != "auto" or type(x) is not Tensor:
         return False
     device = x.device
     return device_refusal(device.type, device.index) is not None
@@ -130,10 +133,14 @@ def where_norms_run(records: Iterable[dict[str, str]]) -> list[str]:
     """A sentence for all devices of `runs_on` records where the same computes the
     norms.
     """
-    devices: dict[str, list[str]] = {}
+    by_reason: dict[str, list[str]] = {}
     for record in records:
-        devices.setdefault(record["reason"], []).append(record["device"])
-    return [f"{', '.join(names)}: {reason}" for reason, names in devices.items()]
+        devices = by_reason.setdefault(record["reason"], [])
+        devices.append(record["device"])
+    sentences = []
+    for reason, devices in by_reason.items():
+        sentences.append(f"{', '.join(devices)}: {reason}")
+    return sentences
 
 
 @torch.compiler.assume_constant_result
@@ -218,21 +225,19 @@ def _why_not_rows(spec: NormSpec, x, weight, bias, residual) -> str | None:
     dimensions = {p.dim() for p in (weight, bias) if p is not None}
     if len(dimensions) > 1:
         return "weight and bias differ in shape"
-    of_heads = dimensions == {2}
-    if of_heads:
-        heads = x.shape[-2]
+    if dimensions == {2}:
         if residual is not None:
             return "a parameter of heads is not read behind a sum"
+        heads = x.shape[-2]
         if not 0 < heads <= MAX_HEADS or spec.group_size is not None:
             return f"parameters of {heads} heads"
     if _is_compiling():
         # it would bound a dynamic batch, and the operator asks again at run time
         return None
-    # Heads multiply the rows that the last tile may reach past the end.
-    most = MAX_ROWS // 2 if of_heads or spec.group_size is not None else MAX_ROWS
-    rows = x.numel() // (spec.group_size or x.shape[-1])
-    if not 0 < rows <= most:
-        return f"x has {rows} rows, not 1 to {most}"
+    columns = spec.group_size or x.shape[-1]
+    rows = x.numel() // columns
+    if not 0 < rows <= MAX_ROWS:
+        return f"x has {rows} rows, not 1 to {MAX_ROWS}"
     return None
 
 
@@ -273,41 +278,50 @@ def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
 def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
     """Whether one launch norms and rotates q and k."""
     weights = [w for w in (q_weight, k_weight) if w is not None]
-    if len(weights) != (2 if spec.has_weight else 0):
-        return False
     if unserved(spec, "queries and keys") is not None:
+        return False
+    if q.dtype != k.dtype or cos.dtype != sin.dtype:
         return False
     for t in (q, k, *weights, cos, sin):
         if t.device != q.device or t.dtype not in KERNEL_DTYPES:
             return False
+    if device_refusal(q.device.type, q.device.index) is not None:
+        return False
+    if not (_are_heads(q, k) and _are_tables(q, cos, sin)):
+        return False
+    return _are_weights(spec, q, weights)
+
+
+def _are_weights(spec: NormSpec, q, weights: list) -> bool:
+    if len(weights) != 2 * spec.has_weight:
+        return False
     for weight in weights:
         if weight.shape != q.shape[3:] or not weight.is_contiguous():
             return False
         if weight.dtype != weights[0].dtype:
             return False
-    if device_refusal(q.device.type, q.device.index) is not None:
-        return False
-    return _are_heads(q, k) and _are_tables(q, cos, sin)
+    return True
 
 
 def _are_heads(q, k) -> bool:
     """Whether q and k are (batch, heads, length, head_dim) in rows of unit stride."""
-    if q.dim() != 4 or k.dim() != 4 or q.dtype != k.dtype:
+    if q.dim() != 4 or k.dim() != 4:
         return False
     if q.stride(3) != 1 or k.stride(3) != 1:
         return False
-    batch, _, length, head_dim = q.shape
-    if (batch, length, head_dim) != (k.shape[0], *k.shape[2:]):
+    batch, heads, length, head_dim = q.shape
+    k_heads = k.shape[1]
+    if k.shape != (batch, k_heads, length, head_dim):
         return False
-    elements = q.numel() + k.numel()
-    return head_dim <= MAX_HEAD_DIM and 0 < elements <= MAX_ROWS * head_dim
+    rows = batch * (heads + k_heads) * length
+    return head_dim <= MAX_HEAD_DIM and 0 < rows <= MAX_ROWS
 
 
 def _are_tables(q, cos, sin) -> bool:
     """Whether cos and sin are (batch or 1, length, columns) in one layout."""
-    if cos.dim() != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
+    if cos.shape != sin.shape or cos.stride() != sin.stride():
         return False
-    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+    if cos.dim() != 3 or cos.stride(2) != 1:
         return False
     batch, _, length, head_dim = q.shape
     tables, positions, columns = cos.shape

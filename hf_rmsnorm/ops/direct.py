@@ -3,12 +3,13 @@ nothing watches the operators.
 """
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .settings import chosen
 
-DIRECT_TYPES = (torch.Tensor, Parameter)
+DIRECT_TYPES = (Tensor, Parameter)
 
 _functorch_active = torch._C._are_functorch_transforms_active
 _is_tracing = torch._C._is_tracing
@@ -45,7 +46,7 @@ def under_transform() -> bool:
     return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
 
 
-def starts_kernels(x: torch.Tensor) -> bool:
+def starts_kernels(x: Tensor) -> bool:
     """Whether a call on x, in this thread as it is now, may start a kernel instead of
     calling operators. Not while compiling.
     """
@@ -63,12 +64,12 @@ def any_requires_grad(tensors: tuple) -> bool:
     return False
 
 
-def row_major(*tensors: torch.Tensor | None) -> list:
+def row_major(*tensors: Tensor | None) -> list:
     """The tensors, those with gaps copied."""
     return [t if t is None else t.contiguous() for t in tensors]
 
 
-def version(t: torch.Tensor | None) -> int | None:
+def version(t: Tensor | None) -> int | None:
     """What every write to a tensor moves that is not past autograd; None where it has
     none.
     """

@@ -7,7 +7,7 @@ large that y is mostly bias. That is decided once, when a model is patched. A sc
 becomes zero later counts as one in the backward, where its xhat is zero.
 """
 
-import torch
+from torch import Tensor
 
 from ..formula import NormSpec
 from ..kernels.serves import unserved
@@ -24,9 +24,7 @@ MOST_BIAS = 4.0
 MOST_COLUMNS_WITH_BIAS = 8_192
 
 
-def input_needed(
-    weight: torch.Tensor | None, bias: torch.Tensor | None, spec: NormSpec
-) -> str:
+def input_needed(weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> str:
     """Return why a norm with these parameters keeps its input; "" where its output
     serves. Synchronises with a GPU.
     """
@@ -41,7 +39,7 @@ def input_needed(
     if not all(_has_values(t) for t in parameters):
         return ""
     scale = (weight.detach().float() + spec.weight_offset).abs()
-    least, largest = (t.item() for t in scale.aminmax())
+    least, largest = scale.min().item(), scale.max().item()
     if not least >= max(LEAST_SCALE * largest, SMALLEST_SCALE):
         # so too where one is NaN
         return f"a weight is below {LEAST_SCALE:g} of the largest"
@@ -53,14 +51,14 @@ def input_needed(
     return ""
 
 
-def _has_values(t: torch.Tensor) -> bool:
+def _has_values(t: Tensor) -> bool:
     """Whether a parameter's values can be read here: it is no shard, not on meta, and
     DeepSpeed has not taken it.
     """
     return type(t) in DIRECT_TYPES and not t.is_meta and t.numel() > 0
 
 
-def serves_as_input(y: torch.Tensor, x: torch.Tensor, spec: NormSpec) -> bool:
+def serves_as_input(y: Tensor, x: Tensor, spec: NormSpec) -> bool:
     """Whether the backward can read y in the place of x: the same dtype, rows in the
     same order, and no short ones.
     """

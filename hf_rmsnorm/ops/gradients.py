@@ -8,6 +8,7 @@ from functools import partial
 from operator import is_
 
 import torch
+from torch import Tensor
 
 from ..formula import NormSpec
 from ..kernels.rows import by_row, heads_of
@@ -22,7 +23,7 @@ _is_compiling = torch.compiler.is_compiling
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def seen_through(*gradients: torch.Tensor | None) -> bool:
+def seen_through(*gradients: Tensor | None) -> bool:
     """Whether what runs this backward needs operators it can see through: a compiler,
     another differentiation, functorch, vmap, a mode.
     """
@@ -104,7 +105,9 @@ def backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: b
     read = lay_out(operands)
     _, x, weight, bias, gate, *_ = read
     spec = launches.spec
-    if why_not(spec, x, weight, bias, gate if spec.gate else None) is not None:
+    if spec.gate is None:
+        gate = None  # the scale of a modulation
+    if why_not(spec, x, weight, bias, gate) is not None:
         return None
     make = kernels().NormBackward
     launch = make(spec, read, aligned, need, from_output, launches.modulation)
@@ -114,7 +117,8 @@ def backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: b
 
 def _as_read(strides: tuple, operands: tuple) -> tuple:
     dy, x, weight, bias, gate, dh, rstd, mean = operands
-    shape, of_stats = dy.shape, (math.prod(dy.shape[:-1]),)
+    shape = dy.shape
+    of_stats = (math.prod(shape[:-1]),)
     dimensions = [p.dim() for p in (weight, bias) if p is not None]
     of_parameter = shape[-max(dimensions, default=1) :]
     expected = {
@@ -149,10 +153,13 @@ def by_formula(launches: Launches, operands, dy, dh, need):
         grads = gradients_of_all(formula, tuple(operands), (dy,), need)
     else:
         grads = reference_backward(dy, x, weight, bias, spec, need, gate)
-    return grads if dh is None else (dh + grads[0], *grads[1:])
+    if dh is None:
+        return grads
+    dx, *others = grads
+    return dh + dx, *others
 
 
-def _input_of(spec: NormSpec, operands: list, rstd: torch.Tensor) -> torch.Tensor:
+def _input_of(spec: NormSpec, operands: list, rstd: Tensor) -> Tensor:
     """The input of a norm whose output is saved in its place."""
     if not _is_compiling() and torch.is_grad_enabled():
         raise RuntimeError(

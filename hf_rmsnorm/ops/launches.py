@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
@@ -51,7 +52,7 @@ class Launches:
         self.kept: dict[tuple, object] = {}
         _all.add(self)
 
-    def in_plain_torch(self, x, weight, bias, gate) -> torch.Tensor:
+    def in_plain_torch(self, x, weight, bias, gate) -> Tensor:
         """The formula with its modulation, in differentiable operators."""
         if gate is None or self.spec.gate is not None:
             return reference_norm(x, weight, bias, self.spec, gate)

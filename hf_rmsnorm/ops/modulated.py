@@ -2,7 +2,7 @@
 sum before, in one launch.
 """
 
-import torch
+from torch import Tensor
 
 from ..formula import NormSpec
 from .forward import why_not_launched
@@ -12,7 +12,7 @@ from .norm import run
 
 def modulated_norm(
     spec: NormSpec, operands: tuple, one_plus: bool = True
-) -> tuple[torch.Tensor | None, torch.Tensor] | None:
+) -> tuple[Tensor | None, Tensor] | None:
     """(h, ``norm(h) * (1 + scale) + shift``) of ``h = residual + factor * x``, bit for
     bit; None if not in one launch.
 

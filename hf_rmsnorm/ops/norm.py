@@ -9,6 +9,7 @@ an operator that it can see.
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..formula import NormSpec, Rounding
 from ..reference import in_groups, reference_norm
@@ -126,14 +127,14 @@ def fused_norm(
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
     eps: float = 1e-6,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     weight_offset: float = 0.0,
     rounding: Rounding = "before_weight",
-) -> torch.Tensor:
+) -> Tensor:
     """RMSNorm over the last dimension (Zhang and Sennrich 2019): x / sqrt(mean(x^2) +
     eps) * (weight_offset + weight).
 
@@ -165,11 +166,11 @@ def rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> torch.Tensor:
+) -> Tensor:
     """LayerNorm over the last dimension (Ba et al. 2016), as `F.layer_norm`: autocast,
     dtypes and strides included.
 
@@ -232,7 +233,7 @@ def _check(x, weight, bias) -> None:
 
 
 def _check_floating(name: str, t, cure: str = "") -> None:
-    if not isinstance(t, torch.Tensor):
+    if not isinstance(t, Tensor):
         raise TypeError(
             f"{name} is {type(t).__name__}: pass a floating-point tensor{cure}"
         )

@@ -5,6 +5,7 @@ see of the kernels.
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from ..formula import NormSpec
 from ..kernels.rows import as_numbered, by_row, heads_of
@@ -52,19 +53,17 @@ def spec_from(centered: int, *fields) -> NormSpec:
     return NormSpec(bool(centered), *others, gate or None)
 
 
-def _or_empty(x, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+def _or_empty(x, *tensors: Tensor | None) -> list[Tensor]:
     """The tensors; an empty one for None, as all outputs of an operator are tensors."""
     return [x.new_empty(0, dtype=torch.float32) if t is None else t for t in tensors]
 
 
-def _empty_output(x, spec: NormSpec, dtype: torch.dtype) -> torch.Tensor:
-    memory_format = (
-        torch.contiguous_format if spec.functional else torch.preserve_format
-    )
-    return torch.empty_like(x, dtype=dtype, memory_format=memory_format)
+def _empty_output(x, spec: NormSpec, dtype: torch.dtype) -> Tensor:
+    layout = torch.contiguous_format if spec.functional else torch.preserve_format
+    return torch.empty_like(x, dtype=dtype, memory_format=layout)
 
 
-def _empty_result(x, weight, spec: NormSpec) -> torch.Tensor:
+def _empty_result(x, weight, spec: NormSpec) -> Tensor:
     weight_dtype = None if weight is None else weight.dtype
     return _empty_output(x, spec, spec.output_dtype(x.dtype, weight_dtype))
 
@@ -83,9 +82,13 @@ def _forward(x, weight, bias, gate, *arguments):
         return y, *_or_empty(x, *of_rows)
     y = _empty_result(x, weight, spec)
     y.copy_(reference_norm(x, weight, bias, spec, gate))
-    of_rows = reference_stats(x, spec, gate) if stats else (None, None)
-    of_rows = [t if t is None else t.view(x.shape[:-1]) for t in of_rows]
-    return y, *_or_empty(x, *of_rows)
+    rstd = mean = None
+    if stats:
+        rstd, mean = reference_stats(x, spec, gate)
+        rstd = rstd.view(x.shape[:-1])
+        if mean is not None:
+            mean = mean.view(x.shape[:-1])
+    return y, *_or_empty(x, rstd, mean)
 
 
 def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
@@ -99,23 +102,30 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
     operands = dy, x, weight, bias, gate, dh, rstd, mean
     grads = by_kernel(launches_of(spec), kind, operands, backward_launch)
     if grads is None:
-        grads = list(reference_backward(dy, x, weight, bias, spec, need, gate))
-        if grads[0] is not None and dh is not None:
-            grads[0] = dh + grads[0]
-        for at in (0, 3):  # dx, dgate
-            if grads[at] is not None:
-                dtype = grads[at].dtype
-                grads[at] = _empty_output(x, spec, dtype).copy_(grads[at])
+        plain = reference_backward(dy, x, weight, bias, spec, need, gate)
+        dx, dweight, dbias, dgate = plain
+        if dx is not None and dh is not None:
+            dx = dh + dx
+        dx, dgate = _laid_out(dx, x, spec), _laid_out(dgate, x, spec)
+        grads = dx, dweight, dbias, dgate
     return tuple(_or_empty(x, *grads))
+
+
+def _laid_out(t: Tensor | None, x, spec: NormSpec) -> Tensor | None:
+    """t in the strides of an output."""
+    return None if t is None else _empty_output(x, spec, t.dtype).copy_(t)
 
 
 def _fake_forward(x, weight, bias, gate, *arguments):
     *formula, stats = arguments
     spec = spec_from(*formula)
-    of_rows = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    rstd = of_rows if stats else None
-    mean = torch.empty_like(of_rows) if stats and spec.centered else None
-    return _empty_result(x, weight, spec), *_or_empty(x, rstd, mean)
+    y = _empty_result(x, weight, spec)
+    rstd = mean = None
+    if stats:
+        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        if spec.centered:
+            mean = torch.empty_like(rstd)
+    return y, *_or_empty(x, rstd, mean)
 
 
 def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
@@ -146,10 +156,11 @@ def _gradients(ctx, dy, *_):
     *operands, rstd, mean = ctx.saved_tensors
     need = ctx.needs_input_grad[:4]
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        grads = norm_backward_op(
-            dy, *operands, None, rstd, mean, *ctx.formula, list(need)
-        )
-        grads = [g if n else None for g, n in zip(grads, need, strict=True)]
+        arguments = dy, *operands, None, rstd, mean, *ctx.formula, list(need)
+        made = norm_backward_op(*arguments)
+        grads = []
+        for gradient, needed in zip(made, need, strict=True):
+            grads.append(gradient if needed else None)
     else:
         spec = spec_from(*ctx.formula)
         grads = by_formula(launches_of(spec), operands, dy, None, need)

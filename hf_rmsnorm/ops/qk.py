@@ -2,7 +2,6 @@
 them.
 """
 
-import math
 from operator import is_
 
 import torch
@@ -46,13 +45,15 @@ def _by_formula(launches: Launches, saved: tuple, gradients: tuple, need, way: s
     def formula(*operands):
         return reference_qk_norm(*operands, launches.spec, cos, sin, way)
 
-    return gradients_of_all(formula, (q, k, *weights), gradients, need)
+    operands = q, k, *weights
+    return gradients_of_all(formula, operands, gradients, need)
 
 
 def _backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
     _, need, way = kind
     read = _as_read(operands)
-    launch = kernels().QKBackward(launches.spec, read, aligned, need, way)
+    make = kernels().QKBackward
+    launch = make(launches.spec, read, aligned, need, way)
     as_they_are = all(map(is_, read, operands))
     return launch if as_they_are else OnCopies(launch, _as_read)
 
@@ -63,7 +64,7 @@ def _as_read(operands: tuple) -> tuple:
     *_, length, head_dim = dq.shape
     of_weight = (head_dim,)
     of_table = cos.shape[0], length, cos.shape[-1]
-    row_count = math.prod(dq.shape[:-1]) + math.prod(dk.shape[:-1])
+    row_count = (dq.numel() + dk.numel()) // head_dim
     expected = {
         "q": (q, dq.shape),
         "k": (k, dk.shape),
@@ -79,7 +80,8 @@ def _as_read(operands: tuple) -> tuple:
         if t.stride(-1) != 1:
             rows[at] = t.contiguous()
     q_weight, k_weight, rstd = row_major(q_weight, k_weight, rstd)
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
+    is_addressed = cos.stride(-1) == 1 and cos.stride() == sin.stride()
+    if not is_addressed:
         cos, sin = row_major(cos, sin)
     return *rows, q_weight, k_weight, cos, sin, rstd
 

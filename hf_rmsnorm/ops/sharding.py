@@ -22,13 +22,18 @@ def _ways(x, *parameters) -> list[tuple]:
     """(placement of the rows, of the parameters, of the parameters' gradients), for
     each way to place rows.
     """
-    per_head = any(p is not None and p.ndim == 2 for p in parameters)
-    dimensions = x.ndim - 1 - per_head
     whole = Replicate()
-    ways = [(Shard(d), whole, Partial()) for d in range(dimensions)]
+    dimensions = {p.ndim for p in parameters if p is not None}
+    per_head = 2 in dimensions
+    of_rows = x.ndim - 1
     if per_head:
-        ways.append((Shard(dimensions), Shard(0), Shard(0)))
-    return [(whole, whole, whole), *ways]
+        of_rows -= 1
+    ways = [(whole, whole, whole)]
+    for dimension in range(of_rows):
+        ways.append((Shard(dimension), whole, Partial()))
+    if per_head:
+        ways.append((Shard(of_rows), Shard(0), Shard(0)))
+    return ways
 
 
 def _if(operand, placement):
@@ -42,27 +47,48 @@ def _made(wanted, placement):
 
 
 @register_sharding(_operators.norm_forward.default)
-def norm_forward(*arguments):
-    (x, weight, bias, gate), rest = arguments[:4], arguments[4:]
-    centered, *_, stats = rest
+def norm_forward(x, weight, bias, gate, centered, *others):
+    *_, stats = others
+    no_placements = [None] * (1 + len(others))
     strategies = []
-    for rows, parameters, _ in _ways(x, weight, bias):
-        of_parameters = [_if(weight, parameters), _if(bias, parameters)]
-        inputs = [rows, *of_parameters, _if(gate, rows)] + [None] * len(rest)
-        outputs = [rows, _made(stats, rows), _made(stats and centered, rows)]
-        strategies.append((outputs, inputs))
+    for rows, of_parameters, _ in _ways(x, weight, bias):
+        outputs = [
+            rows,
+            _made(stats, rows),
+            _made(stats and centered, rows),
+        ]
+        inputs = [
+            rows,
+            _if(weight, of_parameters),
+            _if(bias, of_parameters),
+            _if(gate, rows),
+        ]
+        strategies.append((outputs, inputs + no_placements))
     return strategies
 
 
 @register_sharding(_operators.norm_backward.default)
-def norm_backward(*arguments):
-    (_, x, weight, bias, gate, dh, *_), rest = arguments[:8], arguments[8:]
-    centered, *_, need = rest
+def norm_backward(dy, x, weight, bias, gate, dh, *others):
+    _, _, centered, *_, need = others
+    need_x, need_weight, need_bias, need_gate = need
+    no_placements = [None] * (len(others) - 2)
     strategies = []
-    for rows, parameters, sums in _ways(x, weight, bias):
-        of_parameters = [_if(weight, parameters), _if(bias, parameters)]
-        others = [_if(gate, rows), _if(dh, rows), rows, _made(centered, rows)]
-        inputs = [rows, rows, *of_parameters, *others] + [None] * len(rest)
-        made = zip(need, (rows, sums, sums, rows), strict=True)
-        strategies.append(([_made(*pair) for pair in made], inputs))
+    for rows, of_parameters, sums in _ways(x, weight, bias):
+        outputs = [
+            _made(need_x, rows),
+            _made(need_weight, sums),
+            _made(need_bias, sums),
+            _made(need_gate, rows),
+        ]
+        inputs = [
+            rows,
+            rows,
+            _if(weight, of_parameters),
+            _if(bias, of_parameters),
+            _if(gate, rows),
+            _if(dh, rows),
+            rows,
+            _made(centered, rows),
+        ]
+        strategies.append((outputs, inputs + no_placements))
     return strategies

@@ -3,6 +3,7 @@ own reads the rounded sum.
 """
 
 import torch
+from torch import Tensor
 
 from ..formula import NormSpec
 from ..reference import reference_norm
@@ -36,7 +37,7 @@ class _NormOfSummands(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None
 
 
-def norm_of_summands(total, left, right, weight, bias, spec: NormSpec) -> torch.Tensor:
+def norm_of_summands(total, left, right, weight, bias, spec: NormSpec) -> Tensor:
     """The norm of ``left + right`` in float32, as `RMSNorm` of vLLM and of SGLang
     computes it of a residual sum.
 
