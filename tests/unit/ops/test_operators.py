@@ -43,71 +43,19 @@ def calls_of_norms():
     yield norm_forward_op, (x, heads, None, None, *llama, True)
     rstd, mean, empty = torch.rand(10), torch.rand(10), torch.rand(0)
     other = x.transpose(0, 1).contiguous().transpose(0, 1)
-    for args in (
-        (x, x, weight, bias, None, None, rstd, mean, *layer, [True, True, True, False]),
-        (x, x, weight, bias, None, gate, rstd, mean, *layer, [True, True, True, False]),
-        (
-            x,
-            x,
-            weight,
-            None,
-            None,
-            None,
-            rstd,
-            empty,
-            *llama,
-            [True, False, False, False],
-        ),
-        (
-            x,
-            x,
-            weight,
-            None,
-            None,
-            other,
-            rstd,
-            empty,
-            *llama,
-            [True, False, False, False],
-        ),
-        (
-            x,
-            other,
-            weight,
-            None,
-            None,
-            None,
-            rstd,
-            empty,
-            *llama,
-            [False, True, False, False],
-        ),
-        (
-            x,
-            x,
-            weight,
-            None,
-            gate.bfloat16(),
-            None,
-            rstd,
-            empty,
-            *gated,
-            [True, True, False, True],
-        ),
-        (
-            x,
-            x,
-            heads,
-            None,
-            None,
-            None,
-            rstd,
-            empty,
-            *llama,
-            [True, True, False, False],
-        ),
+    of_llama = rstd, empty, *llama
+    of_layer = None, rstd, mean, *layer, [True, True, True, False]
+    half = gate.bfloat16()
+    of_gated = None, rstd, empty, *gated, [True, True, False, True]
+    yield norm_backward_op, (x, x, weight, bias, None, *of_layer)
+    yield norm_backward_op, (x, x, weight, None, half, *of_gated)
+    for rows, parameter, dh, needed in (
+        (x, weight, None, [True, False, False, False]),
+        (x, weight, other, [True, False, False, False]),
+        (other, weight, None, [False, True, False, False]),
+        (x, heads, None, [True, True, False, False]),
     ):
-        yield norm_backward_op, args
+        yield norm_backward_op, (x, rows, parameter, None, None, dh, *of_llama, needed)
 
 
 @pytest.mark.full
@@ -121,11 +69,8 @@ def test_opcheck():
 def orders(t):
     """t in strides by which the kernels number its rows in other orders."""
     for order in permutations(range(t.dim() - 1)):
-        yield (
-            t.permute(*order, -1)
-            .contiguous()
-            .permute(*(order.index(d) for d in range(t.dim() - 1)), -1)
-        )
+        back = [order.index(d) for d in range(t.dim() - 1)]
+        yield t.permute(*order, -1).contiguous().permute(*back, -1)
 
 
 FORMULAS = {
@@ -133,6 +78,36 @@ FORMULAS = {
     "functional": (LAYER_NORM, False),
     "gate": (NormSpec(False, 1e-6, gate="silu_after"), False), "heads": (LLAMA, True),
 }  # fmt: skip
+
+
+def by_operators(spec, dy, x, weight, bias, gate):
+    """(y, rstd, mean, dx, dweight, dbias, dgate); dy is added to dx without a gate."""
+    formula = spec_args(spec)
+    need = [True, True, bias is not None, gate is not None]
+    dh = dy if gate is None else None
+    read = x, weight, bias, gate
+    y, *stats = norm_forward_op(*read, *formula, True)
+    grads = norm_backward_op(dy, *read, dh, *stats, *formula, need)
+    assert [g.numel() > 0 for g in grads] == need
+    assert grads[0].stride() == y.stride()
+    return y, *stats, *grads
+
+
+def by_formula(spec, dy, x, weight, bias, gate):
+    """(y, and the gradients of what is there)."""
+    leaves = [t for t in (x, weight, bias, gate) if t is not None]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    y = reference_norm(x, weight, bias, spec, gate)
+    dx, *others = torch.autograd.grad(y, leaves, dy)
+    if gate is None:
+        dx = dx + dy
+    return y, dx, *others
+
+
+def assert_near(ours, theirs, rtol, atol):
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.flatten(), b.flatten(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -148,44 +123,22 @@ def test_statistics_are_those_of_each_row_whatever_the_order_of_rows(
     """
     spec, of_heads = FORMULAS[name]
     x, dy = random(*shape).to(dtype), random(*shape, seed=4).to(dtype)
-    weight = (random(4, 16, seed=5) if of_heads else random(16, seed=5)).to(dtype)
+    weight = random(4, 16, seed=5) if of_heads else random(16, seed=5)
     bias = random(16, seed=6).to(dtype) if spec.has_bias else None
     gate = random(*shape, seed=7).to(dtype) if spec.gate else None
-    need, dh = (
-        [True, True, bias is not None, gate is not None],
-        None if spec.gate else dy,
-    )
-    found = []
-    for each in orders(x):
-        y, rstd, mean = norm_forward_op(
-            each, weight, bias, gate, *spec_args(spec), True
-        )
-        assert rstd.shape == shape[:-1] and mean.shape == (
-            shape[:-1] if spec.centered else (0,)
-        )
-        assert y.stride() == (x if spec.functional else each).stride()
-        grads = norm_backward_op(
-            dy, each, weight, bias, gate, dh, rstd, mean, *spec_args(spec), need
-        )
-        assert [g.numel() > 0 for g in grads] == need and grads[
-            0
-        ].stride() == y.stride()
-        found.append([t.flatten() for t in (y, rstd, mean, *grads)])
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    leaves = [
-        t if t is None else t.clone().requires_grad_() for t in (x, weight, bias, gate)
-    ]
-    y = reference_norm(*leaves[:3], spec, leaves[3])
-    expected = torch.autograd.grad(y, [t for t in leaves if t is not None], dy)
-    expected = (expected[0] + dy if gate is None else expected[0], *expected[1:])
-    for a, b in zip(
-        [y, *expected],
-        [found[0][0], *(g for g in found[0][3:] if g.numel())],
-        strict=True,
-    ):
-        torch.testing.assert_close(a.flatten(), b, rtol=1e-4, atol=1e-5)
+    others = weight.to(dtype), bias, gate
+    first = by_operators(spec, dy, x, *others)
+    of_rows = shape[:-1]
+    assert first[1].shape == of_rows
+    assert first[2].shape == (of_rows if spec.centered else (0,))
+    for strided in orders(x):
+        made = by_operators(spec, dy, strided, *others)
+        layout = x if spec.functional else strided
+        assert made[0].stride() == layout.stride()
+        assert_near(made, first, 1e-5, 1e-6)
+    gradients = [g for g in first[3:] if g.numel()]
+    expected = by_formula(spec, dy, x, *others)
+    assert_near([first[0], *gradients], expected, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None])
