@@ -2,12 +2,10 @@
 the models alone.
 """
 
-import contextlib
 import copy
 import json
 import math
 import types
-from unittest import mock
 
 import accelerate
 import pytest
@@ -75,10 +73,8 @@ def types_of(model):
 
 @pytest.mark.parametrize("length", [8, 31, 40])
 def test_longrope_models_pass_within_across_and_beyond_their_first_context(length):
-    model, ids = (
-        tiny_models.build("phi3", **tiny_models.LONGROPE),
-        tiny_models.token_ids(1, length),
-    )
+    model = tiny_models.build("phi3", **tiny_models.LONGROPE)
+    ids = tiny_models.token_ids(1, length)
     report = in_plain_torch(model, inputs=ids, max_new_tokens=3, backward=True)
     assert report.passed and report.gradients and report.greedy.compared == 3
 
@@ -89,10 +85,6 @@ def test_no_more_is_generated_than_the_model_has_positions():
         report = in_plain_torch(model, inputs=torch.arange(3, 3 + prompt))
         assert report.passed and report.greedy.compared == new
     assert "fills the 16 positions" in report.greedy.text
-
-
-# --- what passes
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -126,11 +118,8 @@ def test_patched_candidate_beside_an_unpatched_reference():
     candidate = copy.deepcopy(reference)
     patch_model(candidate)
     report = verify_equivalence(reference, candidate, IDS, max_new_tokens=2)
-    assert (
-        report.passed
-        and len(report.norms) == len(tiny_models.norms(reference))
-        and report.launches
-    )
+    assert report.passed and report.launches
+    assert len(report.norms) == len(tiny_models.norms(reference))
 
 
 def test_inputs_may_be_ids_a_mapping_or_a_list():
@@ -150,10 +139,6 @@ def test_offloaded_model():
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
     assert report.passed, f"\n{report}"
     assert all(p.is_meta for p in model.parameters())
-
-
-# --- what fails
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -221,10 +206,8 @@ def test_forwards_set_on_the_instances_are_compared():
     for _, module in tiny_models.norms(candidate):
         module.forward = types.MethodType(one_rounding, module)
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
-    assert len(report.norms) == len(tiny_models.norms(model)) and not any(
-        norm.passed for norm in report.norms
-    )
-    assert not report.passed
+    assert len(report.norms) == len(tiny_models.norms(model))
+    assert not report.passed and not any(norm.passed for norm in report.norms)
 
 
 def exchange(norm):
@@ -262,11 +245,8 @@ def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
             accelerate.cpu_offload(each, execution_device=torch.device("cpu"))
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     (norm,) = report.norms
-    assert (
-        norm.path == "model.layers.1.input_layernorm"
-        and not norm.passed
-        and not report.passed
-    )
+    assert norm.path == "model.layers.1.input_layernorm"
+    assert not norm.passed and not report.passed
 
 
 def test_the_same_hooks_and_forwards_in_both_are_no_difference():
@@ -310,17 +290,12 @@ def test_a_norm_the_inputs_do_not_reach_is_named():
     model = tiny_models.build("llama")
     model.spare = LlamaRMSNorm(64)
     report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
-    spare = next(norm for norm in report.norms if norm.path == "spare")
-    assert spare.compared == 0 and spare.text == "not reached by these inputs"
-    assert (
-        report.passed
-        and report.unreached == ("spare",)
-        and report.to_dict()["unreached"] == ["spare"]
-    )
-    lines = report.to_text(verbose=True).splitlines()
-    (line,) = [line for line in lines if line.strip().startswith("spare")]
-    assert "not reached" in line and "PASS" not in line
-    assert lines[0] == "PASS, but the inputs did not reach 1 of 6 norms: spare"
+    assert report.passed and report.unreached == ("spare",)
+    assert report.to_dict()["unreached"] == ["spare"]
+    text = report.to_text(verbose=True)
+    assert text.startswith("PASS, but the inputs did not reach 1 of 6 norms: spare\n")
+    (line,) = [line for line in text.splitlines() if line.strip().startswith("spare:")]
+    assert line.endswith("not reached by these inputs") and "PASS" not in line
 
 
 def test_nothing_is_proven_where_no_norm_is_reached():
@@ -331,10 +306,6 @@ def test_nothing_is_proven_where_no_norm_is_reached():
     assert report.verdict == "FAIL" and report.headline == "FAIL: norms"
 
 
-# --- the report
-# ---------------------------------------------------------------------------------------------------
-
-
 def test_report_prints_a_verdict_per_line_and_gives_plain_json():
     model = trained_llama(torch.bfloat16)
     candidate = copy.deepcopy(model)
@@ -342,16 +313,9 @@ def test_report_prints_a_verdict_per_line_and_gives_plain_json():
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=2)
     assert isinstance(report, EquivalenceReport)
     lines = str(report).splitlines()
-    assert any(line.split()[:2] == ["PASS", "error"] for line in lines)
-    assert any(line.split()[:2] == ["FAIL", "norms"] for line in lines)
-    (at,) = (
-        i
-        for i, line in enumerate(lines)
-        if line.split()[:2] == ["FAIL", "model.layers.1.input_layernorm:"]
-    )
-    assert "are off" in " ".join(lines[at : at + 2]) and all(
-        len(line) <= 100 for line in lines
-    )
+    assert "PASS  error" in str(report) and "FAIL  norms" in str(report)
+    assert "FAIL      model.layers.1.input_layernorm:" in str(report)
+    assert max(map(len, lines)) <= 100
     assert lines[0] == "FAIL: norms"
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert data["passed"] is False and data["noise_floor"]["passed"] is True
@@ -370,14 +334,8 @@ def test_report_of_infinite_numbers_is_plain_json():
         "FAIL: the changed model gives NaN or infinity where the original does not"
     )
     assert "PASS" not in str(report)
-    (line,) = (line for line in str(report).splitlines() if "model.norm" in line)
-    assert line.split()[0] == "FAIL"
-    assert (
-        json.loads(json.dumps(report.to_dict(), allow_nan=False))["noise_floor"][
-            "candidate_max"
-        ]
-        == "Infinity"
-    )
+    assert "FAIL      model.norm:" in str(report)
+    assert report.to_dict()["noise_floor"]["candidate_max"] == "Infinity"
 
 
 def test_nothing_passes_where_both_give_nan():
@@ -385,16 +343,9 @@ def test_nothing_passes_where_both_give_nan():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3] = math.nan
     report = in_plain_torch(model, inputs=IDS, max_new_tokens=2)
-    lines = str(report).splitlines()
-    assert lines[0].startswith(
-        "FAIL: the original gives NaN or infinity in float64 too"
-    )
-    assert not report.passed and "PASS" not in str(report)
-    assert [line.split()[0] for line in lines if "to float64" in line] == ["FAIL"]
-
-
-# --- the models are left alone
-# ------------------------------------------------------------------------------------
+    text = str(report)
+    assert text.startswith("FAIL: the original gives NaN or infinity in float64 too")
+    assert not report.passed and "PASS" not in text and "FAIL  error" in text
 
 
 @pytest.mark.parametrize("include", [None, "*.0.*", "*"])
@@ -408,52 +359,6 @@ def test_patch_state_is_restored_and_respected(include):
     assert types_of(model) == before
     assert report.passed and len(report.norms) == count and report.launches
     assert unpatch_model(model) == (count if include else 0)
-
-
-def llama_in_a_dict():
-    """A model with a path that is a glob, and one that this glob matches."""
-    model = tiny_models.build("llama")
-    first, second = model.model.layers
-    model.extra = torch.nn.ModuleDict(
-        {"x[1]": first.input_layernorm, "x1": LlamaRMSNorm(64)}
-    )
-    first.input_layernorm = torch.nn.Sequential(model.extra["x[1]"])
-    return model
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_patch_of_paths_that_look_like_globs_is_restored(fails):
-    model = llama_in_a_dict()
-    fused = len(patch_model(model, exclude="extra.x1").swapped)
-    before = types_of(model)
-    if fails:
-        model.lm_head.register_forward_pre_hook(
-            mock.Mock(side_effect=RuntimeError("broken on purpose"))
-        )
-    with (
-        pytest.raises(RuntimeError, match="on purpose")
-        if fails
-        else contextlib.nullcontext()
-    ):
-        report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
-        assert (
-            report.passed
-            and len(report.norms) == len({norm.path for norm in report.norms}) <= fused
-        )
-    assert types_of(model) == before and type(model.extra["x1"]) is LlamaRMSNorm
-
-
-@pytest.mark.parametrize("named", [["x[1]"], ["x[1]", "x1"]])
-def test_a_path_with_glob_characters_is_verified(named):
-    model = tiny_models.build("llama")
-    model.extra = torch.nn.ModuleDict({name: LlamaRMSNorm(64) for name in named})
-    patch_model(model)
-    before = types_of(model)
-    report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
-    assert (
-        report.unreached == tuple(f"extra.{name}" for name in named)
-        and types_of(model) == before
-    )
 
 
 def test_patch_is_restored_exactly_under_hooks_and_after_a_change_of_eps():
@@ -524,20 +429,17 @@ WHISPER = {
     "decoder_layers": 1,
     "encoder_ffn_dim": 32,
     "decoder_ffn_dim": 32,
-}
-WHISPER |= {
     "encoder_attention_heads": 2,
     "decoder_attention_heads": 2,
     "vocab_size": 64,
     "num_mel_bins": 8,
-}
-WHISPER |= {
     "max_source_positions": 20,
     "max_target_positions": 16,
     "pad_token_id": 0,
     "decoder_start_token_id": 1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-WHISPER |= {"bos_token_id": 1, "eos_token_id": 2}
 
 
 @pytest.mark.parametrize(
@@ -558,12 +460,9 @@ def test_a_model_needs_no_inputs(name, config, norms, rows):
     kind, settings = config
     model = getattr(transformers, name)(getattr(transformers, kind)(**settings))
     report = in_plain_torch(model)
-    assert report.passed, str(report)
-    assert (
-        len(report.norms) == norms
-        and not report.unreached
-        and report.noise_floor.rows == rows
-    )
+    assert report.passed and not report.unreached, str(report)
+    assert len(report.norms) == norms
+    assert report.noise_floor.rows == rows
 
 
 def test_a_model_without_logits_is_judged_by_its_other_outputs():
@@ -576,10 +475,6 @@ def test_a_model_without_logits_is_judged_by_its_other_outputs():
         changed.pooler.dense.weight[0] *= 1.01  # read by the pooled output alone
     report = in_plain_torch(model, changed)
     assert not report.noise_floor.passed and report.noise_floor.difference > 0
-
-
-# --- bad input
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,8 @@ from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.reference import reference_norm, rotated
 
 IDS = tiny_models.token_ids()
-SUM, PAIR = (
-    "+ post_attention_layernorm",
-    "q_norm, k_norm, apply_rotary_pos_emb in one launch",
-)
+SUM = "+ post_attention_layernorm"
+PAIR = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
 
 
 def verify(family="qwen3", dtype=torch.bfloat16, new_tokens=2, **config):
@@ -165,23 +163,24 @@ class _Losing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight = (t.float() for t in ctx.saved_tensors)
-        x, dy = x - x.mean(-1, keepdim=True) * ctx.spec.centered, dy.float()
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + ctx.spec.eps)
-        g, xhat = dy * weight, x * rstd
-        mean, projection = (
-            g.mean(-1, keepdim=True) * ctx.spec.centered,
-            xhat * (g * xhat).mean(-1, keepdim=True),
-        )
-        dx = rstd * (
-            g - mean * (ctx.lost != "mean") - projection * (ctx.lost != "projection")
-        )
-        dtype, of_rows = (
-            ctx.saved_tensors[1].dtype,
-            [t.flatten(0, -2).sum(0) for t in (dy * xhat, dy)],
-        )
-        dbias = of_rows[1].to(dtype) if ctx.spec.has_bias else None
-        return dx.to(dtype), None, of_rows[0].to(dtype), dbias, None, None
+        x, weight = ctx.saved_tensors
+        spec = ctx.spec
+        wide = x.float()
+        dy = dy.float()
+        if spec.centered:
+            wide = wide - wide.mean(-1, keepdim=True)
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+        xhat = wide * rstd
+        dx = g = dy * weight.float()
+        if spec.centered and ctx.lost != "mean":
+            dx = dx - g.mean(-1, keepdim=True)
+        if ctx.lost != "projection":
+            dx = dx - xhat * (g * xhat).mean(-1, keepdim=True)
+        dweight = (dy * xhat).flatten(0, -2).sum(0).to(weight.dtype)
+        dbias = None
+        if spec.has_bias:
+            dbias = dy.flatten(0, -2).sum(0).to(weight.dtype)
+        return (rstd * dx).to(x.dtype), None, dweight, dbias, None, None
 
 
 @pytest.mark.parametrize(
@@ -259,12 +258,8 @@ def test_nothing_is_verified_where_no_kernel_ran(monkeypatch):
     # of a size that no launch is kept for
     model = tiny_models.build("llama", hidden_size=72).eval()
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
-    assert (
-        report.nothing_ran
-        and not report.passed
-        and report.verdict == report.to_dict()["verdict"]
-    )
-    assert report.verdict == "NOTHING VERIFIED"
+    assert report.nothing_ran and not report.passed
+    assert report.verdict == report.to_dict()["verdict"] == "NOTHING VERIFIED"
     told = " ".join(str(report).split())
     assert told.startswith(
         "NOTHING VERIFIED: no kernel ran, as there is no kernel here: set TRITON_INTERPRET=1"
@@ -275,15 +270,6 @@ def test_nothing_is_verified_where_no_kernel_ran(monkeypatch):
     assert report.passed and not report.launches, (
         "the plain formula is not the model's own forward"
     )
-
-
-def test_models_without_a_patch_are_compared_as_ever():
-    model, other = (tiny_models.build("llama").eval() for _ in range(2))
-    assert verify_equivalence(model, other, IDS, max_new_tokens=2).passed
-    with torch.no_grad():
-        other.model.norm.weight.mul_(1.5)
-    report = verify_equivalence(model, other, IDS, max_new_tokens=2)
-    assert report.verdict == "FAIL" and report.fused == ()
 
 
 @pytest.mark.full
