@@ -49,7 +49,9 @@ settings = Settings()
 
 
 class _Chosen(threading.local):
-    backend = "auto"
+    def __init__(self):
+        # not of the class, where Dynamo of torch 2.11 would read it in all threads
+        self.backend = "auto"
 
 
 chosen = _Chosen()

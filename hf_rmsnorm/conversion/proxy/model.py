@@ -272,10 +272,9 @@ def _is_alike(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool
 
 def _is_cramped(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
     """Whether narrowing has left rows of too few channels."""
-    for name, shape in here.items():
-        if shape[-1:] < (LEAST_ROW,) <= there[name][-1:]:
-            return True
-    return False
+    return any(
+        shape[-1:] < (LEAST_ROW,) <= there[name][-1:] for name, shape in here.items()
+    )
 
 
 def token_table(model: PreTrainedModel) -> torch.nn.Module | None:
