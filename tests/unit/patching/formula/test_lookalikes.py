@@ -62,7 +62,8 @@ def grouped(self, x):
 
 
 def random_forward(self, x):
-    return self.weight * rms(x.float() + 0.0 * torch.rand_like(x.float())).to(x.dtype)
+    noise = 0.0 * torch.rand_like(x)
+    return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + noise)
 
 
 def scaled_by_an_attribute(self, x):
@@ -70,7 +71,7 @@ def scaled_by_an_attribute(self, x):
 
 
 def depends_on_rows(self, x):
-    y = self.weight * rms(x.float()).to(x.dtype)
+    y = self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
     return y + y.flatten()[0]
 
 
@@ -117,9 +118,9 @@ NORMALISE = {
 DO_NOT = {
     divide_by_variance: "does not normalise over the last dimension",
     affine: "does not normalise over the last dimension",
-    over_dim_1: "another dimension",
-    returns_pair: "tuple",
-    two_inputs: "must be given 'residual'",
+    over_dim_1: "does not normalise over the last dimension",
+    returns_pair: "does not return one tensor",
+    two_inputs: "does not normalise over the last dimension",
 }
 
 

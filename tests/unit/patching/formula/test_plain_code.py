@@ -146,17 +146,9 @@ REFUSED = {
     "reads self.weight.grad": "return self.norm(x) * self.weight.grad",
     "reads self.weight.data": "return self.weight.data * rms(x)",
     # Plain, and more than a formula: found by the bits
-    "it writes into its input": "return self.weight * rms(F.silu(x, True))",
     "its formula is not one that this package knows": "return self.weight.abs() * rms(x)",
-    "another dimension": "return self.weight * x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6)",
 }
 CLASSES_REFUSED = {
-    "has a default that is no plain value": "def forward(self, x, gain=TENSOR):\n    return self.norm(x) * gain",
-    "its class defines __call__": "__call__ = Base.norm\n\ndef forward(self, x):\n    return self.norm(x)",
-    "its class defines __getattribute__": (
-        "def __getattribute__(self, name):\n    return super().__getattribute__(name)\n\n"
-        "def forward(self, x):\n    return self.norm(x)"
-    ),
     "no plain function definition": "forward = lambda self, x: self.norm(x)",
     "variables of the function around it": "@torch.no_grad()\ndef forward(self, x):\n    return self.norm(x)",
 }

@@ -195,10 +195,3 @@ def test_other_attributes_are_examined_apart():
     assert [record.formula.centered for record in report.swapped] == [False, True]
     # it rounds after the mean too
     assert [bool(record.notes) for record in report.swapped] == [False, True]
-
-
-def test_a_forward_compiled_by_its_author_is_recognised():
-    class Compiled(LlamaRMSNorm):
-        forward = torch.compile(LlamaRMSNorm.forward, backend="eager")
-
-    assert formula_of(Compiled(28)) == NormSpec(False, 1e-6, rounding="before_weight")
