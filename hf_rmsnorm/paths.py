@@ -69,6 +69,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What to add to an error about a word: the known one that is like it, if there is
     any.
     """
-    names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, 1, cutoff=0.5)
-    return f"; did you mean {names[close[0]]}?" if close else ""
+    close = difflib.get_close_matches(word.lower(), known, 1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""

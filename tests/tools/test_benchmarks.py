@@ -166,17 +166,6 @@ def test_host_costs_on_a_cpu(tmp_path):
     assert printed["decoding"].keys() == {"LLaMA", "Qwen3"}
 
 
-@pytest.mark.full
-def test_host_costs_are_not_taken_from_the_interpreter(capsys, monkeypatch):
-    data = bench(capsys, "host", "--models", "tiny")
-    assert data["cases"] == {} and data["ratios"] == {}
-    assert "TRITON_INTERPRET=1" in data["not_measured"][0]
-    assert data["layers"]["tiny"]["unpatched"]["sum"] == 56
-    assert "TRITON_INTERPRET=1" in fails(
-        capsys, "host", "--models", "tiny", "--plot", "x.png"
-    )
-
-
 def test_what_needs_a_gpu_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert main(["kernels"]) == 2

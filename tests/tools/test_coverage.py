@@ -1,11 +1,8 @@
-"""A sample of `python -m scripts.coverage patch`: tiny models of types drawn by date,
-and of every formula once.
-"""
+"""A sample of `python -m scripts.coverage patch`: tiny models of types drawn by date."""
 
 import datetime
 import json
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -38,39 +35,6 @@ def committed_types(mapping: str) -> list[dict]:
     return TABLE["mappings"][mapping]["types"] if TABLE else []
 
 
-def formulas_of(record: dict) -> set[str]:
-    runs = record["runs"] if record["ran"] else ()
-    return {family(formula) for run in runs for _, formula, _ in run["swapped"]}
-
-
-def families() -> dict[str, tuple[str, str]]:
-    """Every formula of the committed table, whatever its eps, with a (mapping, type)
-    that has it: few and fast ones.
-    """
-    of_type, seconds = {}, {}
-    for mapping in MAPPINGS:
-        for record in committed_types(mapping):
-            key = mapping, record["type"]
-            seconds[key] = 0.5 + record.get("seconds", 0.0)
-            of_type[key] = formulas_of(record)
-    chosen: dict[str, tuple[str, str]] = {}
-    missing = set().union(*of_type.values())
-    while missing:
-        best = max(of_type, key=lambda t: (len(of_type[t] & missing) / seconds[t], t))
-        chosen |= dict.fromkeys(of_type[best] & missing, best)
-        missing -= of_type[best]
-    return dict(sorted(chosen.items()))
-
-
-def family(formula: str) -> str:
-    return re.sub(
-        r"groups of \d+", "groups", re.sub(r"eps=[\d.e+-]+(, )?", "", formula)
-    )
-
-
-FAMILIES = families()
-
-
 def run_coverage(out: Path, mapping: str, types, *options: str) -> dict[str, dict]:
     """The records that the script writes for these types; it must end well."""
     how = ("--mapping", mapping, "--jobs", "1", "--only", ",".join(types))
@@ -93,16 +57,6 @@ def test_a_sample_drawn_by_date_is_bit_equal_patched_and_unpatched(tmp_path):
     )
     must_run = {t["type"] for t in committed_types("causal") if t["ran"]} & set(SAMPLE)
     assert {name for name, t in records.items() if t["ran"]} >= must_run
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mapping", ["base", "causal"])
-def test_every_formula_of_the_table_is_swapped_bit_equal(mapping, tmp_path):
-    formulas = {f: name for f, (m, name) in FAMILIES.items() if m == mapping}
-    types = sorted(set(formulas.values()))
-    records = run_coverage(tmp_path / "table.json", mapping, types)
-    for formula, name in formulas.items():
-        assert formula in formulas_of(records[name]), formula
 
 
 @pytest.mark.full

@@ -2,24 +2,16 @@
 on the real one.
 """
 
-import importlib.util
 import json
 import string
 
 import postnorm_models
 import pytest
-from places import SCRIPTS
 from transformers import BertTokenizer
 
+from scripts import minilm
+
 pytestmark = pytest.mark.nightly
-
-
-@pytest.fixture(scope="module")
-def minilm():
-    spec = importlib.util.spec_from_file_location("minilm", SCRIPTS / "minilm.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def write_tokenizer(folder):
@@ -31,7 +23,7 @@ def write_tokenizer(folder):
     tokenizer.save_pretrained(folder)
 
 
-def test_the_script_measures_a_tiny_encoder(minilm, tmp_path, monkeypatch, capsys):
+def test_the_script_measures_a_tiny_encoder(tmp_path, monkeypatch, capsys):
     postnorm_models.build("bert", vocab_size=256).float().save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     monkeypatch.setattr(minilm, "HELD_OUT", 64)

@@ -5,14 +5,12 @@ for.
 import json
 import re
 import runpy
-import sys
 
 import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 from places import ROOT
 
-from scripts import versions
 from scripts.versions import NEWEST, RESULTS, ROWS
 
 PACKAGES = ("transformers", "torch", "triton")
@@ -66,15 +64,3 @@ def test_a_containers_torch_is_the_release_that_it_names(version, monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     release = runpy.run_path(str(ROOT / "hf_rmsnorm/formula.py"))["TORCH_RELEASE"]
     assert release == tuple(map(int, version.split(".")[:2]))
-
-
-def test_a_row_whose_python_is_not_here_is_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setattr(
-        sys, "argv", ["versions.py", "2.1/4.57.6/2.10.0/3.6.0", "--no-write"]
-    )
-    assert versions.main() == 1
-    said = capsys.readouterr().out
-    assert said.startswith("2.1/4.57.6/2.10.0/3.6.0: not run: there is no python2.1 on")
-    assert said.count("\n") == 1

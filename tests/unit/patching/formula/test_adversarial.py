@@ -107,33 +107,6 @@ def test_rows_of_another_length_than_it_was_asked_with(size):
     same(module, x_of(4, size))
 
 
-def upcast_or_not(self, x):
-    h = x.float() if self.upcast else x
-    return self.weight * (
-        h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
-    ).to(x.dtype)
-
-
-def to_a_dtype(self, x):
-    return self.weight * hat(x).to(self.out or x.dtype)
-
-
-CHANGES = [
-    (upcast_or_not, "upcast", True, False),
-    (to_a_dtype, "out", None, torch.float32),
-]
-
-
-@pytest.mark.parametrize(("forward", "name", "before", "after"), CHANGES)
-def test_attributes_set_after_the_patch(forward, name, before, after):
-    module = make(forward, **{name: before})
-    same(
-        module,
-        x_of(3, N, dtype=HALF),
-        change=lambda m: (setattr(m, name, after), m.to(HALF)),
-    )
-
-
 def test_a_parameter_added_after_the_patch():
     same(
         nn.LayerNorm(N, bias=False),

@@ -4,7 +4,6 @@ normalise or carry a norm's name.
 
 import pytest
 import torch
-import torch.nn.functional as F
 from reports import reason_for, report_on
 from torch import nn
 
@@ -17,10 +16,6 @@ def rms(h, eps=1e-6):
 
 def divide_by_variance(self, x):
     return self.weight * x / (x.var(-1, keepdim=True, unbiased=False) + 1e-6)
-
-
-def divide_by_std(self, x):
-    return self.weight * x / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-6)
 
 
 def eps_outside(self, x):
@@ -42,10 +37,6 @@ def unbiased(self, x):
         * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6)
         + self.bias
     )
-
-
-def l2(self, x):
-    return self.weight * F.normalize(x, dim=-1)
 
 
 def weight_first(self, x):
@@ -106,9 +97,7 @@ def lookalike(forward, name):
 UNKNOWN = "its formula is not one that this package knows"
 NORMALISE = {
     weight_first: UNKNOWN,
-    divide_by_std: UNKNOWN,
     unbiased: UNKNOWN,
-    l2: UNKNOWN,
     random_forward: "calls torch.rand_like",
     depends_on_rows: "reads y.flatten()[0]",
     scaled_by_an_attribute: UNKNOWN,

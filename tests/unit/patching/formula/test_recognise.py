@@ -115,33 +115,6 @@ def test_odd_names_and_primitives_are_recognised():
         )
 
 
-@pytest.mark.parametrize("stored", ["parameter", "buffer", "attribute"])
-def test_weight_is_found_wherever_it_is_stored(stored):
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            ones = torch.ones(16)
-            if stored == "parameter":
-                self.w = nn.Parameter(ones)
-            elif stored == "buffer":
-                self.register_buffer("w", ones)
-            else:
-                self.w = ones
-
-        def forward(self, x):
-            h = x.float()
-            return (
-                self.w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
-            ).to(x.dtype)
-
-    module = Odd()
-    assert formula_of(module) == NormSpec(False, 1e-6)
-    module.w.data.mul_(3.0)
-    x = torch.randn(2, 16)
-    with use_backend("reference"):
-        torch.testing.assert_close(module(x), Odd.forward(module, x))
-
-
 def test_modules_of_other_kinds_are_neither_swapped_nor_mentioned():
     config = LlamaConfig(hidden_size=64, num_attention_heads=4)
     others = nn.ModuleList(
