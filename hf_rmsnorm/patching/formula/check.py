@@ -23,7 +23,8 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
                     f"on rows of {size} elements its result is not that of {recipe.spec}"
                 )
     row_major = not _keeps_strides(trial, recipe)
-    return replace(recipe, row_major=row_major, dims=_proven_dims(trial, recipe))
+    dims = _proven_dims(trial, recipe)
+    return replace(recipe, row_major=row_major, dims=dims)
 
 
 def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
@@ -46,7 +47,9 @@ def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
                     f"on {dims}-dimensional input its result is not that of {recipe.spec}"
                 )
             taken.append(dims)
-    return None if len(taken) == len(every) else tuple(taken)
+    if len(taken) == len(every):
+        return None
+    return tuple(taken)
 
 
 def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
@@ -54,16 +57,19 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
     else it is contiguous.
     """
     trial.draw_tensors()
-    x = trial.probe.present(trial.normal(8, trial.size)).contiguous()
+    rows = trial.normal(8, trial.size)
+    x = trial.probe.present(rows).contiguous()
     if recipe.layout == "last":
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
-    y = trial.probe.call(x, trial.gate_for(x, recipe))
+    gate = trial.gate_for(x, recipe)
+    y = trial.probe.call(x, gate)
     expected = x
     if recipe.spec.functional:
         # torch's own norms give row-major rows
         rows = recipe.rows_of(x)
-        axis = 1 if recipe.layout == "channels_first" else -1
-        expected = rows.contiguous().movedim(-1, axis)
+        expected = rows.contiguous()
+        if recipe.layout == "channels_first":
+            expected = expected.movedim(-1, 1)
     # the strides of dimensions with one element do not matter
     keeps = y.squeeze().stride() == expected.squeeze().stride()
     if not keeps and not y.is_contiguous():

@@ -96,7 +96,9 @@ class Fit(Trial):
         for name, tensor in self.tensors.items():
             if len(tensor) == self.size:
                 tensors[name] = tensor
-        group_size = None if self.group == self.size else self.group
+        group_size = None
+        if self.group != self.size:
+            group_size = self.group
         for centered in (False, True):
             spec = NormSpec(centered, 0.0, has_weight=False, group_size=group_size)
             hat = reference_norm(x.double(), None, None, spec)
@@ -128,8 +130,9 @@ class Fit(Trial):
     def _find_functional(self, recipe: Recipe) -> Recipe:
         """Whether it calls torch's own norm, and what that is under autocast."""
         self.in_dtype(BF16)
+        x = self.normal(4, self.size).bfloat16()
         with AutocastNorms() as norms:
-            y = self.probe.run(self.normal(4, self.size).bfloat16())
+            y = self.probe.run(x)
         functional = norms.called and not self.probe.gate_required
         recipe = with_spec(recipe, functional=functional)
         differs = functional and y.dtype != FP32
@@ -147,7 +150,8 @@ class Fit(Trial):
             neutral[recipe.bias] = torch.zeros(self.size, dtype=FP32)
         self.probe.set(**neutral)
         x = scale * (1.0 + self.normal(4, self.size))
-        y = self.probe.run(x)[0, : self.group].double()
+        y = self.probe.run(x)
+        y = y[0, : self.group].double()
         h = x[0, : self.group].double()
         if recipe.spec.centered:
             h = h - h.mean()
@@ -158,7 +162,9 @@ class Fit(Trial):
             without_eps = math.sqrt(without_eps)
             with_eps = 1 / rstd
         eps = with_eps - without_eps
-        return 0.0 if abs(eps) <= 1e-5 * without_eps else eps
+        if abs(eps) <= 1e-5 * without_eps:
+            return 0.0
+        return eps
 
     def _find_eps(self, recipe: Recipe) -> Recipe:
         recipe, reading = self._place_eps(recipe)
@@ -200,7 +206,8 @@ class Fit(Trial):
         """The recipe with its rounding order; settles whether the module's results are
         to be equal to the last bit.
         """
-        x, half_rows = self.rows(4096), self.rows(4096, half=True)
+        x = self.rows(4096)
+        half_rows = self.rows(4096, half=True)
         dtypes = SAME_DTYPES
         if recipe.weight is not None and not recipe.spec.functional:
             dtypes += MIXED_DTYPES
@@ -258,7 +265,8 @@ class Fit(Trial):
                 raise NotInFamily(
                     f"its forward reads its attribute {name!r}, which no formula here has"
                 )
-            if hasattr(module, name) and not self._is_shape(value):
+            is_there = hasattr(module, name)
+            if is_there and not self._is_shape(value):
                 settings.append((name, value))
             if type(value) is int:
                 # perhaps the length of its rows, or how many groups they have
@@ -268,9 +276,10 @@ class Fit(Trial):
         )
 
     def _is_shape(self, value) -> bool:
-        return isinstance(value, tuple) and (
-            not value or value[-1] in (self.size, self.probe.head_dim)
-        )
+        if not isinstance(value, tuple):
+            return False
+        sizes = (self.size, self.probe.head_dim)
+        return not value or value[-1] in sizes
 
 
 def with_spec(recipe: Recipe, **changes) -> Recipe:
@@ -291,4 +300,7 @@ def _roundings(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _reads_as(reading: float, value: float) -> bool:
-    return math.isfinite(value) and abs(reading - value) <= EPS_READING * abs(value)
+    if not math.isfinite(value):
+        return False
+    error = abs(reading - value)
+    return error <= EPS_READING * abs(value)

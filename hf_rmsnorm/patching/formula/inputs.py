@@ -62,10 +62,12 @@ class Trial:
         """Rows of about so many elements: those of `ROWS`, of the smallest and largest
         numbers, and with an outlier.
         """
-        small, large = (1e-4, 1e3) if half else (1e-12, 1e12)
-        kinds = [*ROWS, (small, small), (large, 0)]
+        kinds = [*ROWS, (1e-12, 1e-12), (1e12, 0)]
+        if half:
+            kinds = [*ROWS, (1e-4, 1e-4), (1e3, 0)]
         scales, means = torch.tensor(kinds, dtype=torch.float32).unbind(1)
-        repeats = math.ceil(elements / (len(kinds) * self.size))
+        at_once = len(kinds) * self.size
+        repeats = math.ceil(elements / at_once)
         x = self.normal(repeats, len(kinds), self.size)
         x = x * scales[:, None] + means[:, None]
         x[:, 0, self.size // 2] = 300.0
@@ -134,9 +136,10 @@ class Trial:
         """The lengths that a row may have, the likeliest first: those of the weights,
         or what attributes name.
         """
-        sizes = [shape.numel() for shape in self.probe.shapes.values()]
+        sizes = {shape.numel() for shape in self.probe.shapes.values()}
         if sizes:
-            return sorted(set(sizes), reverse=True)
+            return sorted(sizes, reverse=True)
+        sizes = []
         for name in self.attributes:
             value = getattr(self.probe.module, name, None)
             if isinstance(value, tuple) and value:
@@ -163,7 +166,8 @@ class Trial:
             raise Unusable("the result of a row depends on other rows")
         if not change[0, 1:].any():
             raise Unusable("it does not normalise over the last dimension")
-        self.group = int(change[0].nonzero().max()) + 1
+        last = change[0].nonzero().max()
+        self.group = int(last) + 1
 
     def agrees(
         self, recipe: Recipe, x: torch.Tensor, dtypes: Dtypes = ALL_FP32

@@ -85,7 +85,9 @@ class Probe:
         """The module's own output for an input of the shape and strides that it is
         given.
         """
-        gates = {} if gate is None else {self.gate: gate}
+        gates = {}
+        if gate is not None:
+            gates[self.gate] = gate
         try:
             return type(self.module).forward(self.module, x, **gates)
         except Exception as error:  # a user's forward may raise anything
@@ -153,8 +155,9 @@ def own_values(module: torch.nn.Module) -> dict[str, object]:
 
 def is_plain(value) -> bool:
     """Whether a value is a number, a flag, a word, a dtype, None, or a tuple of these."""
-    values = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(v, PLAIN_TYPES) for v in values)
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, PLAIN_TYPES)
 
 
 def true_shape(tensor: torch.Tensor) -> torch.Size:
