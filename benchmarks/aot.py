@@ -324,11 +324,9 @@ def examine(
     run(VARIANTS[variant], hidden_size)
     found = []
     for kernel in KERNELS:
-        for number, made in enumerate(
-            made for of, made in recorder.compiled if of is kernel
-        ):
-            # which a wide LayerNorm has a second backward for
-            compiled_name = kernel.name + "_sums" * number
+        for of, made in recorder.compiled:
+            if of is not kernel:
+                continue
             arguments = [
                 arg for arg, kind in made.src.signature.items() if kind != "constexpr"
             ]
@@ -342,7 +340,7 @@ def examine(
                     f"{name} {variant} {kernel.name} N={hidden_size}: {error}"
                 ) from error
             found.append(Compiled(
-                target=name, variant=variant, kernel=compiled_name,
+                target=name, variant=variant, kernel=kernel.name,
                 hidden_size=hidden_size, shared=made.metadata.shared,
                 warps=made.metadata.num_warps, **read, sums=sums(made.asm["ttgir"]),
             ))  # fmt: skip

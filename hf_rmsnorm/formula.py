@@ -7,8 +7,8 @@ depends on a model's name.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
 
 import torch
 
@@ -19,10 +19,11 @@ if TORCH_RELEASE < (2, 8):  # which brings a Triton older than 3.4
         f"hf_rmsnorm needs torch 2.8 or newer, this is {torch.__version__}: pip install -U torch"
     )
 
+OptionalTensor = torch.Tensor | None
 Rounding = Literal["once", "before_weight", "weight_dtype", "rstd"]
-ROUNDINGS: tuple[str, ...] = ("once", "before_weight", "weight_dtype", "rstd")
+ROUNDINGS = get_args(Rounding)
 Gate = Literal["silu_before", "silu_after", "sigmoid_after"]
-GATES: tuple[str, ...] = ("silu_before", "silu_after", "sigmoid_after")
+GATES = get_args(Gate)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 _ROUNDING_WORDS = {
     "once": "one rounding",
@@ -90,7 +91,6 @@ class NormSpec:
         axes: the differences from a plain RMSNorm, eps and an absent weight aside: the
             names of the fields that differ, those of words with their value
             (``"rounding=rstd"``). `kernels.serves` lists those that kernels compute.
-        but_eps: the values of all fields but eps.
         ungrouped: the formula of one group; only with a `group_size`.
 
     Raises:
@@ -114,11 +114,7 @@ class NormSpec:
         if wrong is not None:
             raise ValueError(wrong)
         # Set here and no cached properties, which Dynamo does not trace.
-        but_eps = tuple(
-            getattr(self, name) for name in self.__dataclass_fields__ if name != "eps"
-        )
         object.__setattr__(self, "axes", _axes(self))
-        object.__setattr__(self, "but_eps", but_eps)
         if self.group_size is not None:
             object.__setattr__(self, "ungrouped", replace(self, group_size=None))
 
@@ -139,9 +135,9 @@ class NormSpec:
     @property
     def rounds_offset(self) -> bool:
         """Whether ``weight_offset + weight`` is rounded to the weight's dtype."""
-        return self.weight_offset != 0.0 and (
-            self.functional or self.rounding != "once"
-        )
+        if self.weight_offset == 0.0:
+            return False
+        return self.functional or self.rounding != "once"
 
     def hat_dtype(
         self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None
@@ -155,33 +151,24 @@ class NormSpec:
             return weight_dtype
         return compute_dtype(x_dtype)
 
-    def product_dtype(
-        self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None
-    ) -> torch.dtype:
-        """The dtype to which ``xhat * weight`` is rounded, before a gate that follows."""
-        if self.rounding == "once" or weight_dtype is None:
-            return x_dtype
-        return promoted(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
-
     def output_dtype(
         self, x_dtype: torch.dtype, weight_dtype: torch.dtype | None
     ) -> torch.dtype:
         """The dtype the layer returns for an input of x_dtype; weight_dtype is None
         without a weight.
         """
-        return (
-            x_dtype if self.gated_after else self.product_dtype(x_dtype, weight_dtype)
-        )
+        if self.gated_after or self.rounding == "once" or weight_dtype is None:
+            return x_dtype
+        return promoted(self.hat_dtype(x_dtype, weight_dtype), weight_dtype)
 
     def to_dict(self) -> dict:
         """Plain values for JSON: ``kind`` and every field."""
-        return {
-            "kind": self.kind,
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
-        }
+        return {"kind": self.kind, **asdict(self)}
 
     def __str__(self) -> str:
-        words = [f"eps={self.eps:g}{' outside the root' if self.eps_outside else ''}"]
+        words = [f"eps={self.eps:g}"]
+        if self.eps_outside:
+            words[0] += " outside the root"
         if not self.has_weight:
             words.append("no weight")
         if self.has_weight or self.rounding != "once":
@@ -193,7 +180,8 @@ class NormSpec:
         if self.group_size is not None:
             words.append(f"groups of {self.group_size}")
         if self.gate is not None:
-            words.append("{}(gate) {}".format(*self.gate.split("_")))
+            function, place = self.gate.split("_")
+            words.append(f"{function}(gate) {place}")
         return f"{self.kind}({', '.join(words)})"
 
 
@@ -215,11 +203,8 @@ def _wrong_combination(spec: NormSpec) -> str | None:
         return "a gated norm does not round by 'rstd'"
     if spec.rounding == "rstd" and (spec.centered or spec.eps_outside):
         return "a rounded rstd is that of an RMSNorm with its eps inside the root"
-    needs_weight = spec.weight_offset or spec.rounding in (
-        "before_weight",
-        "weight_dtype",
-    )
-    if needs_weight and not spec.has_weight:
+    reads_weight = spec.rounding in ("before_weight", "weight_dtype")
+    if not spec.has_weight and (spec.weight_offset or reads_weight):
         return "a norm without weight has no weight_offset, and no rounding that depends on a weight"
     return None
 
@@ -229,6 +214,7 @@ def _axes(spec: NormSpec) -> frozenset[str]:
     for name, field in spec.__dataclass_fields__.items():
         value = getattr(spec, name)
         plain = False if name == "centered" else field.default
-        if name not in ("eps", "has_weight") and value != plain:
-            axes.add(f"{name}={value}" if isinstance(value, str) else name)
+        if name in ("eps", "has_weight") or value == plain:
+            continue
+        axes.add(f"{name}={value}" if isinstance(value, str) else name)
     return frozenset(axes)

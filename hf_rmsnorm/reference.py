@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formula import NormSpec, compute_dtype
+from .formula import NormSpec, OptionalTensor, compute_dtype
 
 
 def reference_norm(
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
     spec: NormSpec,
-    gate: Tensor | None = None,
-    residual: Tensor | None = None,
+    gate: OptionalTensor = None,
+    residual: OptionalTensor = None,
 ) -> Tensor:
     """Normalise x over its last dimension exactly as the layer that `spec` describes
     does.
@@ -59,33 +59,29 @@ def reference_norm(
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
 
 
-def _functional_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec
-) -> Tensor:
+def _functional_norm(x, weight, bias, spec: NormSpec) -> Tensor:
     """By `F.layer_norm` or `F.rms_norm`; the weight is applied behind it where xhat is
     rounded first.
     """
-    if weight is not None and spec.weight_offset:
+    if spec.weight_offset:
         weight = weight + spec.weight_offset
-    rounds_once = spec.rounding == "once"
+    shape, rounds_once = x.shape[-1:], spec.rounding == "once"
     inner_weight, inner_bias = (weight, bias) if rounds_once else (None, None)
     if spec.centered:
-        y = F.layer_norm(x, x.shape[-1:], inner_weight, inner_bias, spec.eps)
+        y = F.layer_norm(x, shape, inner_weight, inner_bias, spec.eps)
     else:
-        y = F.rms_norm(x, x.shape[-1:], inner_weight, spec.eps)
+        y = F.rms_norm(x, shape, inner_weight, spec.eps)
     if rounds_once:
         return y
     y = weight * y
     return y if bias is None else y + bias
 
 
-def _over_root(
-    h: Tensor, square: Tensor, spec: NormSpec, x_dtype: torch.dtype
-) -> Tensor:
+def _over_root(h, square, spec: NormSpec, x_dtype: torch.dtype) -> Tensor:
     """h over the root of its mean square."""
     if spec.eps_outside:
         return h / (torch.sqrt(square) + spec.eps)
-    rstd = torch.rsqrt(square + spec.eps)
+    rstd = _rstd(square, spec)
     if spec.rounding == "rstd":
         return h.to(x_dtype) * rstd.to(x_dtype)
     return h * rstd
@@ -104,31 +100,32 @@ def _normalised(x, spec: NormSpec, gate, compute: torch.dtype):
     return h, h.pow(2).mean(-1, keepdim=True), mean
 
 
-def _scale(weight: Tensor, spec: NormSpec) -> Tensor:
+def _scale(weight, spec: NormSpec) -> Tensor:
     if not spec.weight_offset:
         return weight
     scale = weight.to(compute_dtype(weight.dtype)) + spec.weight_offset
     return scale.to(weight.dtype) if spec.rounds_offset else scale
 
 
-def in_groups(group_size: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def in_groups(group_size: int, *tensors: OptionalTensor) -> list[OptionalTensor]:
     """Each (..., hidden_size) as a view of (..., hidden_size / group_size, group_size)."""
     groups = (-1, group_size)
-    return tuple(None if t is None else t.unflatten(-1, groups) for t in tensors)
+    return [None if t is None else t.unflatten(-1, groups) for t in tensors]
 
 
 def reference_stats(
-    x: Tensor, spec: NormSpec, gate: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, spec: NormSpec, gate: OptionalTensor = None
+) -> tuple[Tensor, OptionalTensor]:
     """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for
     RMSNorm.
     """
     _, square, mean = _normalised(x, spec, gate, compute_dtype(x.dtype))
-    rstd = _rstd(square, spec).flatten().float()
-    return rstd, None if mean is None else mean.flatten().float()
+    if mean is not None:
+        mean = mean.flatten().float()
+    return _rstd(square, spec).flatten().float(), mean
 
 
-def _rstd(square: Tensor, spec: NormSpec) -> Tensor:
+def _rstd(square, spec: NormSpec) -> Tensor:
     if spec.eps_outside:
         return 1.0 / (square.sqrt() + spec.eps)
     return torch.rsqrt(square + spec.eps)
@@ -137,12 +134,12 @@ def _rstd(square: Tensor, spec: NormSpec) -> Tensor:
 def reference_backward(
     dy: Tensor,
     x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
     spec: NormSpec,
     need: Sequence[bool],
-    gate: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:
+    gate: OptionalTensor = None,
+) -> tuple[OptionalTensor, ...]:
     """The closed-form gradients (dx, dweight, dbias, dgate), None where `need` is
     False.
 
@@ -168,9 +165,9 @@ def reference_backward(
         dgate = g * (rounded * scale + shift) * slope
         g = g * factor
     if need_weight:
-        dweight = _sum_rows(g * rounded, weight.dim()).to(weight.dtype)
+        dweight = (g * rounded).sum_to_size(weight.shape).to(weight.dtype)
     if need_bias:
-        dbias = _sum_rows(g, bias.dim()).to(bias.dtype)
+        dbias = g.sum_to_size(bias.shape).to(bias.dtype)
     if need_x or need_gate:
         dx = _input_gradient(g * scale, xhat, square, rstd, spec)
         if spec.gate == "silu_before":
@@ -181,7 +178,7 @@ def reference_backward(
     return dx, dweight, dbias, dgate
 
 
-def _gate_and_slope(z: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
+def _gate_and_slope(z, spec: NormSpec):
     """(the gate's factor, its derivative) at z."""
     sigmoid = torch.sigmoid(z)
     if spec.gate == "sigmoid_after":
@@ -189,9 +186,7 @@ def _gate_and_slope(z: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     return z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
 
 
-def _input_gradient(
-    g: Tensor, xhat: Tensor, square: Tensor, rstd: Tensor, spec: NormSpec
-) -> Tensor:
+def _input_gradient(g, xhat, square, rstd, spec: NormSpec) -> Tensor:
     """The gradient of the normalised input, from that of xhat."""
     along = (g * xhat).mean(-1, keepdim=True)
     if spec.eps_outside:
@@ -204,7 +199,11 @@ def _input_gradient(
 
 
 def input_of_output(
-    y: Tensor, weight: Tensor | None, bias: Tensor | None, rstd: Tensor, spec: NormSpec
+    y: Tensor,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    rstd: Tensor,
+    spec: NormSpec,
 ) -> Tensor:
     """The x (less its mean, where the norm is centered) that gave y and rstd, in
     float32 and with the rounding of y.
@@ -218,14 +217,6 @@ def input_of_output(
         scale = _scale(weight, spec).to(xhat.dtype)
         xhat = xhat / torch.where(scale == 0, 1.0, scale)
     return xhat / rstd.view(*y.shape[:-1], 1)
-
-
-def _sum_rows(t: Tensor, columns: int) -> Tensor:
-    # Not by flattening first: that has no batching rule under `is_grads_batched`.
-    if t.dim() == columns:
-        return t
-    leading = list(range(t.dim() - columns))
-    return t.sum(leading)
 
 
 def reference_qk_norm(
@@ -256,19 +247,16 @@ def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: str = "") -> Tensor:
     """
     columns = cos.shape[-1]
     if columns != y.shape[-1] or way == "joined":
-        turned, rest = y[..., :columns], y[..., columns:]
-        turned = rotated(turned, cos, sin, "" if way == "joined" else way)
-        return torch.cat((turned, rest), dim=-1)
+        inner = "" if way == "joined" else way
+        turned = rotated(y[..., :columns], cos, sin, inner)
+        return torch.cat((turned, y[..., columns:]), dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if way != "once":
         return y * cos + _rotate_half(y) * sin
-    # else cos promotes y
-    wide = (
-        y.to(torch.promote_types(y.dtype, torch.float32)) if cos.dtype == y.dtype else y
-    )
+    wide = y.to(compute_dtype(y.dtype))
     return (wide * cos + _rotate_half(wide) * sin).to(y.dtype)
 
 
-def _rotate_half(y: Tensor) -> Tensor:
+def _rotate_half(y):
     left, right = y.chunk(2, dim=-1)
     return torch.cat((-right, left), dim=-1)

@@ -37,7 +37,7 @@ def eps_outside_factor(square, eps):
 
 
 @triton.jit
-def sums(g, along, CENTERED: tl.constexpr):
+def sums(g, along, CENTERED):
     """(sum of g, or 0.0 if not CENTERED; sum of along): warps exchange the two at once."""
     if CENTERED:
         return tl.split(tl.sum(tl.join(g, along), axis=1))
@@ -47,29 +47,20 @@ def sums(g, along, CENTERED: tl.constexpr):
 
 @triton.jit
 def weight_scale(
-    w, W, X, at, col_mask, tile, tiles, WHOLE: tl.constexpr, OFFSET: tl.constexpr,
-    ROUND_OFFSET: tl.constexpr, RELOAD_W: tl.constexpr, GATE: tl.constexpr,
-    STAGES: tl.constexpr,
+    w, W, at, col_mask, always, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W
 ):  # fmt: skip
     """The factor of xhat, in float32, from w, the weight in registers; if RELOAD_W, the
     weight is loaded here.
     """
     if RELOAD_W:
-        # Not loaded ahead: it would take as much shared memory as x.
-        always = (
-            tile < tiles if STAGES > 1 and GATE is None and W.dtype == X.dtype else True
-        )
         w = load(W + at, col_mask, WHOLE, always)
     return scale_of(w, W, OFFSET, ROUND_OFFSET)
 
 
 @triton.jit
 def hats(
-    x, X, W, B, MEAN, w, rows, row_mask, rstd, at, col_mask, tile, tiles,
-    WHOLE: tl.constexpr, ONE_ROW: tl.constexpr, CENTERED: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
-    SCALED: tl.constexpr, RELOAD_W: tl.constexpr, STAGES: tl.constexpr,
-    FROM_OUTPUT: tl.constexpr,
+    x, W, B, MEAN, w, rows, row_mask, rstd, at, col_mask, always, WHOLE, ONE_ROW,
+    CENTERED, OFFSET, ROUND_OFFSET, EPS_OUTSIDE, SCALED, RELOAD_W, FROM_OUTPUT,
 ):  # fmt: skip
     """(x less its mean, xhat), xhat not yet multiplied by rstd if SCALED; both from the
     output if FROM_OUTPUT.
@@ -78,19 +69,7 @@ def hats(
         scale = None
         if W is not None:
             scale = weight_scale(
-                w,
-                W,
-                X,
-                at,
-                col_mask,
-                tile,
-                tiles,
-                WHOLE,
-                OFFSET,
-                ROUND_OFFSET,
-                RELOAD_W,
-                None,
-                STAGES,
+                w, W, at, col_mask, always, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W
             )
         xhat = hat_of_output(x, scale, B, at, col_mask, WHOLE)
     else:
@@ -103,7 +82,7 @@ def hats(
 
 
 @triton.jit
-def gated(x, gate, G, GATE: tl.constexpr, AFTER: tl.constexpr):
+def gated(x, gate, G, GATE, AFTER):
     """(x, multiplied by a gate before the norm; the gate's factor and its slope)."""
     factor, slope = activation(gate.to(tl.float32), G, GATE)
     if not AFTER:
@@ -113,29 +92,23 @@ def gated(x, gate, G, GATE: tl.constexpr, AFTER: tl.constexpr):
 
 
 @triton.jit
-def store_gate_gradient(
-    DG_AT, g, slope, xhat, X, w, W, B, at, mask, col_mask, DENSE: tl.constexpr,
-    WHOLE: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, RELOAD_W: tl.constexpr, GATE: tl.constexpr,
+def output(
+    xhat, X, W, B, w, at, col_mask, always, WHOLE, OFFSET, ROUND_OFFSET, ROUNDING,
+    RELOAD_W,
 ):  # fmt: skip
-    """The gradient of a gate after the norm: dy times the gated y, times the gate's
-    slope.
-    """
+    """The norm's output before a gate behind it."""
     y = round_hat(xhat, X, W, ROUNDING)
     if W is not None:
         y = y * weight_scale(
-            w, W, X, at, col_mask, 0, 0, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W, GATE, 1
+            w, W, at, col_mask, always, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W
         )
-    if B is not None:
-        y = y + load32(B + at, col_mask, WHOLE)
-    store(DG_AT, g * y * slope, mask, DENSE)
+    return y if B is None else y + load32(B + at, col_mask, WHOLE)
 
 
 @triton.jit
 def input_gradient(
-    g, dh, x, xhat, rstd, filled, eps, N: tl.constexpr, GAPS: tl.constexpr,
-    CENTERED: tl.constexpr, EPS_OUTSIDE: tl.constexpr, BY_X: tl.constexpr,
-    SCALED: tl.constexpr, EARLY_DH: tl.constexpr,
+    g, dh, x, xhat, rstd, filled, eps, N, GAPS, CENTERED, EPS_OUTSIDE, BY_X, SCALED,
+    EARLY_DH,
 ):  # fmt: skip
     """dx of a tile, with dh added if EARLY_DH. BY_X: x takes the place of xhat, as
     fewer values are live then.
@@ -145,9 +118,8 @@ def input_gradient(
     total, along = sums(known(g, filled, GAPS), known(g * xhat, filled, GAPS), CENTERED)
     along = along * (1.0 / N)
     if EPS_OUTSIDE:
-        along = along * eps_outside_factor(
-            tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N), eps
-        )
+        square = tl.sum(known(x * x, filled, GAPS), axis=1) * (1.0 / N)
+        along = along * eps_outside_factor(square, eps)
     if EARLY_DH:  # which rstd has multiplied
         g, total, along = early, total * rstd, along * rstd
     if CENTERED:
@@ -160,17 +132,7 @@ def input_gradient(
 
 
 @triton.jit
-def through_gate(dx, factor, slope, DG, first, at, mask, DENSE: tl.constexpr):
-    """The gradient of x from that of x times a gate before the norm; stores that of the
-    gate.
-    """
-    if DG is not None:
-        store(DG + first + at, dx * slope, mask, DENSE)
-    return dx * factor
-
-
-@triton.jit
-def store_sum(PARTIALS, values, first, cols, N: tl.constexpr, BLOCK: tl.constexpr):
+def store_sum(PARTIALS, values, first, cols, N, BLOCK):
     """Store the sum of the rows of values, where that is wanted."""
     if PARTIALS is not None:
         store(PARTIALS + first + cols, tl.sum(values, axis=0), cols < N, BLOCK == N)
@@ -202,8 +164,9 @@ def norm_backward(
         DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is
             the head.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
-        RELOAD_W: wide rows: load the weight in every step instead of holding it, so
-            that nothing spills.
+        RELOAD_W: of wide rows, so that nothing spills, the weight is not held, but
+            loaded in every step: 1 if ahead as x is; 2 if not, which takes no shared
+            memory. Else 0.
         FLAT: as in `row_offsets`.
         GAPS: columns behind which the registers of every thread hold nothing; or 0.
     """
@@ -216,13 +179,9 @@ def norm_backward(
     # hold one row more.
     EARLY_DH: tl.constexpr = DH is not None and RELOAD_W and STAGES > 1
     # If xhat is not rounded, rstd multiplies dy once, instead of each of its factors.
-    BY_X: tl.constexpr = (RELOAD_W or CENTERED) and not FROM_OUTPUT
-    SCALED: tl.constexpr = (
-        CENTERED
-        and ROUNDING == "once"
-        and ROWS == 1
-        and not (AFTER or FROM_OUTPUT or RELOAD_W)
-    )
+    BY_X: tl.constexpr = (CENTERED or RELOAD_W) and not FROM_OUTPUT
+    ONCE: tl.constexpr = CENTERED and ROUNDING == "once" and ROWS == 1
+    SCALED: tl.constexpr = ONCE and not (AFTER or FROM_OUTPUT or RELOAD_W)
     head = tl.program_id(1) if HEADS != 1 else 0
     # A whole tile gives the weight x's layout, as in `norm_forward`.
     tile_cols = tl.broadcast_to((head * N + cols)[None, :], (ROWS, BLOCK))
@@ -239,37 +198,35 @@ def norm_backward(
         tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES
     ):
         rows = tile * ROWS + tl.arange(0, ROWS)
-        if HEADS != 1:
-            rows = rows * HEADS + head
+        rows = rows * HEADS + head
         row_mask = rows < rows_total
         mask = col_mask if ROWS == 1 else row_mask[:, None] & col_mask
-        x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None]
-        dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT, FLAT)[:, None]
+        x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)
+        dy_at = row_offsets(rows, dy_len, dy_outer, dy_inner, UNIT, FLAT)
         first = (tl.cast(tile, tl.int64) * (ROWS * HEADS) + head) * N
         x = load(X + x_at + cols[None, :], mask, DENSE)
         dy = load(DY + dy_at + cols[None, :], mask, DENSE)
-        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[
-            :, None
-        ]
+        other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)
         if G is not None:
             gate = load(G + other_at + cols[None, :], mask, DENSE)
         rstd = load(RSTD + rows, row_mask, ROWS == 1)
         x = x.to(tl.float32)
         if G is not None:
             x, factor, slope = gated(x, gate, G, GATE, AFTER)
+        always = tile < tiles if RELOAD_W == 2 else True
         x, xhat = hats(
-            x, X, W, B, MEAN, w, rows, row_mask, rstd, tile_cols, col_mask, tile, tiles,
+            x, W, B, MEAN, w, rows, row_mask, rstd, tile_cols, col_mask, always,
             BLOCK == N, ROWS == 1, CENTERED, OFFSET, ROUND_OFFSET, EPS_OUTSIDE, SCALED,
-            RELOAD_W, STAGES, FROM_OUTPUT,
+            RELOAD_W, FROM_OUTPUT,
         )  # fmt: skip
         g = dy.to(tl.float32)
         if AFTER:
             if DG is not None:
-                store_gate_gradient(
-                    DG + first + dx_at, g, slope, xhat, X, w, W, B, tile_cols, mask,
-                    col_mask, DENSE, BLOCK == N, OFFSET, ROUND_OFFSET, ROUNDING,
-                    RELOAD_W, GATE,
+                y = output(
+                    xhat, X, W, B, w, tile_cols, col_mask, always, BLOCK == N, OFFSET,
+                    ROUND_OFFSET, ROUNDING, RELOAD_W,
                 )  # fmt: skip
+                store(DG + first + dx_at, g * y * slope, mask, DENSE)
             g = g * factor
         if DB is not None:
             db = known(db + g, filled, GAPS)
@@ -277,66 +234,60 @@ def norm_backward(
             g = g * rstd[:, None]
         if DW is not None:
             dw = known(dw + g * round_hat(xhat, X, W, ROUNDING), filled, GAPS)
-        if DX is not None or (DG is not None and not AFTER):
+        if DX is not None or GATE == "silu_before":
             if W is not None:
                 g = g * weight_scale(
-                    w,
-                    W,
-                    X,
-                    tile_cols,
-                    col_mask,
-                    tile,
-                    tiles,
-                    BLOCK == N,
-                    OFFSET,
-                    ROUND_OFFSET,
+                    w, W, tile_cols, col_mask, always, BLOCK == N, OFFSET, ROUND_OFFSET,
                     RELOAD_W,
-                    GATE,
-                    STAGES,
-                )
+                )  # fmt: skip
             dh = None
             if EARLY_DH:
                 dh = load(DH + other_at + cols[None, :], mask, DENSE)
             dx = input_gradient(
-                g,
-                dh,
-                x,
-                xhat,
-                rstd,
-                filled,
-                eps,
-                N,
-                GAPS,
-                CENTERED,
-                EPS_OUTSIDE,
-                BY_X,
-                SCALED,
-                EARLY_DH,
-            )
+                g, dh, x, xhat, rstd, filled, eps, N, GAPS, CENTERED, EPS_OUTSIDE, BY_X,
+                SCALED, EARLY_DH,
+            )  # fmt: skip
             if GATE == "silu_before":
-                dx = through_gate(dx, factor, slope, DG, first, dx_at, mask, DENSE)
+                if DG is not None:
+                    store(DG + first + dx_at, dx * slope, mask, DENSE)
+                dx = dx * factor
             if DH is not None and not EARLY_DH:
                 dx = dx + load32(DH + other_at + cols[None, :], mask, DENSE)
             if DX is not None:
                 store(DX + first + dx_at, dx, mask, DENSE)
-    partial = (tl.cast(tl.program_id(0), tl.int64) * HEADS + head) * N
+    partial = (tl.program_id(0).to(tl.int64) * HEADS + head) * N
     store_sum(DW, dw, partial, cols, N, BLOCK)
     store_sum(DB, db, partial, cols, N, BLOCK)
 
 
 @triton.jit
-def reduce_partials(
-    PARTIALS, OUT, parts, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+def store_sum_of_rows(PARTIALS, OUT, parts, N, BLOCK, ROWS):
     """OUT[n] = sum over p of PARTIALS[p, n], in a fixed order, cast to OUT's dtype."""
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.range(0, parts, ROWS):
         rows = first + tl.arange(0, ROWS)
         mask = (rows < parts)[:, None] & (cols < N)[None, :]
-        total += tl.load(
-            PARTIALS + tl.cast(rows, tl.int64)[:, None] * N + cols[None, :],
-            mask=mask,
-            other=0.0,
-        )
-    tl.store(OUT + cols, tl.sum(total, axis=0).to(OUT.dtype.element_ty), mask=cols < N)
+        at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        total += tl.load(PARTIALS + at, mask=mask, other=0.0)
+    store(OUT + cols, tl.sum(total, axis=0), cols < N, False)
+
+
+@triton.jit
+def reduce_partials(
+    PARTIALS, OUT, BEHIND, parts, parts_behind, N: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Two sums of rows of partial gradients, (parts + parts_behind, N).
+
+    Args:
+        OUT: (N,), the sum of the first `parts` rows; or None.
+        BEHIND: (N,), that of the `parts_behind` rows behind them, by the programs whose
+            program_id(1) is 1; or None.
+    """
+    if tl.program_id(1) == 0:
+        if OUT is not None:
+            store_sum_of_rows(PARTIALS, OUT, parts, N, BLOCK, ROWS)
+    elif BEHIND is not None:
+        PARTIALS += parts.to(tl.int64) * N
+        store_sum_of_rows(PARTIALS, BEHIND, parts_behind, N, BLOCK, ROWS)

@@ -5,6 +5,7 @@ on.
 import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -47,23 +48,20 @@ class Kernel:
         parameters = inspect.signature(function.fn).parameters
         self.name = function.__name__
         self.contracts = contracts
-        self.pointers = [
-            name
-            for name, p in parameters.items()
-            if name.isupper() and p.annotation is p.empty
-        ]
-        self.fixed = [name for name in parameters if name not in self.pointers]
-        self.strides = [
-            name for name in self.fixed if parameters[name].annotation is tl.int64
-        ]
+        self.pointers, self.fixed, self.strides, numbers = [], [], [], []
+        for name, parameter in parameters.items():
+            kind = parameter.annotation
+            if name.isupper() and kind is parameter.empty:
+                self.pointers.append(name)
+                continue
+            self.fixed.append(name)
+            if kind is not tl.constexpr:
+                numbers.append(name)
+            if kind is tl.int64:
+                self.strides.append(name)
         self.variants = {True: function, False: function}
         if INTERPRETED:
             return
-        numbers = [
-            name
-            for name in self.fixed
-            if parameters[name].annotation is not tl.constexpr
-        ]
         for aligned, unknown in ((True, numbers), (False, [*self.pointers, *numbers])):
             self.variants[aligned] = triton.jit(function.fn, do_not_specialize=unknown)
 
@@ -82,8 +80,8 @@ class Kernel:
                 elements.
             aligned: all pointers will be multiples of 16 bytes.
         """
-        in_vectors = all(named[name] % VECTOR == 0 for name in ("N", *self.strides))
-        aligned = aligned and in_vectors
+        if any(named[name] % VECTOR for name in ("N", *self.strides)):
+            aligned = False
         unit = VECTOR if aligned else 1
         values = {**named, "UNIT": unit}
         for name in self.strides:
@@ -132,8 +130,13 @@ class Kernel:
         }
 
 
+@dataclass(eq=False)
 class Start:
     """Starts a kernel with a grid and arguments that are fixed.
+
+    Args:
+        tail: the arguments behind the pointers.
+        aligned: which of the kernel's variants.
 
     Attributes:
         on: ``on(operands)`` starts it on these pointers, the quickest way there is. The
@@ -141,25 +144,18 @@ class Start:
             that it cannot be, and nothing has run.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        grid: tuple,
-        num_warps: int,
-        tail: tuple,
-        device: torch.device,
-        aligned: bool,
-    ):
-        self.kernel = kernel
-        self.grid = grid
-        self.num_warps = num_warps
-        self.tail = tail
-        self.device = device
-        self.aligned = aligned
-        self.index = None if INTERPRETED else device.index
-        self.current = (
-            current_device(device.type) if self.index is not None else lambda: None
-        )
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    num_warps: int
+    tail: tuple
+    device: torch.device
+    aligned: bool
+
+    def __post_init__(self):
+        self.index = None if INTERPRETED else self.device.index
+        self.current = _no_index
+        if self.index is not None:
+            self.current = current_device(self.device.type)
         self.on: Callable[[tuple], None] = self.with_care
         self._launch: Callable[[tuple], None] | None = None
 
@@ -185,6 +181,10 @@ class Start:
             if is_of_the_device(error):
                 raise
             raise unavailable(error) from error
+
+
+def _no_index() -> None:
+    """The index of a device that has none."""
 
 
 def _interpreted(function: Callable, tail: tuple) -> Callable[[tuple], None]:
@@ -239,11 +239,9 @@ def current_device(device_type: str) -> Callable[[], int]:
     """A function of the current device's index, without torch's checks: a tensor there
     has initialised it.
     """
-    known = {"cuda": "_cuda_getDevice", "xpu": "_xpu_getDevice"}.get(device_type, "")
-    return (
-        getattr(torch._C, known, None)
-        or torch.get_device_module(device_type).current_device
-    )
+    if device_type == "cuda":
+        return torch._C._cuda_getDevice
+    return torch.get_device_module(device_type).current_device
 
 
 @cache
@@ -252,8 +250,6 @@ def device_limits(device_type: str, index: int | None) -> tuple[int, int]:
     if INTERPRETED:
         return INTERPRETER_SMS, INTERPRETER_SHARED
     properties = torch.get_device_module(device_type).get_device_properties(index)
-    sms = getattr(properties, "multi_processor_count", None) or getattr(
-        properties, "gpu_subslice_count", 64
-    )
+    sms = getattr(properties, "multi_processor_count", 64)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or 65_536
     return sms, shared

@@ -5,10 +5,9 @@ import triton.language as tl
 
 
 @triton.jit
-def row_offsets(
-    rows, inner, outer_stride, inner_stride, UNIT: tl.constexpr, FLAT: tl.constexpr = 0
-):
-    """Offset in elements of each row of a tensor; row r is at (r // inner, r % inner).
+def row_offsets(rows, inner, outer_stride, inner_stride, UNIT, FLAT=0):
+    """Offset in elements of each row of a tensor, as a column; row r is at (r // inner,
+    r % inner).
 
     FLAT: the elements of a row if no gaps are between rows; else 0. One address then
     serves all operands of a kernel. To compute the addresses otherwise takes a seventh
@@ -20,37 +19,38 @@ def row_offsets(
     signed one costs the backward 16 registers more.
     """
     if FLAT:
-        return tl.cast(rows, tl.int64) * FLAT
+        at = rows.to(tl.int64) * FLAT
     else:
-        rows = tl.cast(rows, tl.uint32)
+        rows = rows.to(tl.uint32)
         inner = tl.cast(inner, tl.uint32)
         # The interpreter passes a small integer as 32 bits whatever the signature says,
         # so both factors are cast.
-        outer = tl.cast(rows // inner, tl.int64) * (
-            tl.cast(outer_stride, tl.int64) * UNIT
-        )
-        return outer + tl.cast(rows % inner, tl.int64) * (
-            tl.cast(inner_stride, tl.int64) * UNIT
-        )
+        outer_stride = tl.cast(outer_stride, tl.int64) * UNIT
+        inner_stride = tl.cast(inner_stride, tl.int64) * UNIT
+        at = (rows // inner).to(tl.int64) * outer_stride
+        at += (rows % inner).to(tl.int64) * inner_stride
+    return at[:, None]
 
 
 @triton.jit
-def load(pointers, mask, DENSE: tl.constexpr, always=True):
+def load(pointers, mask, DENSE, always=True):
     """Load, without a mask where the tile covers only valid elements; masked lanes read
     as zero.
 
     always: True in each step of a loop, by a test that the compiler does not see
     through: so it does not load ahead.
     """
-    if always:
-        values = tl.load(pointers) if DENSE else tl.load(pointers, mask=mask, other=0.0)
-    else:
+    if not always:
         values = tl.zeros(pointers.shape, pointers.dtype.element_ty)
+    elif DENSE:
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=mask, other=0.0)
     return values
 
 
 @triton.jit
-def load32(pointers, mask, DENSE: tl.constexpr):
+def load32(pointers, mask, DENSE):
     """`load` in float32."""
     return load(pointers, mask, DENSE).to(tl.float32)
 
@@ -75,18 +75,19 @@ def wide(x):
 
 
 @triton.jit
-def store(pointers, values, mask, DENSE: tl.constexpr):
+def store(pointers, values, mask, DENSE):
     """Store in the pointer's element type, without a mask where the tile covers only
     valid elements.
     """
+    values = values.to(pointers.dtype.element_ty)
     if DENSE:
-        tl.store(pointers, values.to(pointers.dtype.element_ty))
+        tl.store(pointers, values)
     else:
-        tl.store(pointers, values.to(pointers.dtype.element_ty), mask=mask)
+        tl.store(pointers, values, mask=mask)
 
 
 @triton.jit
-def known(values, mask, GAPS: tl.constexpr):
+def known(values, mask, GAPS):
     """Zero behind the row: the registers there then cost no instruction, as the
     compiler knows their value.
     """
@@ -94,7 +95,7 @@ def known(values, mask, GAPS: tl.constexpr):
 
 
 @triton.jit
-def reciprocal_root(square, eps, EPS_OUTSIDE: tl.constexpr):
+def reciprocal_root(square, eps, EPS_OUTSIDE):
     """The factor of a row, from its mean square."""
     if EPS_OUTSIDE:
         divisor = tl.sqrt_rn(square) + eps
@@ -104,7 +105,7 @@ def reciprocal_root(square, eps, EPS_OUTSIDE: tl.constexpr):
 
 
 @triton.jit
-def normalised(x, rstd, X, ROUNDING: tl.constexpr):
+def normalised(x, rstd, X, ROUNDING):
     """x over its root, in the operators of the formula; rstd broadcasts against x."""
     if ROUNDING == "rstd":
         return x * rounded(rstd, X)
@@ -113,7 +114,7 @@ def normalised(x, rstd, X, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
+def round_hat(xhat, X, W, ROUNDING):
     """Round the normalised x where the formula does it before the weight; always
     returns float32 values.
     """
@@ -125,7 +126,7 @@ def round_hat(xhat, X, W, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def round_product(y, X, W, ROUNDING: tl.constexpr):
+def round_product(y, X, W, ROUNDING):
     """Round xhat * weight if that product is a tensor, of the promoted dtype of its
     factors.
     """
@@ -137,7 +138,7 @@ def round_product(y, X, W, ROUNDING: tl.constexpr):
 
 
 @triton.jit
-def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
+def scale_of(w, W, OFFSET, ROUND_OFFSET):
     """The factor applied to xhat, in float32: weight + OFFSET, that sum rounded where
     the formula rounds it.
     """
@@ -150,7 +151,7 @@ def scale_of(w, W, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr):
 
 
 @triton.jit
-def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr):
+def hat_of_output(y, scale, B, cols, col_mask, DENSE):
     """xhat from the norm's output y, in float32: (y - bias) / scale; zero in masked
     columns. scale None: no weight.
 
@@ -164,16 +165,13 @@ def hat_of_output(y, scale, B, cols, col_mask, DENSE: tl.constexpr):
 
 
 @triton.jit
-def activation(z, G, GATE: tl.constexpr):
+def activation(z, G, GATE):
     """(factor, its derivative) of a gate's value z, in float32; 1 + z is rounded to the
     dtype that z has in G.
     """
     sigmoid = tl.sigmoid(z)
-    if GATE == "modulate_after":
-        factor = rounded(1.0 + z, G)
-        slope = tl.full(z.shape, 1.0, tl.float32)
-    elif GATE == "multiply_after":
-        factor = z
+    if GATE == "modulate_after" or GATE == "multiply_after":
+        factor = rounded(1.0 + z, G) if GATE == "modulate_after" else z
         slope = tl.full(z.shape, 1.0, tl.float32)
     elif GATE == "sigmoid_after":
         factor = sigmoid

@@ -38,11 +38,6 @@ _OF_THE_DEVICE = re.compile(
     r"|misaligned address|device-side assert|launch failure|captur",
     re.IGNORECASE,
 )
-_DEVICE_ERRORS = (
-    MemoryError,
-    torch.OutOfMemoryError,
-    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
-)
 _OF_THE_CACHE = {
     errno.EACCES,
     errno.EPERM,
@@ -77,40 +72,39 @@ def unavailable(error: Exception) -> KernelUnavailable:
 def _cure(error: Exception, cause: str) -> str:
     if isinstance(error, OSError) and error.errno in _OF_THE_CACHE:
         return CACHE
-    return next(
-        (cure for pattern, cure in _CURES if re.search(pattern, cause, re.IGNORECASE)),
-        UNKNOWN,
-    )
+    for pattern, cure in _CURES:
+        if re.search(pattern, cause, re.IGNORECASE):
+            return cure
+    return UNKNOWN
 
 
 def is_of_the_device(error: Exception) -> bool:
     """Whether an error says something of the device or of the moment, and nothing of a
     kernel to be compiled.
     """
-    if isinstance(error, OSError) and error.errno in _OF_THE_MOMENT:
+    if isinstance(error, OSError):
+        return error.errno in _OF_THE_MOMENT
+    if isinstance(error, MemoryError) or type(error).__name__ == "InterpreterError":
         return True
-    if isinstance(error, _DEVICE_ERRORS) or type(error).__name__ == "InterpreterError":
-        return True
-    return (
-        isinstance(error, RuntimeError)
-        and _OF_THE_DEVICE.search(str(error)) is not None
-    )
+    if not isinstance(error, RuntimeError):
+        return False
+    return _OF_THE_DEVICE.search(str(error)) is not None
 
 
 def _cause(error: Exception) -> str:
     """An error in one line."""
     if isinstance(error, subprocess.CalledProcessError):
         return _failed_command(error)
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = str(error).strip().partition("\n")[0]
     if not isinstance(error, RuntimeError):
         text = f"{type(error).__name__}: {text}"
     return text[:_MOST]
 
 
 def _failed_command(error: subprocess.CalledProcessError) -> str:
-    command = error.cmd if isinstance(error.cmd, str) else str(error.cmd[0])
-    said = f"{command} ended with exit code {error.returncode}"[:_MOST]
+    command = error.cmd if isinstance(error.cmd, str) else error.cmd[0]
+    cause = f"{command} ended with exit code {error.returncode}"
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if "ptxas" in command or header.exists():
-        return said
-    return f"{said}: {header} is not there"
+    if "ptxas" not in command and not header.exists():
+        cause += f": {header} is not there"
+    return cause

@@ -25,18 +25,9 @@ from .device import (
 
 
 @triton.jit
-def plus_residual(x, RES, at, mask, H, DENSE: tl.constexpr):
-    """residual + x, of float32 x: with an H, rounded once to its dtype as PyTorch's
-    addition rounds it.
-    """
-    h = load32(RES + at, mask, DENSE) + x
-    return h if H is None else h.to(H.dtype.element_ty)
-
-
-@triton.jit
 def affine(
-    xhat, X, W, B, cols, col_mask, DENSE: tl.constexpr,
-    OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr,
+    xhat, X, W, B, cols, col_mask, DENSE,
+    OFFSET, ROUND_OFFSET, ROUNDING,
 ):  # fmt: skip
     """weight and bias applied to xhat (float32, columns last) with the formula's
     rounding; float32 out.
@@ -55,15 +46,22 @@ def affine(
 
 
 @triton.jit
-def mean_of(x, N: tl.constexpr):
-    """Mean of each row of x, divided where a product with 1 / N could be another value
-    for a constant row.
+def mean_of(x, N):
+    """Mean of each row of x, divided: a product with 1 / N could be another value for a
+    constant row.
     """
     total = tl.sum(x, axis=1)
-    if N & (N - 1) == 0:
-        return total * (1.0 / N)
-    else:
-        return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
+    return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
+
+
+@triton.jit
+def less_mean(x, col_mask, N, BLOCK):
+    """(x less the mean of its row, zero behind the row; that mean)."""
+    mean = mean_of(x, N)
+    x = x - mean[:, None]
+    if BLOCK != N:
+        x = tl.where(col_mask[None, :], x, 0.0)
+    return x, mean
 
 
 @triton.jit
@@ -100,41 +98,32 @@ def norm_forward(
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
-    head = 0
-    if HEADS != 1:
-        head = tl.program_id(1)
-        rows = rows * HEADS + head
-        if W is not None:
-            W += head * N
-        if B is not None:
-            B += head * N
+    head = tl.program_id(1) if HEADS != 1 else 0
+    rows = rows * HEADS + head
     col_mask = cols < N
     row_mask = rows < rows_total
     # A one-row tile never hangs over the last row: the grid is exact. Columns alone
     # tell which registers hold nothing.
     DENSE: tl.constexpr = BLOCK == N and ROWS == 1
     mask = col_mask[None, :] if ROWS == 1 else row_mask[:, None] & col_mask[None, :]
-    x_at = (
-        row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT)[:, None] + cols[None, :]
-    )
+    x_at = row_offsets(rows, x_len, x_outer, x_inner, UNIT, FLAT) + cols[None, :]
     # From the tile's first element, not as x's are, which would be held in registers
     # until Y is stored.
     y_at = tl.arange(0, ROWS)[:, None] * (HEADS * N) + cols[None, :]
-    first = (tl.cast(tl.program_id(0), tl.int64) * (ROWS * HEADS) + head) * N
+    first = (tl.program_id(0).to(tl.int64) * (ROWS * HEADS) + head) * N
     x = load(X + x_at, mask, DENSE)
     # A sum of two is computed in their dtype, two in one instruction; single elements
     # would take registers.
     x = wide(x) if RES is None and UNIT != 1 else x.to(tl.float32)
-    other_at = (
-        row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)[:, None]
-        + cols[None, :]
-    )
+    other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)
+    other_at = other_at + cols[None, :]
     if RES is not None:
         if FACTOR is not None:
             x = rounded(x * load32(FACTOR + other_at, mask, DENSE), X)
         res_at = other_at if G is None else first + y_at
-        h = plus_residual(x, RES, res_at, mask, H, DENSE)
-        if H is not None:
+        h = load32(RES + res_at, mask, DENSE) + x
+        if H is not None:  # else the sum is not rounded
+            h = h.to(H.dtype.element_ty)
             store(H + first + y_at, h, mask, DENSE)
             X = H  # its dtype is that of the normalised tensor
         x = h.to(tl.float32)
@@ -144,26 +133,19 @@ def norm_forward(
             x = x * factor
     # The weight is read as a whole tile: it then has x's layout, so 16-byte loads and
     # no trip through shared memory.
-    tile = tl.broadcast_to(cols[None, :], (ROWS, BLOCK))
+    tile = tl.broadcast_to((head * N + cols)[None, :], (ROWS, BLOCK))
     if CENTERED:
-        mean = mean_of(x, N)
-        x = x - mean[:, None]
-        if BLOCK != N:
-            x = tl.where(col_mask[None, :], x, 0.0)
+        x, mean = less_mean(x, col_mask, N, BLOCK)
         # Sums of equal values are exact where 24 bits hold N times as many as x has; so
         # are those of values about as large, as the elements of a row are where its
         # mean is large.
-        EXACT: tl.constexpr = 1 << (
-            23 - X.dtype.element_ty.fp_mantissa_width
-        ) >= N and (RES is None or H is not None)
-        if GATE == "silu_before" or not EXACT:
+        ROUNDED: tl.constexpr = RES is None or H is not None
+        SPARE: tl.constexpr = 1 << (23 - X.dtype.element_ty.fp_mantissa_width)
+        if GATE == "silu_before" or not ROUNDED or SPARE < N:
             # The mean of the rest corrects the rounding of a large mean; a constant row
             # becomes exactly zero.
-            rest = mean_of(x, N)
+            x, rest = less_mean(x, col_mask, N, BLOCK)
             mean = mean + rest
-            x = x - rest[:, None]
-            if BLOCK != N:
-                x = tl.where(col_mask[None, :], x, 0.0)
     square = tl.sum(x * x, axis=1) * (1.0 / N)
     rstd = reciprocal_root(square, eps, EPS_OUTSIDE)
     if RSTD is not None:
@@ -172,17 +154,9 @@ def norm_forward(
         tl.store(MEAN + rows, mean, mask=row_mask)
     xhat = normalised(x, rstd[:, None], X, ROUNDING)
     y = affine(
-        xhat,
-        X,
-        W,
-        B,
-        tile,
-        col_mask[None, :],
-        BLOCK == N,
-        OFFSET,
-        ROUND_OFFSET,
+        xhat, X, W, B, tile, col_mask[None, :], BLOCK == N, OFFSET, ROUND_OFFSET,
         ROUNDING,
-    )
+    )  # fmt: skip
     if G is not None and GATE != "silu_before":
         if W is not None:
             y = round_product(y, X, W, ROUNDING)

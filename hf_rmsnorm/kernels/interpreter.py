@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 
+import torch
+
 
 @contextmanager
 def faithful_interpreter():
@@ -10,30 +12,20 @@ def faithful_interpreter():
 
     It truncates, and hardware rounds to nearest even. Along all but the last dimension
     it adds one element after the other, and threads add in pairs: a sum of many loses
-    bits. It also replaces the functions of triton.language at every call of a helper,
-    which took a third of its time: here once for each module that names them.
+    bits.
     """
     import numpy as np
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
-    original, patch, patched = (
-        interpreter._convert_float,
-        interpreter._patch_lang,
-        set(),
-    )
-    reductions, add = interpreter.ReduceOps, interpreter.ReduceOps.sum
+    original, patch = interpreter._convert_float, interpreter._patch_lang
+    reductions = interpreter.ReduceOps
+    add = reductions.sum
 
     def convert(data, source, target, rounding_mode):
         if source == tl.float32 and target == tl.bfloat16:
-            data = np.ascontiguousarray(data)
-            bits = data.view(np.uint32).astype(np.uint64)
-            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-            rounded[np.isnan(data.view(np.float32))] = 0x7FC0
-            return rounded.reshape(data.shape)
-        if source == tl.bfloat16 and target == tl.float32:
-            data = np.ascontiguousarray(data)
-            return (data.view(np.uint16).astype(np.uint32) << 16).reshape(data.shape)
+            rounded = torch.tensor(data, dtype=torch.bfloat16)
+            return rounded.view(torch.int16).numpy().view(np.uint16)
         return original(data, source, target, rounding_mode)
 
     def add_in_pairs(reduction, tile):
@@ -45,31 +37,21 @@ def faithful_interpreter():
             data = data[::2] + data[1::2]
         return reduction.to_tensor(data[0], tile.dtype)
 
-    def patch_once(function):
-        names = tuple(
-            any(module is value for value in function.__globals__.values())
-            for module in (tl, tl.core)
-        )
-        if names not in patched:
-            patched.add(names)
-            scope = patch(function)  # which undoes the next line too
-            # Triton 3.6 has what NumPy 2.4 refuses
-            tl.tensor.__index__ = lambda x: int(x.handle.data.item())
-            return scope
+    def patch_and_mend(function):
+        scope = patch(function)  # which undoes the next line too
+        # Triton 3.6 has what NumPy 2.4 refuses
+        tl.tensor.__index__ = lambda x: int(x.handle.data.item())
+        return scope
 
     # Under the lock no other launch sees the replacement. No warnings about inf and
     # nan: they come from the inputs.
-    interpreter._convert_float, interpreter._patch_lang, reductions.sum = (
-        convert,
-        patch_once,
-        add_in_pairs,
-    )
+    interpreter._convert_float = convert
+    interpreter._patch_lang = patch_and_mend
+    reductions.sum = add_in_pairs
     try:
         with np.errstate(all="ignore"):
             yield
     finally:
-        interpreter._convert_float, interpreter._patch_lang, reductions.sum = (
-            original,
-            patch,
-            add,
-        )
+        interpreter._convert_float = original
+        interpreter._patch_lang = patch
+        reductions.sum = add

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formula import NormSpec
+from ..formula import NormSpec, OptionalTensor
 from . import backward, forward
-from .compiled import Kernel
+from .compiled import Kernel, Start
 from .rows import (
     addresses,
     allocator,
@@ -25,7 +25,7 @@ from .rows import (
     sum_without_data,
 )
 from .serves import require
-from .sizes import forward_config
+from .sizes import forward_config, reduce_config
 
 NORM_FORWARD = Kernel(forward.norm_forward)
 NORM_BACKWARD = Kernel(backward.norm_backward, contracts=True)
@@ -53,16 +53,16 @@ class Operands(NamedTuple):
     """
 
     x: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    gate: Tensor | None = None
-    shift: Tensor | None = None
-    factor: Tensor | None = None
-    residual: Tensor | None = None
+    weight: OptionalTensor = None
+    bias: OptionalTensor = None
+    gate: OptionalTensor = None
+    shift: OptionalTensor = None
+    factor: OptionalTensor = None
+    residual: OptionalTensor = None
 
 
 def formula_constants(
-    spec: NormSpec, weight: Tensor | None, gate: Tensor | None, modulation: str
+    spec: NormSpec, weight: OptionalTensor, gate: OptionalTensor, modulation: str
 ) -> dict:
     """The constants of a formula that every kernel takes.
 
@@ -79,6 +79,24 @@ def formula_constants(
         "EPS_OUTSIDE": spec.eps_outside,
         "GATE": modulation if spec.gate is None and gate is not None else spec.gate,
     }
+
+
+def sum_of_partials(
+    device: torch.device, parts: int, parts_behind: int, hidden_size: int
+) -> Start:
+    """What sums partial gradients: started on (partial sums, gradient of the first
+    `parts` rows, gradient of the `parts_behind` rows behind them).
+    """
+    config = reduce_config(hidden_size)
+    named = {
+        "parts": parts,
+        "parts_behind": parts_behind,
+        "N": hidden_size,
+        "BLOCK": config.block,
+        "ROWS": config.rows,
+    }
+    grid = (-(-hidden_size // config.block), 2, 1)
+    return REDUCE_PARTIALS.bind(grid, config.num_warps, named, device, aligned=True)
 
 
 class NormForward:
@@ -105,23 +123,28 @@ class NormForward:
         keep_sum: bool = True, modulation: str = MODULATE,
     ):  # fmt: skip
         x, weight, bias, gate, _, _, residual = operands
-        require(spec, "rows", *(() if residual is None else ("residual sum",)))
-        size, rows, heads = x.shape[-1], math.prod(x.shape[:-1]), heads_of(weight, bias)
-        total = x if residual is None else sum_without_data(x, residual)
+        require(spec, "rows")
+        size = x.shape[-1]
+        rows = math.prod(x.shape[:-1])
+        heads = heads_of(weight, bias)
+        total = x
+        if residual is not None:
+            require(spec, "residual sum")
+            total = sum_without_data(x, residual)
         weight_dtype = None if weight is None else weight.dtype
         y_dtype = spec.output_dtype(total.dtype, weight_dtype)
         y = output_like(total, spec, weight, heads, y_dtype)
         outputs = [y] if residual is None else [y, total]
-        other = residual if gate is None else gate
+        read = {"x": x, "other": residual if gate is None else gate}
         self.strides = total.stride()
         self.order = row_order(total, spec, heads)
-        self.empty_y, self.empty_h = allocator(x, y), allocator(x, total)
+        self.empty_y = allocator(x, y)
+        self.empty_h = allocator(x, total)
         self.keeps_sum = keep_sum and residual is not None
         self.blank = blank(x.device, rows)
-        self.stats, self.has_mean = stats, stats and spec.centered
-        self.in_place, flat, addressed = addresses(
-            self.order, outputs, x=x, other=other
-        )
+        self.stats = stats
+        self.has_mean = stats and spec.centered
+        self.in_place, flat, addressed = addresses(self.order, outputs, read)
         config = forward_config(size)
         named = {
             "N": size,
@@ -144,12 +167,10 @@ class NormForward:
         y = self.empty_y(x)
         rstd = torch.empty_like(self.blank) if self.stats else None
         mean = torch.empty_like(self.blank) if self.has_mean else None
+        read = x, weight, bias, gate, shift, factor, residual
+        written = h, y, rstd, mean
         if self.in_place:
-            self.start.on(
-                (x, weight, bias, gate, shift, factor, residual, h, y, rstd, mean)
-            )
+            self.start.on((*read, *written))
         else:
-            read = x, weight, bias, gate, shift, factor, residual
-            written = h, y, rstd, mean
             start_on_copies(self.start.on, read, written, x.shape, self.order)
         return y, rstd, mean, h

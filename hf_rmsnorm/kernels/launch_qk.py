@@ -2,71 +2,50 @@
 has those of rows.
 """
 
-import math
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ..formula import NormSpec, promoted
+from ..formula import NormSpec, OptionalTensor, promoted
 from . import compiled, qk, qk_backward
 from .compiled import Kernel
+from .launch import sum_of_partials
 from .rows import allocator, blank, without_data
 from .serves import require
-from .sizes import QK_PROGRAMS_PER_SM, qk_config, qk_stages, reduce_config
+from .sizes import QK_PROGRAMS_PER_SM, qk_config, qk_stages
 
 QK_NORM_FORWARD = Kernel(qk.qk_norm_forward)
 QK_NORM_BACKWARD = Kernel(qk_backward.qk_norm_backward)
-QK_REDUCE_PARTIALS = Kernel(qk_backward.qk_reduce_partials)
-KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, QK_REDUCE_PARTIALS)
+KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD)
 
 
-class QKOperands(NamedTuple):
-    """The operands of a forward, in the order of the kernel's parameters.
+def _normed_dtype(spec: NormSpec, q: Tensor, weight: OptionalTensor) -> torch.dtype:
+    """The dtype of q and k when they are normalised, before they are rotated."""
+    return spec.output_dtype(q.dtype, None if weight is None else weight.dtype)
+
+
+def _tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
+    """How many tiles q and k are."""
+    head_dim = q.shape[-1]
+    elements = qk_config(head_dim).rows * head_dim
+    return -(-q.numel() // elements), -(-k.numel() // elements)
+
+
+def _arguments(spec: NormSpec, cos: Tensor, strided: dict[str, Tensor]) -> dict:
+    """The arguments that forward and backward have in common, by name.
 
     Args:
-        q, k: (batch, heads, length, head_dim), columns of unit stride, of one dtype.
-        q_weight, k_weight: (head_dim,), contiguous, of one dtype; or None both.
-        cos, sin: (batch or 1, length, turned columns), of one dtype and the same
-            strides.
+        strided: by their names in the kernel, the tensors of which it takes strides.
     """
-
-    q: Tensor
-    k: Tensor
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    cos: Tensor
-    sin: Tensor
-
-    def normed_dtype(self, spec: NormSpec) -> torch.dtype:
-        """The dtype of q and k when they are normalised, before they are rotated."""
-        weight = self.q_weight
-        return spec.output_dtype(self.q.dtype, None if weight is None else weight.dtype)
-
-    def rows(self) -> list[int]:
-        """How many rows q and k have."""
-        return [math.prod(x.shape[:3]) for x in (self.q, self.k)]
-
-    def tiles(self) -> list[int]:
-        """How many tiles q and k are."""
-        of_a_tile = qk_config(self.q.shape[-1]).rows
-        return [-(-rows // of_a_tile) for rows in self.rows()]
-
-
-def _arguments(spec: NormSpec, operands: QKOperands) -> dict:
-    """The arguments that forward and backward have in common, by name, but for the
-    strides of q and k.
-    """
-    q, k, cos = operands.q, operands.k, operands.cos
+    q, k = strided["q"], strided["k"]
     batch, q_heads, length, head_dim = q.shape
     config = qk_config(head_dim)
-    return {
+    named = {
         "tokens": batch * length,
         "length": length,
         "q_heads": q_heads,
         "k_heads": k.shape[1],
-        "rotary_batch": cos.stride(0) if cos.shape[0] > 1 else 0,
-        "rotary_position": cos.stride(1) if length > 1 else 0,
+        "rotary_batch": _stride(cos, 0),
+        "rotary_position": _stride(cos, 1),
         "N": head_dim,
         "R": cos.shape[-1],
         "BLOCK": config.block // 2,  # of a half of the columns
@@ -74,19 +53,18 @@ def _arguments(spec: NormSpec, operands: QKOperands) -> dict:
         "OFFSET": spec.weight_offset,
         "ROUNDING": spec.rounding,
     }
-
-
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    """The strides of tensors, by the names of the kernels' parameters.
-
-    A dimension of one element may have any stride, also one that no vector divides; 0
-    takes its place.
-    """
-    named = {}
-    for name, t in tensors.items():
-        for at, dimension in enumerate(("batch", "head", "position")):
-            named[f"{name}_{dimension}"] = t.stride(at) if t.shape[at] > 1 else 0
+    for name, t in strided.items():
+        named[f"{name}_batch"] = _stride(t, 0)
+        named[f"{name}_head"] = _stride(t, 1)
+        named[f"{name}_position"] = _stride(t, 2)
     return named
+
+
+def _stride(t: Tensor, dimension: int) -> int:
+    """A dimension of one element may have any stride, also one that no vector divides;
+    0 takes its place.
+    """
+    return t.stride(dimension) if t.shape[dimension] > 1 else 0
 
 
 def _rotated_like(x: Tensor, cos: Tensor, dtype: torch.dtype, way: str) -> Tensor:
@@ -105,7 +83,11 @@ class QKForward:
     their values.
 
     Args:
-        operands: `QKOperands`.
+        operands: (q, k, q_weight, k_weight, cos, sin), in the order of the kernel's
+            parameters. q and k are (batch, heads, length, head_dim), columns of unit
+            stride, of one dtype; the weights (head_dim,), contiguous, of one dtype, or
+            None both; cos and sin (batch or 1, length, turned columns), of one dtype
+            and the same strides.
         aligned: they start at multiples of 16 bytes.
         stats: also return rstd for the backward.
         way: how they are rotated, as in `reference.rotated`.
@@ -119,29 +101,30 @@ class QKForward:
         way: str = "",
     ):  # fmt: skip
         require(spec, "queries and keys")
-        operands = QKOperands(*operands)
-        q, k, cos = operands.q, operands.k, operands.cos
-        normed = operands.normed_dtype(spec)
+        q, k, weight, _, cos, _ = operands
+        normed = _normed_dtype(spec, q, weight)
         dtype = normed if way == "once" else promoted(normed, cos.dtype)
-        yq, yk = (_rotated_like(x, cos, dtype, way) for x in (q, k))
-        self.empty_yq, self.empty_yk = allocator(q, yq), allocator(k, yk)
-        rows = sum(operands.rows())
-        self.stats, self.blank = stats, blank(q.device, rows)
-        named = {
-            **_arguments(spec, operands),
-            **_strides(q=q, k=k, yq=yq, yk=yk),
-            "eps": spec.eps,
-            "ONCE": way == "once",
-        }
-        grid, warps = (sum(operands.tiles()), 1, 1), qk_config(q.shape[-1]).num_warps
-        self.start = QK_NORM_FORWARD.bind(grid, warps, named, q.device, aligned)
+        yq = _rotated_like(q, cos, dtype, way)
+        yk = _rotated_like(k, cos, dtype, way)
+        self.empty_yq = allocator(q, yq)
+        self.empty_yk = allocator(k, yk)
+        head_dim = q.shape[-1]
+        self.stats = stats
+        self.blank = blank(q.device, (q.numel() + k.numel()) // head_dim)
+        named = _arguments(spec, cos, {"q": q, "k": k, "yq": yq, "yk": yk})
+        named["eps"] = spec.eps
+        named["ONCE"] = way == "once"
+        grid = (sum(_tiles(q, k)), 1, 1)
+        num_warps = qk_config(head_dim).num_warps
+        self.start = QK_NORM_FORWARD.bind(grid, num_warps, named, q.device, aligned)
 
     def launch(self, *operands):
         """(q', k', rstd): rstd is float32, one for each row of q and then of k; or
         None.
         """
-        q, k = operands[:2]
-        yq, yk = self.empty_yq(q), self.empty_yk(k)
+        q, k, *_ = operands
+        yq = self.empty_yq(q)
+        yk = self.empty_yk(k)
         rstd = torch.empty_like(self.blank) if self.stats else None
         self.start.on((*operands, yq, yk, rstd))
         return yq, yk, rstd
@@ -164,60 +147,50 @@ class QKBackward:
         self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...],
         way: str = "",
     ):  # fmt: skip
-        dq, dk, *read, _ = operands
-        read = QKOperands(*read)
-        q, k, cos = read.q, read.k, read.cos
-        self.need = need
+        dq, dk, q, k, weight, _, cos, *_ = operands
+        self.need_q_weight, self.need_k_weight = need[2:]
+        self.need_rows = any(need[:2])
         head_dim, device = q.shape[-1], q.device
         sms, shared = compiled.device_limits(device.type, device.index)
-        q_parts, k_parts = shares(read.tiles(), sms * QK_PROGRAMS_PER_SM)
-        parts = {"q_parts": q_parts, "k_parts": k_parts}
-        self.partials = blank(device, q_parts + k_parts, head_dim)
-        dxq, dxk = without_data(q), without_data(k)
+        q_parts, k_parts = shares(_tiles(q, k), sms * QK_PROGRAMS_PER_SM)
         itemsize = max(t.element_size() for t in (q, cos, dq, dk))
-        named = {
-            **_arguments(spec, read),
-            **_strides(dyq=dq, dyk=dk, q=q, k=k, dxq=dxq, dxk=dxk),
-            "q_parts": q_parts,
-            # Else autograd rounds each product, to the dtype that the tables promote.
-            "ONCE": way == "once" and cos.dtype == read.normed_dtype(spec),
-            "STAGES": qk_stages(itemsize, shared),
-        }
-        grid, warps = (q_parts + k_parts, 1, 1), qk_config(head_dim).num_warps
-        self.start = QK_NORM_BACKWARD.bind(grid, warps, named, device, aligned)
-        config = reduce_config(head_dim)
-        named = {**parts, "N": head_dim, "BLOCK": config.block, "ROWS": config.rows}
-        grid = (-(-head_dim // config.block), 2, 1)
-        self.sum = QK_REDUCE_PARTIALS.bind(grid, config.num_warps, named, device, True)
+        dxq, dxk = without_data(q), without_data(k)
+        strided = {"dyq": dq, "dyk": dk, "q": q, "k": k, "dxq": dxq, "dxk": dxk}
+        named = _arguments(spec, cos, strided)
+        named["q_parts"] = q_parts
+        # Else autograd rounds each product, to the dtype that the tables promote.
+        named["ONCE"] = way == "once" and cos.dtype == _normed_dtype(spec, q, weight)
+        named["STAGES"] = qk_stages(itemsize, shared)
+        grid = (q_parts + k_parts, 1, 1)
+        num_warps = qk_config(head_dim).num_warps
+        self.start = QK_NORM_BACKWARD.bind(grid, num_warps, named, device, aligned)
+        self.partials = blank(device, q_parts + k_parts, head_dim)
+        self.sum = sum_of_partials(device, q_parts, k_parts, head_dim)
 
     def launch(self, *operands):
         """The gradients of q, k and their weights, None where not wanted; the sums have
         a fixed order.
         """
         _, _, q, k, q_weight, k_weight, *_ = operands
-        need_q, need_k, need_q_weight, need_k_weight = self.need
         dxq = dxk = partials = None
-        if need_q or need_k:
+        if self.need_rows:
             dxq, dxk = torch.empty_like(q), torch.empty_like(k)
-        dwq = torch.empty_like(q_weight) if need_q_weight else None
-        dwk = torch.empty_like(k_weight) if need_k_weight else None
-        sums = need_q_weight or need_k_weight
-        if sums:
+        dwq = torch.empty_like(q_weight) if self.need_q_weight else None
+        dwk = torch.empty_like(k_weight) if self.need_k_weight else None
+        if self.need_q_weight or self.need_k_weight:
             partials = torch.empty_like(self.partials)
         self.start.on((*operands, dxq, dxk, partials))
-        if sums:
+        if partials is not None:
             self.sum.on((partials, dwq, dwk))
-        return dxq if need_q else None, dxk if need_k else None, dwq, dwk
+        return dxq, dxk, dwq, dwk
 
 
-def shares(tiles: list[int], programs: int) -> tuple[int, int]:
+def shares(tiles: tuple[int, int], programs: int) -> tuple[int, int]:
     """How many programs walk the tiles of q and of k: in proportion, and at least one
-    for any tile.
+    each.
     """
     of_q, of_k = tiles
-    programs = min(programs, of_q + of_k)
-    if not of_k:
-        return programs, 0
+    programs = max(2, min(programs, of_q + of_k))
     q_programs = round(programs * of_q / (of_q + of_k))
     q_programs = max(1, min(q_programs, programs - 1))
-    return q_programs, max(1, programs - q_programs)
+    return q_programs, programs - q_programs

@@ -16,58 +16,64 @@ from .forward import affine
 
 
 @triton.jit
-def divided(value, divisor, inverse):
-    """(quotient, remainder) of values below 2^31; inverse: its `reciprocal`, which pays
-    where many are divided.
+def divided(value, divisor):
+    """(quotient, remainder) of unsigned values below 2^31, by the reciprocal of the
+    divisor: all rows share it, and a loop computes it once.
     """
     divisor = tl.cast(divisor, tl.uint32)
-    quotient = value // divisor if inverse is None else tl.umulhi(value, inverse)
+    reciprocal = tl.full((), 0xFFFFFFFF, tl.uint32) // divisor
+    quotient = tl.umulhi(value, reciprocal)
     rest = value - quotient * divisor
-    if inverse is not None:  # the product's upper half may be one less
-        quotient = tl.where(rest < divisor, quotient, quotient + 1)
-        rest = tl.where(rest < divisor, rest, rest - divisor)
+    # the product's upper half may be one less
+    quotient = tl.where(rest < divisor, quotient, quotient + 1)
+    rest = tl.where(rest < divisor, rest, rest - divisor)
     return quotient, rest
 
 
 @triton.jit
-def places(rows, length, heads, inverse_length, inverse_heads):
-    """(batch, position, head) of each row; unsigned, because a signed division costs
-    registers.
-    """
-    tokens, head = divided(tl.cast(rows, tl.uint32), heads, inverse_heads)
-    batch, position = divided(tokens, length, inverse_length)
+def places(rows, length, heads):
+    """(batch, position, head) of each row."""
+    tokens, head = divided(rows.to(tl.uint32), heads)
+    batch, position = divided(tokens, length)
     return batch, position, head
 
 
 @triton.jit
-def offsets(place, strides, UNIT: tl.constexpr):
+def rows_of(tile, rows_total, length, heads, low_cols, high_cols, ROWS):
+    """Of a tile: (its rows, which of them there are, the masks of both halves, the
+    place of each row).
+    """
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < rows_total
+    low_mask = row_mask[:, None] & low_cols
+    high_mask = row_mask[:, None] & high_cols
+    return rows, row_mask, low_mask, high_mask, places(rows, length, heads)
+
+
+@triton.jit
+def offsets(place, strides, UNIT):
     """Offset in elements of each row, as a column; the three strides arrive divided by
     UNIT, as in `row_offsets`.
     """
-    at = tl.cast(place[0], tl.int64) * (tl.cast(strides[0], tl.int64) * UNIT)
-    at += tl.cast(place[1], tl.int64) * (tl.cast(strides[1], tl.int64) * UNIT)
-    at += tl.cast(place[2], tl.int64) * (tl.cast(strides[2], tl.int64) * UNIT)
-    return at[:, None]
+    at = place[0].to(tl.int64) * strides[0]
+    at += place[1].to(tl.int64) * strides[1]
+    at += place[2].to(tl.int64) * strides[2]
+    return (at * UNIT)[:, None]
 
 
 @triton.jit
-def mean_of_rows(values, N: tl.constexpr):
-    """Mean of each row of N columns, half of which were added to the other half."""
-    return tl.sum(values, axis=1) * (1.0 / N)
-
-
-@triton.jit
-def as_output(y, X, W, ROUNDING: tl.constexpr):
+def normed(xhat, X, W, at, mask, DENSE, OFFSET, ROUNDING):
     """A norm's result, in float32, with the rounding of a tensor that holds it before
     it is rotated.
     """
+    y = affine(xhat, X, W, None, at, mask, DENSE, OFFSET, ROUNDING != "once", ROUNDING)
     if W is not None:
         y = round_product(y, X, W, ROUNDING)
     return rounded(y, X) if W is None or ROUNDING == "once" else y
 
 
 @triton.jit
-def halves(place, BLOCK: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
+def halves(place, BLOCK, N, R):
     """(columns, masks) of the two halves of rows: two columns that turn with each other
     have one place in both.
 
@@ -91,7 +97,7 @@ def load_halves(at, low, high, low_mask, high_mask):
 
 
 @triton.jit
-def turned(value, other, cos, sin, Y, PLUS: tl.constexpr, ONCE: tl.constexpr):
+def turned(value, other, cos, sin, Y, PLUS, ONCE):
     """value * cos +- other * sin, every operator rounded to Y's dtype; ONCE: none of
     them rounded.
     """
@@ -106,8 +112,8 @@ def turned(value, other, cos, sin, Y, PLUS: tl.constexpr, ONCE: tl.constexpr):
 
 @triton.jit
 def rotated(
-    x, z, COS, SIN, at, low, high, turns, mask, Y, N: tl.constexpr, R: tl.constexpr,
-    BACK: tl.constexpr, ONCE: tl.constexpr,
+    x, z, COS, SIN, at, low, high, turns, mask, Y, N, R,
+    BACK, ONCE,
 ):  # fmt: skip
     """The halves x and z, turned by the tables at `at`; BACK: by the transposed map,
     which takes a gradient back.
@@ -126,56 +132,29 @@ def rotated(
 @triton.jit
 def rows_forward(
     X, W, COS, SIN, Y, RSTD, tile, stats_at, rows_total, length, heads, of_x, of_y,
-    of_tables, eps, N: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, ONCE: tl.constexpr,
+    of_tables, eps, N, R, BLOCK,
+    ROWS, UNIT, OFFSET,
+    ROUNDING, ONCE,
 ):  # fmt: skip
     """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch,
     position and head.
     """
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < rows_total
     # The columns as whole tiles give weights, cos and sin x's layout: 16-byte loads, no
     # trip through shared memory.
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     low, high, low_cols, high_cols = halves(cols, BLOCK, N, R)
-    low_mask = row_mask[:, None] & low_cols
-    high_mask = row_mask[:, None] & high_cols
-    place = places(rows, length, heads, None, None)
+    rows, row_mask, low_mask, high_mask, place = rows_of(
+        tile, rows_total, length, heads, low_cols, high_cols, ROWS
+    )
     # z is the other half of x
     x, z = load_halves(X + offsets(place, of_x, UNIT), low, high, low_mask, high_mask)
-    square = mean_of_rows(x * x + z * z, N)
+    square = tl.sum(x * x + z * z, axis=1) * (1.0 / N)
     rstd = reciprocal_root(square, eps, False)
     if RSTD is not None:
         tl.store(RSTD + stats_at + rows, rstd, mask=row_mask)
     DENSE: tl.constexpr = 2 * BLOCK == N
-    ROUND_OFFSET: tl.constexpr = ROUNDING != "once"
-    y = affine(
-        x * rstd[:, None],
-        X,
-        W,
-        None,
-        low,
-        low_cols,
-        DENSE,
-        OFFSET,
-        ROUND_OFFSET,
-        ROUNDING,
-    )
-    z = affine(
-        z * rstd[:, None],
-        X,
-        W,
-        None,
-        high,
-        high_cols,
-        DENSE,
-        OFFSET,
-        ROUND_OFFSET,
-        ROUNDING,
-    )
-    y = as_output(y, X, W, ROUNDING)
-    z = as_output(z, X, W, ROUNDING)
+    y = normed(x * rstd[:, None], X, W, low, low_cols, DENSE, OFFSET, ROUNDING)
+    z = normed(z * rstd[:, None], X, W, high, high_cols, DENSE, OFFSET, ROUNDING)
     at = offsets(place, of_tables, UNIT)
     y, z = rotated(
         y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, False, ONCE

@@ -5,31 +5,23 @@ them.
 import triton
 import triton.language as tl
 
-from .backward import reduce_partials
 from .device import load, round_hat, scale_of, store
 from .qk import (
     halves,
     load_halves,
-    mean_of_rows,
     offsets,
-    places,
     rotated,
     rounded,
+    rows_of,
 )
-
-
-@triton.jit
-def reciprocal(divisor):
-    """2^32 / divisor, rounded down, as `divided` takes it."""
-    return tl.full((), 0xFFFFFFFF, tl.uint32) // tl.cast(divisor, tl.uint32)
 
 
 @triton.jit
 def rows_backward(
     DY, X, W, COS, SIN, RSTD, DX, DW, part, parts, stats_at, rows_total, length, heads,
-    of_dy, of_x, of_dx, of_tables, N: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, ONCE: tl.constexpr, STAGES: tl.constexpr,
+    of_dy, of_x, of_dx, of_tables, N, R,
+    BLOCK, ROWS, UNIT, OFFSET,
+    ROUNDING, ONCE, STAGES,
 ):  # fmt: skip
     """Every `parts`-th tile of one side from `part` on; DW is where this program's
     partial sums go.
@@ -38,42 +30,26 @@ def rows_backward(
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     low, high, low_cols, high_cols = halves(cols, BLOCK, N, R)
     if W is not None:
-        scale = scale_of(load(W + low, low_cols, DENSE), W, OFFSET, ROUNDING != "once")
-        scale_z = scale_of(
-            load(W + high, high_cols, DENSE), W, OFFSET, ROUNDING != "once"
-        )
+        w = load(W + low, low_cols, DENSE)
+        w_z = load(W + high, high_cols, DENSE)
+        scale = scale_of(w, W, OFFSET, ROUNDING != "once")
+        scale_z = scale_of(w_z, W, OFFSET, ROUNDING != "once")
     if DW is not None:
         dw = tl.zeros((ROWS, BLOCK), tl.float32)
         dw_z = tl.zeros((ROWS, BLOCK), tl.float32)
-    inverse_length = reciprocal(length)
-    inverse_heads = reciprocal(heads)
     for tile in tl.range(part, tl.cdiv(rows_total, ROWS), parts, num_stages=STAGES):
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        row_mask = rows < rows_total
-        low_mask = row_mask[:, None] & low_cols
-        high_mask = row_mask[:, None] & high_cols
-        place = places(rows, length, heads, inverse_length, inverse_heads)
+        rows, row_mask, low_mask, high_mask, place = rows_of(
+            tile, rows_total, length, heads, low_cols, high_cols, ROWS
+        )
         x_at = X + offsets(place, of_x, UNIT)
         x, z = load_halves(x_at, low, high, low_mask, high_mask)
         dy_at = DY + offsets(place, of_dy, UNIT)
         g, g_z = load_halves(dy_at, low, high, low_mask, high_mask)
         at = offsets(place, of_tables, UNIT)
         g, g_z = rotated(
-            g,
-            g_z,
-            COS,
-            SIN,
-            at,
-            low,
-            high,
-            cols < R // 2,
-            low_mask,
-            DY,
-            N,
-            R,
-            True,
+            g, g_z, COS, SIN, at, low, high, cols < R // 2, low_mask, DY, N, R, True,
             ONCE,
-        )
+        )  # fmt: skip
         if ONCE:
             g = rounded(g, DY)
             g_z = rounded(g_z, DY)
@@ -89,7 +65,8 @@ def rows_backward(
             if W is not None:
                 g = g * scale
                 g_z = g_z * scale_z
-            along = mean_of_rows(tl.fma(g, xhat, g_z * zhat), N)[:, None]
+            along = tl.sum(tl.fma(g, xhat, g_z * zhat), axis=1) * (1.0 / N)
+            along = along[:, None]
             dx = tl.fma(xhat, -along, g)
             dz = tl.fma(zhat, -along, g_z)
             dx_at = DX + offsets(place, of_dx, UNIT)
@@ -130,7 +107,7 @@ def qk_norm_backward(
     """
     part = tl.program_id(0)
     if DW is not None:
-        DW += tl.cast(part, tl.int64) * N
+        DW += part.to(tl.int64) * N
     q_rows = tokens * q_heads
     of_tables = (rotary_batch, rotary_position, 0)
     if part < q_parts:
@@ -148,26 +125,3 @@ def qk_norm_backward(
             (dxk_batch, dxk_position, dxk_head), of_tables, N, R, BLOCK, ROWS, UNIT,
             OFFSET, ROUNDING, ONCE, STAGES,
         )  # fmt: skip
-
-
-@triton.jit
-def qk_reduce_partials(
-    PARTIALS,
-    DWQ,
-    DWK,
-    q_parts,
-    k_parts,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """`reduce_partials` of both weights: of q the first `q_parts` rows, of k the
-    `k_parts` behind them.
-    """
-    if tl.program_id(1) == 0:
-        if DWQ is not None:
-            reduce_partials(PARTIALS, DWQ, q_parts, N, BLOCK, ROWS)
-    elif DWK is not None:
-        reduce_partials(
-            PARTIALS + tl.cast(q_parts, tl.int64) * N, DWK, k_parts, N, BLOCK, ROWS
-        )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formula import NormSpec
+from ..formula import NormSpec, OptionalTensor
 
 Shape = tuple[int, ...]
 
@@ -26,7 +26,7 @@ class RowAddress(NamedTuple):
 
 
 def addresses(
-    order: Shape | None, outputs: list[Tensor], **tensors: Tensor | None
+    order: Shape | None, outputs: list[Tensor], read: dict[str, OptionalTensor]
 ) -> tuple[bool, bool, dict[str, int]]:
     """(whether kernels read these tensors and write these outputs where they lie,
     whether no gaps are between the rows of all tensors, the kernels' parameters).
@@ -34,27 +34,28 @@ def addresses(
     Args:
         order: in which rows are taken; None is that of the dimensions.
         outputs: meta tensors.
+        read: by the names of their parameters.
     """
     *of_rows, size = outputs[0].shape
     one_by_one = RowAddress(math.prod(of_rows), 0, size)
-    read = {name: _address(t, order) for name, t in tensors.items()}
-    written_flat = all(in_order(t, order).is_contiguous() for t in outputs)
-    in_place = written_flat and None not in read.values()
-    if not in_place:
-        read = dict.fromkeys(read, one_by_one)
-    # one row, or no tensor, has the address RowAddress()
-    flat = all(address in (RowAddress(), one_by_one) for address in read.values())
+    in_place = all(in_order(t, order).is_contiguous() for t in outputs)
+    of_operands = {name: _address(t, order) for name, t in read.items()}
+    in_place = in_place and None not in of_operands.values()
+    flat = True
     arguments = {}
-    for name, address in read.items():
-        for part, value in zip(("len", "outer", "inner"), address, strict=True):
-            arguments[f"{name}_{part}"] = value
+    for name, address in of_operands.items():
+        if not in_place:
+            address = one_by_one
+        # one row, or no tensor, has the address RowAddress()
+        flat = flat and address in (RowAddress(), one_by_one)
+        arguments[f"{name}_len"] = address.length
+        arguments[f"{name}_outer"] = address.outer
+        arguments[f"{name}_inner"] = address.inner
     return in_place, flat, arguments
 
 
-def _address(t: Tensor | None, order: Shape | None) -> RowAddress | None:
-    if t is None:
-        return RowAddress()
-    return row_address(t.shape, t.stride(), order)
+def _address(t: OptionalTensor, order: Shape | None) -> RowAddress | None:
+    return RowAddress() if t is None else row_address(t.shape, t.stride(), order)
 
 
 def memory_order(shape: Shape, strides: Shape) -> Shape | None:
@@ -63,13 +64,12 @@ def memory_order(shape: Shape, strides: Shape) -> Shape | None:
     """
     if strides[-1] != 1 and shape[-1] != 1:
         return None  # such rows are copied, and a copy has its own order
-
-    def slowest_first(d: int) -> int:
-        return -strides[d] if shape[d] > 1 else 0
-
-    order = tuple(sorted(range(len(shape) - 1), key=slowest_first))
-    real = [d for d in order if shape[d] > 1]
-    return None if real == sorted(real) else order
+    leading = range(len(shape) - 1)
+    real = [d for d in leading if shape[d] > 1]
+    slowest_first = sorted(real, key=lambda d: -strides[d])
+    if slowest_first == real:
+        return None
+    return *slowest_first, *(d for d in leading if shape[d] == 1)
 
 
 def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress | None:
@@ -78,21 +78,22 @@ def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress
     """
     if strides[-1] != 1 and shape[-1] != 1:
         return None
-    levels: list[tuple[int, int]] = []
+    sizes, steps = [], []  # of the levels, the outermost first
     for d in order or range(len(shape) - 1):
-        size, stride = shape[d], strides[d]
+        size, step = shape[d], strides[d]
         if size == 1:
             continue
-        if levels and levels[-1][1] == size * stride:
-            levels[-1] = (levels[-1][0] * size, stride)
-        else:
-            levels.append((size, stride))
-    if len(levels) > 2:
-        return None
-    if not levels:
+        if steps and steps[-1] == size * step:
+            size *= sizes.pop()
+            steps.pop()
+        sizes.append(size)
+        steps.append(step)
+    if not steps:
         return RowAddress()
-    size, stride = levels[-1]
-    return RowAddress(size, levels[0][1] if len(levels) == 2 else 0, stride)
+    if len(steps) > 2:
+        return None
+    outer = steps[0] if len(steps) == 2 else 0
+    return RowAddress(sizes[-1], outer, steps[-1])
 
 
 def row_order(x: Tensor, spec: NormSpec, heads: int) -> Shape | None:
@@ -107,7 +108,7 @@ def row_order(x: Tensor, spec: NormSpec, heads: int) -> Shape | None:
     return memory_order(tuple(x.shape), x.stride())
 
 
-def heads_of(*parameters: Tensor | None) -> int:
+def heads_of(*parameters: OptionalTensor) -> int:
     """How many rows of parameters there are: each row of x takes the next."""
     for parameter in parameters:
         if parameter is not None and parameter.dim() == 2:
@@ -116,7 +117,7 @@ def heads_of(*parameters: Tensor | None) -> int:
 
 
 def output_like(
-    x: Tensor, spec: NormSpec, weight: Tensor | None, heads: int, dtype: torch.dtype
+    x: Tensor, spec: NormSpec, weight: OptionalTensor, heads: int, dtype: torch.dtype
 ) -> Tensor:
     """A meta tensor with the strides of the norm's result, which its gradients have
     too.
@@ -137,11 +138,11 @@ def without_data(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def sum_without_data(x: Tensor, residual: Tensor) -> Tensor:
     """``residual + x`` on the meta device, for its strides and dtype."""
-    left, right = (
-        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-        for t in (residual, x)
-    )
-    return left + right
+    return _strided_without_data(residual) + _strided_without_data(x)
+
+
+def _strided_without_data(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def allocator(x: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:

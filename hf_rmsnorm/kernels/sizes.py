@@ -9,8 +9,6 @@ from functools import cache
 MAX_HIDDEN_SIZE = 16_384
 MAX_HEAD_DIM = 512  # a tile of q or k holds several rows, and both halves of each
 QK_PROGRAMS_PER_SM = 4  # of their backward: what its registers leave room for
-# LayerNorm sums dweight and dbias with dx; of wider rows without a gap they would spill
-CENTERED_SUMS_MAX = 8_192
 # of a program at least, in several rows if need be: fewer would be launched too often
 TILE_ELEMENTS = 2_048
 # of a wide row in a forward: 32, four 16-byte bf16 loads, for each thread
@@ -35,17 +33,15 @@ class BackwardConfig(TileConfig):
     """Shape of one backward launch; `programs_per_sm` sizes the persistent grid (and so
     the partial sums).
 
-    `gaps`: columns behind which registers hold nothing, or 0. `flat`: rows without gaps
-    between them have their own code. `sums_apart`: the gradients of the parameters have
-    their own launch.
+    `reload_weight`: as the kernel's RELOAD_W. `gaps`: columns behind which registers
+    hold nothing, or 0. `flat`: rows without gaps between them have their own code.
     """
 
     stages: int = 1
-    reload_weight: bool = False
+    reload_weight: int = 0
     gaps: int = 0
     flat: bool = True
     programs_per_sm: int = 1
-    sums_apart: bool = False
 
 
 @cache
@@ -133,19 +129,22 @@ def backward_config(case: BackwardCase) -> BackwardConfig:
     block, rows = case.block, case.rows
     eighths = _filled_eighths(case)
     stages = _stages(case)
+    reload_weight = 0
+    if case.reload_weight:
+        late = stages > 1 and not case.gated and not case.mixed
+        reload_weight = 2 if late else 1
     is_simple = not (case.gated or case.from_output)
     return BackwardConfig(
         block=block,
         rows=rows,
         num_warps=_warps(case, eighths),
         stages=stages,
-        reload_weight=case.reload_weight,
+        reload_weight=reload_weight,
         gaps=block * eighths // 8 if eighths < 8 else 0,
         # Elsewhere such code takes registers: without a prefetch the one address of all
         # operands is held with them.
         flat=stages > 1 and is_simple and (rows == 1 or case.hidden_size == block),
         programs_per_sm=_programs(case, eighths),
-        sums_apart=case.centered and block > CENTERED_SUMS_MAX and eighths == 8,
     )
 
 
@@ -172,8 +171,8 @@ def _warps(case: BackwardCase, eighths: int) -> int:
     A tile with a gap has more elements a thread in fewer warps: 24, or 40 where there
     are two sums.
     """
-    elements = {8: 16, 6: 24, 5: 40}[eighths]
-    warps = case.rows * case.block * eighths // (8 * 32 * elements)
+    columns_of_a_warp = {8: 512, 6: 1_024, 5: 2_048}[eighths]
+    warps = case.rows * case.block // columns_of_a_warp
     least = 4 if case.gated else 1
     return min(16, max(least, warps))
 

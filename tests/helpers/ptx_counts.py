@@ -155,8 +155,6 @@ def counted() -> dict:
             counts["barriers"] = all_warps["barriers"] / warps
             key = f"{name} {kernel.name}"
             if kernel.name == "norm_backward" and key in found:
-                # a wide LayerNorm launches it twice
-                key += "_sums"
             found[key] = {unit: round(value, 2) for unit, value in counts.items()}
     return found
 

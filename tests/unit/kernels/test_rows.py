@@ -90,7 +90,8 @@ def test_rows_that_need_no_copy():
         80, 0, 16
     )
     output = torch.empty_like(transposed)
+    read = {"x": transposed, "other": None}
     for name, where in (("copied", None), ("in place", order)):
-        in_place, flat, arguments = addresses(where, [output], x=transposed, other=None)
+        in_place, flat, arguments = addresses(where, [output], read)
         assert in_place == (name == "in place") and flat
         assert (arguments["x_len"], arguments["x_inner"]) == (80, 16)

@@ -181,12 +181,8 @@ def test_what_no_kernel_computes_falls_back_to_the_reference(name):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_operators_and_plans_tell_formulas_apart(name):
+def test_operators_take_every_field_of_a_formula(name):
     spec = SPECS[name]
-    others = [
-        other.but_eps for other in SPECS.values() if other.with_eps(spec.eps) != spec
-    ]
-    assert spec.but_eps not in others
     if spec.group_size is None and type(spec) is NormSpec:
         assert spec_from(*spec_args(spec)) == spec
     else:
