@@ -46,9 +46,7 @@ def sums(g, along, CENTERED):
 
 
 @triton.jit
-def weight_scale(
-    w, W, at, col_mask, always, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W
-):  # fmt: skip
+def weight_scale(w, W, at, col_mask, always, WHOLE, OFFSET, ROUND_OFFSET, RELOAD_W):
     """The factor of xhat, in float32, from w, the weight in registers; if RELOAD_W, the
     weight is loaded here.
     """
@@ -59,9 +57,27 @@ def weight_scale(
 
 @triton.jit
 def hats(
-    x, W, B, MEAN, w, rows, row_mask, rstd, at, col_mask, always, WHOLE, ONE_ROW,
-    CENTERED, OFFSET, ROUND_OFFSET, EPS_OUTSIDE, SCALED, RELOAD_W, FROM_OUTPUT,
-):  # fmt: skip
+    x,
+    W,
+    B,
+    MEAN,
+    w,
+    rows,
+    row_mask,
+    rstd,
+    at,
+    col_mask,
+    always,
+    WHOLE,
+    ONE_ROW,
+    CENTERED,
+    OFFSET,
+    ROUND_OFFSET,
+    EPS_OUTSIDE,
+    SCALED,
+    RELOAD_W,
+    FROM_OUTPUT,
+):
     """(x less its mean, xhat), xhat not yet multiplied by rstd if SCALED; both from the
     output if FROM_OUTPUT.
     """
@@ -93,9 +109,20 @@ def gated(x, gate, G, GATE, AFTER):
 
 @triton.jit
 def output(
-    xhat, X, W, B, w, at, col_mask, always, WHOLE, OFFSET, ROUND_OFFSET, ROUNDING,
+    xhat,
+    X,
+    W,
+    B,
+    w,
+    at,
+    col_mask,
+    always,
+    WHOLE,
+    OFFSET,
+    ROUND_OFFSET,
+    ROUNDING,
     RELOAD_W,
-):  # fmt: skip
+):
     """The norm's output before a gate behind it."""
     y = round_hat(xhat, X, W, ROUNDING)
     if W is not None:
@@ -107,9 +134,21 @@ def output(
 
 @triton.jit
 def input_gradient(
-    g, dh, x, xhat, rstd, filled, eps, N, GAPS, CENTERED, EPS_OUTSIDE, BY_X, SCALED,
+    g,
+    dh,
+    x,
+    xhat,
+    rstd,
+    filled,
+    eps,
+    N,
+    GAPS,
+    CENTERED,
+    EPS_OUTSIDE,
+    BY_X,
+    SCALED,
     EARLY_DH,
-):  # fmt: skip
+):
     """dx of a tile, with dh added if EARLY_DH. BY_X: x takes the place of xhat, as
     fewer values are live then.
     """
@@ -140,15 +179,46 @@ def store_sum(PARTIALS, values, first, cols, N, BLOCK):
 
 @triton.jit
 def norm_backward(
-    DY, X, W, B, G, DH, RSTD, MEAN, DX, DW, DB, DG, rows_total, dy_len,
-    dy_outer: tl.int64, dy_inner: tl.int64, x_len, x_outer: tl.int64, x_inner: tl.int64,
-    other_len, other_outer: tl.int64, other_inner: tl.int64, eps, N: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr,
-    HEADS: tl.constexpr, CENTERED: tl.constexpr, OFFSET: tl.constexpr,
-    ROUND_OFFSET: tl.constexpr, ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr,
-    GATE: tl.constexpr, STAGES: tl.constexpr, RELOAD_W: tl.constexpr,
-    GAPS: tl.constexpr, FROM_OUTPUT: tl.constexpr,
-):  # fmt: skip
+    DY,
+    X,
+    W,
+    B,
+    G,
+    DH,
+    RSTD,
+    MEAN,
+    DX,
+    DW,
+    DB,
+    DG,
+    rows_total,
+    dy_len,
+    dy_outer: tl.int64,
+    dy_inner: tl.int64,
+    x_len,
+    x_outer: tl.int64,
+    x_inner: tl.int64,
+    other_len,
+    other_outer: tl.int64,
+    other_inner: tl.int64,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    FLAT: tl.constexpr,
+    HEADS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr,
+    GATE: tl.constexpr,
+    STAGES: tl.constexpr,
+    RELOAD_W: tl.constexpr,
+    GAPS: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+):
     """A persistent program walks tiles of ROWS rows, `num_programs` apart.
 
     Args:
@@ -275,9 +345,15 @@ def store_sum_of_rows(PARTIALS, OUT, parts, N, BLOCK, ROWS):
 
 @triton.jit
 def reduce_partials(
-    PARTIALS, OUT, BEHIND, parts, parts_behind, N: tl.constexpr, BLOCK: tl.constexpr,
+    PARTIALS,
+    OUT,
+    BEHIND,
+    parts,
+    parts_behind,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """Two sums of rows of partial gradients, (parts + parts_behind, N).
 
     Args:

@@ -26,9 +26,17 @@ from .device import (
 
 @triton.jit
 def affine(
-    xhat, X, W, B, cols, col_mask, DENSE,
-    OFFSET, ROUND_OFFSET, ROUNDING,
-):  # fmt: skip
+    xhat,
+    X,
+    W,
+    B,
+    cols,
+    col_mask,
+    DENSE,
+    OFFSET,
+    ROUND_OFFSET,
+    ROUNDING,
+):
     """weight and bias applied to xhat (float32, columns last) with the formula's
     rounding; float32 out.
     """
@@ -66,13 +74,38 @@ def less_mean(x, col_mask, N, BLOCK):
 
 @triton.jit
 def norm_forward(
-    X, W, B, G, SHIFT, FACTOR, RES, H, Y, RSTD, MEAN, rows_total, x_len,
-    x_outer: tl.int64, x_inner: tl.int64, other_len, other_outer: tl.int64,
-    other_inner: tl.int64, eps, N: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, FLAT: tl.constexpr, HEADS: tl.constexpr,
-    CENTERED: tl.constexpr, OFFSET: tl.constexpr, ROUND_OFFSET: tl.constexpr,
-    ROUNDING: tl.constexpr, EPS_OUTSIDE: tl.constexpr, GATE: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    B,
+    G,
+    SHIFT,
+    FACTOR,
+    RES,
+    H,
+    Y,
+    RSTD,
+    MEAN,
+    rows_total,
+    x_len,
+    x_outer: tl.int64,
+    x_inner: tl.int64,
+    other_len,
+    other_outer: tl.int64,
+    other_inner: tl.int64,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    FLAT: tl.constexpr,
+    HEADS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUND_OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr,
+    GATE: tl.constexpr,
+):
     """One program normalises ROWS whole rows of N elements held in registers.
 
     Args:

@@ -119,9 +119,14 @@ class NormForward:
     """
 
     def __init__(
-        self, spec: NormSpec, operands: tuple, aligned: bool, stats: bool = True,
-        keep_sum: bool = True, modulation: str = MODULATE,
-    ):  # fmt: skip
+        self,
+        spec: NormSpec,
+        operands: tuple,
+        aligned: bool,
+        stats: bool = True,
+        keep_sum: bool = True,
+        modulation: str = MODULATE,
+    ):
         x, weight, bias, gate, _, _, residual = operands
         require(spec, "rows")
         size = x.shape[-1]

@@ -40,9 +40,14 @@ class NormBackward:
     """
 
     def __init__(
-        self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...],
-        from_output: bool = False, modulation: str = MODULATE,
-    ):  # fmt: skip
+        self,
+        spec: NormSpec,
+        operands: tuple,
+        aligned: bool,
+        need: tuple[bool, ...],
+        from_output: bool = False,
+        modulation: str = MODULATE,
+    ):
         require(spec, "rows")
         if from_output:
             require(spec, "from the output")

@@ -97,9 +97,13 @@ class QKForward:
     """
 
     def __init__(
-        self, spec: NormSpec, operands: tuple, aligned: bool, stats: bool = True,
+        self,
+        spec: NormSpec,
+        operands: tuple,
+        aligned: bool,
+        stats: bool = True,
         way: str = "",
-    ):  # fmt: skip
+    ):
         require(spec, "queries and keys")
         q, k, weight, _, cos, _ = operands
         normed = _normed_dtype(spec, q, weight)
@@ -144,9 +148,13 @@ class QKBackward:
     """
 
     def __init__(
-        self, spec: NormSpec, operands: tuple, aligned: bool, need: tuple[bool, ...],
+        self,
+        spec: NormSpec,
+        operands: tuple,
+        aligned: bool,
+        need: tuple[bool, ...],
         way: str = "",
-    ):  # fmt: skip
+    ):
         dq, dk, q, k, weight, _, cos, *_ = operands
         self.need_q_weight, self.need_k_weight = need[2:]
         self.need_rows = any(need[:2])

@@ -112,9 +112,21 @@ def turned(value, other, cos, sin, Y, PLUS, ONCE):
 
 @triton.jit
 def rotated(
-    x, z, COS, SIN, at, low, high, turns, mask, Y, N, R,
-    BACK, ONCE,
-):  # fmt: skip
+    x,
+    z,
+    COS,
+    SIN,
+    at,
+    low,
+    high,
+    turns,
+    mask,
+    Y,
+    N,
+    R,
+    BACK,
+    ONCE,
+):
     """The halves x and z, turned by the tables at `at`; BACK: by the transposed map,
     which takes a gradient back.
     """
@@ -131,11 +143,30 @@ def rotated(
 
 @triton.jit
 def rows_forward(
-    X, W, COS, SIN, Y, RSTD, tile, stats_at, rows_total, length, heads, of_x, of_y,
-    of_tables, eps, N, R, BLOCK,
-    ROWS, UNIT, OFFSET,
-    ROUNDING, ONCE,
-):  # fmt: skip
+    X,
+    W,
+    COS,
+    SIN,
+    Y,
+    RSTD,
+    tile,
+    stats_at,
+    rows_total,
+    length,
+    heads,
+    of_x,
+    of_y,
+    of_tables,
+    eps,
+    N,
+    R,
+    BLOCK,
+    ROWS,
+    UNIT,
+    OFFSET,
+    ROUNDING,
+    ONCE,
+):
     """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch,
     position and head.
     """
@@ -166,14 +197,43 @@ def rows_forward(
 
 @triton.jit
 def qk_norm_forward(
-    Q, K, WQ, WK, COS, SIN, YQ, YK, RSTD, tokens, length, q_heads, k_heads,
-    q_batch: tl.int64, q_position: tl.int64, q_head: tl.int64, k_batch: tl.int64,
-    k_position: tl.int64, k_head: tl.int64, yq_batch: tl.int64, yq_position: tl.int64,
-    yq_head: tl.int64, yk_batch: tl.int64, yk_position: tl.int64, yk_head: tl.int64,
-    rotary_batch: tl.int64, rotary_position: tl.int64, eps, N: tl.constexpr,
-    R: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    OFFSET: tl.constexpr, ROUNDING: tl.constexpr, ONCE: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    WQ,
+    WK,
+    COS,
+    SIN,
+    YQ,
+    YK,
+    RSTD,
+    tokens,
+    length,
+    q_heads,
+    k_heads,
+    q_batch: tl.int64,
+    q_position: tl.int64,
+    q_head: tl.int64,
+    k_batch: tl.int64,
+    k_position: tl.int64,
+    k_head: tl.int64,
+    yq_batch: tl.int64,
+    yq_position: tl.int64,
+    yq_head: tl.int64,
+    yk_batch: tl.int64,
+    yk_position: tl.int64,
+    yk_head: tl.int64,
+    rotary_batch: tl.int64,
+    rotary_position: tl.int64,
+    eps,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    ONCE: tl.constexpr,
+):
     """One program normalises and rotates a tile of ROWS rows of q or of k.
 
     Args:
