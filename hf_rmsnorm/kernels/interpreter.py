@@ -2,8 +2,6 @@
 
 from contextlib import contextmanager
 
-import torch
-
 
 @contextmanager
 def faithful_interpreter():
@@ -23,10 +21,18 @@ def faithful_interpreter():
     add = reductions.sum
 
     def convert(data, source, target, rounding_mode):
+        shape = data.shape
+        data = np.ascontiguousarray(data)
         if source == tl.float32 and target == tl.bfloat16:
-            rounded = torch.tensor(data, dtype=torch.bfloat16)
-            return rounded.view(torch.int16).numpy().view(np.uint16)
-        return original(data, source, target, rounding_mode)
+            bits = data.view(np.uint32).astype(np.uint64)
+            to_even = 0x7FFF + ((bits >> 16) & 1)
+            rounded = ((bits + to_even) >> 16).astype(np.uint16)
+            rounded[np.isnan(data)] = 0x7FC0
+            return rounded.reshape(shape)
+        if source == tl.bfloat16 and target == tl.float32:
+            bits = data.view(np.uint16).astype(np.uint32) << 16
+            return bits.reshape(shape)
+        return original(data.reshape(shape), source, target, rounding_mode)
 
     def add_in_pairs(reduction, tile):
         data = tile.handle.data

@@ -156,8 +156,7 @@ class QKBackward:
         way: str = "",
     ):
         dq, dk, q, k, weight, _, cos, *_ = operands
-        self.need_q_weight, self.need_k_weight = need[2:]
-        self.need_rows = any(need[:2])
+        self.need = need
         head_dim, device = q.shape[-1], q.device
         sms, shared = compiled.device_limits(device.type, device.index)
         q_parts, k_parts = shares(_tiles(q, k), sms * QK_PROGRAMS_PER_SM)
@@ -180,25 +179,29 @@ class QKBackward:
         a fixed order.
         """
         _, _, q, k, q_weight, k_weight, *_ = operands
+        need_q, need_k, need_q_weight, need_k_weight = self.need
         dxq = dxk = partials = None
-        if self.need_rows:
+        if need_q or need_k:
             dxq, dxk = torch.empty_like(q), torch.empty_like(k)
-        dwq = torch.empty_like(q_weight) if self.need_q_weight else None
-        dwk = torch.empty_like(k_weight) if self.need_k_weight else None
-        if self.need_q_weight or self.need_k_weight:
+        dwq = torch.empty_like(q_weight) if need_q_weight else None
+        dwk = torch.empty_like(k_weight) if need_k_weight else None
+        if need_q_weight or need_k_weight:
             partials = torch.empty_like(self.partials)
         self.start.on((*operands, dxq, dxk, partials))
         if partials is not None:
             self.sum.on((partials, dwq, dwk))
-        return dxq, dxk, dwq, dwk
+        return dxq if need_q else None, dxk if need_k else None, dwq, dwk
 
 
 def shares(tiles: tuple[int, int], programs: int) -> tuple[int, int]:
     """How many programs walk the tiles of q and of k: in proportion, and at least one
-    each.
+    for any tile.
     """
     of_q, of_k = tiles
-    programs = max(2, min(programs, of_q + of_k))
+    programs = min(programs, of_q + of_k)
+    if not of_k:
+        return programs, 0
+    programs = max(2, programs)
     q_programs = round(programs * of_q / (of_q + of_k))
     q_programs = max(1, min(q_programs, programs - 1))
     return q_programs, programs - q_programs

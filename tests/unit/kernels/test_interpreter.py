@@ -39,10 +39,31 @@ def converted(values, source, target):
 def test_float32_is_rounded_to_nearest_even():
     with faithful_interpreter():
         found = converted(VALUES.numpy(), tl.float32, tl.bfloat16)
+    assert found.tolist()[-1] == 0x7FC0  # NaN, as a GPU writes it
     rounded = torch.from_numpy(found.view(np.int16).copy()).view(torch.bfloat16)
     torch.testing.assert_close(
         rounded, VALUES.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
     )
+
+
+def test_every_bfloat16_is_kept():
+    halves = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    with faithful_interpreter():
+        found = converted(halves, tl.bfloat16, tl.float32).view(np.uint32)
+    assert np.array_equal(found, halves.astype(np.uint32) << 16)
+
+
+@pytest.mark.parametrize(
+    "source, target",
+    [(tl.float32, tl.float16), (tl.float16, tl.float32), (tl.float32, tl.float8e5)],
+)
+def test_other_conversions_are_tritons(source, target):
+    values = VALUES.numpy()[:4].astype(
+        np.float16 if source == tl.float16 else np.float32
+    )
+    with faithful_interpreter():
+        found = converted(values, source, target)
+    assert np.array_equal(found, converted(values, source, target))
 
 
 def test_rows_of_a_tile_are_added_in_pairs():
