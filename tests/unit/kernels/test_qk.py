@@ -19,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import fused_norm
+from tests.unit.kernels.test_kernels import doubled, real_strides
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -122,10 +123,6 @@ def parameters(spec, head_dim, dtype):
     ]
 
 
-def doubled(*tensors):
-    return [t if t is None else t.detach().double() for t in tensors]
-
-
 def rotated_once(q, k, cos, sin):
     """In float32, rounded at the end."""
     made = apply_rotary_pos_emb(q.float(), k.float(), cos.float(), sin.float())
@@ -133,11 +130,6 @@ def rotated_once(q, k, cos, sin):
 
 
 ROTARY = {"": apply_rotary_pos_emb, "once": rotated_once}
-
-
-def real_strides(t):
-    """The strides, but for those of dimensions of one element, which may be anything."""
-    return [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
 
 
 def assert_strides(got, expected):
@@ -259,19 +251,23 @@ def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(
 def gradients(function, q, k, weights, dq, dk):
     """Outputs and gradients of everything that takes one; q and k keep their strides."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in (q, k, *weights)]
-    outputs = function(*leaves)
-    pairs = [
-        (y, d.to(y.dtype))
-        for y, d in zip(outputs, (dq, dk), strict=True)
-        if d is not None
-    ]
+    outputs, dys = [], []
+    for y, d in zip(function(*leaves), (dq, dk), strict=True):
+        if d is not None:
+            outputs.append(y)
+            dys.append(d.to(y.dtype))
     wanted = [t for t in leaves if t is not None]
-    grads = iter(
-        torch.autograd.grad(
-            [y for y, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True
-        )
-    )
-    return [None if t is None else next(grads) for t in leaves]
+    grads = torch.autograd.grad(outputs, wanted, dys, allow_unused=True)
+    of_leaves = iter(grads)
+    return [None if t is None else next(of_leaves) for t in leaves]
+
+
+def in_another_order(seed, operands, tables):
+    """The same with the positions in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(operands[0].shape[2], generator=generator).to(DEVICE)
+    operands = [t if t is None else t[:, :, order] for t in operands]
+    return operands, [t[:, order] for t in tables]
 
 
 def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
@@ -280,38 +276,30 @@ def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
     """
     before = [d if d is None else d.clone() for d in (dq, dk)]
 
-    def fused(*leaves):
-        return fused_qk_norm(*leaves, spec, *tables, way)
+    def run(q, k, dq, dk, tables, weights=weights):
+        def fused(*leaves):
+            return fused_qk_norm(*leaves, spec, *tables, way)
+
+        return gradients(fused, q, k, weights, dq, dk)
 
     with use_backend("triton"), count_launches() as launches:
-        got = gradients(fused, q, k, weights, dq, dk)
+        got = run(q, k, dq, dk, tables)
     reduced = {} if weights[0] is None else {"reduce_partials": 1}
     assert launches == {"qk_norm_forward": 1, "qk_norm_backward": 1, **reduced}
     for d, kept in zip((dq, dk), before, strict=True):
         assert d is None or torch.equal(d, kept), "an incoming gradient was overwritten"
     with use_backend("reference"):
-        plain = gradients(fused, q, k, weights, dq, dk)
-        # Which order adds up best is luck: eager with the positions in other orders.
+        plain = run(q, k, dq, dk, tables)
+        # Which order adds up best is luck.
         orders = []
         for seed in range(4):
-            order = torch.randperm(
-                q.shape[2], generator=torch.Generator().manual_seed(seed)
-            ).to(DEVICE)
-            moved = [t if t is None else t[:, :, order] for t in (q, k, dq, dk)]
-            turned = [t[:, order] for t in tables]
-
-            def shuffled(*leaves, turned=turned):
-                return fused_qk_norm(*leaves, spec, *turned, way)
-
-            orders.append(gradients(shuffled, *moved[:2], weights, *moved[2:]))
-        exact = gradients(
-            lambda *leaves: fused_qk_norm(*leaves, spec, *doubled(*tables), way),
-            *doubled(q, k), doubled(*weights), *doubled(dq, dk),
-        )  # fmt: skip
+            moved, turned = in_another_order(seed, (q, k, dq, dk), tables)
+            orders.append(run(*moved, turned))
+        exact = run(*doubled(q, k, dq, dk), doubled(*tables), doubled(*weights))
     for i, name in enumerate(("dq", "dk", "dq_weight", "dk_weight")):
         assert (got[i] is None) == (plain[i] is None), name
         if got[i] is not None:
-            others = [o[i] for o in orders] if i > 1 else []
+            others = [made[i] for made in orders] if i > 1 else []
             assert_as_accurate(got[i], plain[i], exact[i], name, others)
     return got
 
@@ -419,12 +407,7 @@ def test_frozen_weights_and_inputs_take_no_gradient():
     dq, dk = torch.ones_like(q), torch.ones_like(k)
     with use_backend("triton"):
         whole = gradients(
-            lambda *leaves: fused_qk_norm(*leaves, QWEN3, *tables),
-            q,
-            k,
-            weights,
-            dq,
-            dk,
+            lambda *t: fused_qk_norm(*t, QWEN3, *tables), q, k, weights, dq, dk
         )
         for wanted in ([0], [1], [0, 1], [2], [3], [2, 3], [0, 3]):
             leaves = [
