@@ -251,13 +251,10 @@ def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(
 def gradients(function, q, k, weights, dq, dk):
     """Outputs and gradients of everything that takes one; q and k keep their strides."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in (q, k, *weights)]
-    outputs, dys = [], []
-    for y, d in zip(function(*leaves), (dq, dk), strict=True):
-        if d is not None:
-            outputs.append(y)
-            dys.append(d.to(y.dtype))
+    outputs = function(*leaves)
+    dys = [d.to(y.dtype) for y, d in zip(outputs, (dq, dk), strict=True)]
     wanted = [t for t in leaves if t is not None]
-    grads = torch.autograd.grad(outputs, wanted, dys, allow_unused=True)
+    grads = torch.autograd.grad(outputs, wanted, dys)
     of_leaves = iter(grads)
     return [None if t is None else next(of_leaves) for t in leaves]
 
@@ -266,7 +263,7 @@ def in_another_order(seed, operands, tables):
     """The same with the positions in another order."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(operands[0].shape[2], generator=generator).to(DEVICE)
-    operands = [t if t is None else t[:, :, order] for t in operands]
+    operands = [t[:, :, order] for t in operands]
     return operands, [t[:, order] for t in tables]
 
 
@@ -274,7 +271,7 @@ def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
     """Against float64 under the tolerance policy, with what plain torch errs as the
     measure.
     """
-    before = [d if d is None else d.clone() for d in (dq, dk)]
+    before = [d.clone() for d in (dq, dk)]
 
     def run(q, k, dq, dk, tables, weights=weights):
         def fused(*leaves):
@@ -287,7 +284,7 @@ def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
     reduced = {} if weights[0] is None else {"reduce_partials": 1}
     assert launches == {"qk_norm_forward": 1, "qk_norm_backward": 1, **reduced}
     for d, kept in zip((dq, dk), before, strict=True):
-        assert d is None or torch.equal(d, kept), "an incoming gradient was overwritten"
+        assert torch.equal(d, kept), "an incoming gradient was overwritten"
     with use_backend("reference"):
         plain = run(q, k, dq, dk, tables)
         # Which order adds up best is luck.
@@ -388,17 +385,6 @@ def test_gradients_are_those_of_the_norm_kernels_bit_for_bit(way):
         again = gradients(fused, q, k, weights, dq, dk)
     assert all(map(torch.equal, got[:2], expected[:2]))
     assert all(map(torch.equal, got, again)), "a gradient is not deterministic"
-
-
-@pytest.mark.parametrize("missing", ["q", "k"])
-def test_one_of_two_gradients(missing):
-    q, k = projected(2, 4, 5, 64, BF16, 0), projected(2, 2, 5, 64, BF16, 1)
-    dq = None if missing == "q" else contiguous(2, 4, 5, 64, BF16, 7)
-    dk = None if missing == "k" else contiguous(2, 2, 5, 64, BF16, 8)
-    got = check_backward(
-        QWEN3, q, k, parameters(QWEN3, 64, BF16), dq, dk, angles(2, 5, 64, BF16)
-    )
-    assert [g is None for g in got] == 2 * [dq is None, dk is None]
 
 
 def test_frozen_weights_and_inputs_take_no_gradient():
