@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -161,15 +160,13 @@ def allocator(x: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def blank(device: torch.device, *shape: int) -> Tensor:
-    """A tensor of float32 in the memory of one element: ``empty_like`` it is the
-    quickest way to one of this shape.
+    """A tensor of float32 without memory: ``empty_like`` it is the quickest way to one
+    of this shape.
     """
-    return _element(device).expand(shape)
-
-
-@cache
-def _element(device: torch.device) -> Tensor:
-    return torch.empty(1, dtype=torch.float32, device=device)
+    one = torch.empty(1, dtype=torch.float32, device=device)
+    # A CUDA graph does not let memory of its pool be kept unseen.
+    one.untyped_storage().resize_(0)
+    return one.expand(shape)
 
 
 def in_order(t: Tensor, order: Shape | None) -> Tensor:
