@@ -99,7 +99,7 @@ def fused_layer_class(base: type, fusion) -> type:
 @cache
 def _made(base: type, own: Callable, fusion) -> type:
     marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
-    always = getattr(fusion, "keeps", False)
+    always = fusion.unrounded
     owner: list[type] = []
     forward = guarded(fusion.rewrite(base), base, owner, always)
     cls = derive(base, forward, marks, fused_layer_class, fusion)

@@ -2,20 +2,107 @@
 others have not.
 """
 
+import ast
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
 
 from ...fused.norm import fusible_recipe
-from ...fused.source import CannotRewrite
+from ...fused.recipe import Recipe
+from ...fused.source import CannotRewrite, compiled_again, forward_source, name_of_self
 from ...ops.backend import MAX_HEAD_DIM
 from ..report import FusedLayer
 from ..swap import fuse, replaced_forward
-from .qk import QKFusion, find_qk
-from .sums import SumFusion, find_sums
+from .calls import FUNCTIONS
+from .qk import fuse_qk
+from .sums import fuse_sums, keep_summands
 
 NO_SUM = "no sum in its forward is followed directly by a patched norm of its own"
-_ROWS = nn.ModuleList, nn.Sequential
+
+
+class Norms(NamedTuple):
+    """The names of a module's children that are patched norms.
+
+    Args:
+        simple: those that may be computed with a sum.
+        of_rows: those that may be computed with a modulation.
+        of_heads: those that may be computed with a rotation.
+    """
+
+    simple: frozenset[str]
+    of_rows: frozenset[str]
+    of_heads: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What is computed with the norms of a forward.
+
+    Args:
+        norms: those that may be.
+        words: the norms that are, and what they are computed with.
+        rotates: it is a rotation; else sums and modulations.
+        unrounded: other sums keep their summands, for norms that read them unrounded.
+    """
+
+    norms: Norms
+    words: str
+    rotates: bool = False
+    unrounded: bool = False
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether the module returns what it returns unfused, bit by bit."""
+        return not (self.rotates or self.unrounded)
+
+    def rewrite(self, base: type) -> Callable:
+        """The forward of a class with this fusion."""
+
+        def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
+            simple, of_rows, of_heads = self.norms
+            if self.rotates:
+                fuse_qk(definition, base, itself, of_heads)
+            else:
+                fuse_sums(definition, base, itself, simple, of_rows)
+            if self.unrounded:
+                keep_summands(definition, itself)
+            return definition
+
+        return compiled_again(base, change, FUNCTIONS)
+
+
+def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
+    """What may be computed with these child norms in the forward of a class; None where
+    nothing may.
+
+    Args:
+        unrounded: norms of the model read sums before they are rounded.
+
+    Raises:
+        CannotRewrite: the forward has no source that can be compiled again.
+    """
+    function, definition = forward_source(cls)
+    definition, itself = copy.deepcopy(definition), name_of_self(function)
+    pieces = fuse_sums(definition, cls, itself, norms.simple, norms.of_rows)
+    is_modulated = any("*" in piece for piece in pieces)
+    keeps = unrounded and keep_summands(definition, itself)
+    if keeps:
+        pieces.append("+ what reads it")
+    if pieces:
+        return Fusion(norms, _in_words(pieces, is_modulated), unrounded=keeps)
+    pieces = fuse_qk(definition, cls, itself, norms.of_heads)
+    return Fusion(norms, _in_words(pieces, True), rotates=True) if pieces else None
+
+
+def _in_words(pieces: list[str], in_one_launch: bool) -> str:
+    words = ", ".join(pieces)
+    if not in_one_launch:
+        return words
+    return words + (", each in one launch" if len(pieces) > 1 else " in one launch")
 
 
 def fuse_layers(model: nn.Module) -> tuple[FusedLayer, ...]:
@@ -26,37 +113,45 @@ def fuse_layers(model: nn.Module) -> tuple[FusedLayer, ...]:
         What was done to each module that repeats in the model, or to its parts, and why
         nothing was.
     """
-    finder = _FusionFinder(model)
+    find = functools.cache(find_fusion)  # most layers of a model are alike
     modules = dict(model.named_modules())
+    recipes = filter(None, map(fusible_recipe, modules.values()))
+    unrounded = any(not recipe.rounds_sum for recipe in recipes)
+    repeated = _repeated(model)
     records: dict[str, FusedLayer] = {}
-    rotated: set[str] = set()
-    for path, module in modules.items():
-        fusion, reason = _fused(module, finder)
+    with_sums: list[str] = []
+    for path, module in reversed(modules.items()):
+        is_layer = module in repeated
+        fusion, reason = _fused(module, find, unrounded, is_layer)
         name = type(module).__name__
         if fusion is not None:
-            records[path] = FusedLayer(path, name, str(fusion))
-        elif reason and module in finder.layers:
-            records[path] = FusedLayer(path, name, "", reason)
-        if isinstance(fusion, QKFusion):
-            rotated.add(path)
-    for path, module in reversed(modules.items()):
-        if module not in finder.layers or not _holds_norms(module):
-            continue
-        inside = [p for p in records if p == path or p.startswith(f"{path}.")]
-        if rotated.issuperset(inside):
-            name = type(module).__name__
-            records[path] = FusedLayer(path, name, "", NO_SUM)
-    return tuple(records[path] for path in modules if path in records)
+            records[path] = FusedLayer(path, name, fusion.words)
+        elif is_layer:
+            has_sums = any(p.startswith(f"{path}.") for p in with_sums)
+            _, *parts = module.modules()
+            if not (reason or has_sums) and any(map(fusible_recipe, parts)):
+                reason = NO_SUM
+            if reason:
+                records[path] = FusedLayer(path, name, "", reason)
+        if path in records and not (fusion and fusion.rotates):
+            with_sums.append(path)
+    return tuple(reversed(records.values()))
 
 
 def _fused(
-    module: nn.Module, finder: "_FusionFinder"
-) -> tuple[SumFusion | QKFusion | None, str]:
+    module: nn.Module, find: Callable, unrounded: bool, is_layer: bool
+) -> tuple[Fusion | None, str]:
     """(the fusion that a module was given, why it could not be given one)."""
-    if not finder.looks_at(module):
+    norms = _norms_of(module)
+    # Not of the wrappers around a norm or a layer: FSDP's forward would gather weights,
+    # on one rank before another.
+    is_wrapper = _inner(module) is not module
+    if is_wrapper or not (norms.of_rows or (unrounded and is_layer)):
         return None, ""
+    if other := replaced_forward(module):
+        return None, f"its forward was replaced on the instance by {other}"
     try:
-        fusion = finder.choice(module)
+        fusion = find(type(module), norms, unrounded)
         if fusion is not None:
             fuse(module, fusion)
     except CannotRewrite as error:
@@ -67,30 +162,7 @@ def _fused(
     return fusion, ""
 
 
-def _holds_norms(module: nn.Module) -> bool:
-    """Whether a module that is no norm itself holds patched norms."""
-    first, *parts = module.modules()
-    is_norm = fusible_recipe(first) is not None
-    return not is_norm and any(fusible_recipe(part) is not None for part in parts)
-
-
-class _Norms(NamedTuple):
-    """The names of a module's children that are patched norms.
-
-    Args:
-        simple: those that may be computed with a sum.
-        of_rows: those that may be computed with a modulation.
-        of_heads: those that may be computed with a rotation: one weight for all heads,
-            and no bias. What `F.rms_norm` and `F.layer_norm` return is contiguous, and
-            computed behind a transpose it would lie otherwise.
-    """
-
-    simple: frozenset[str]
-    of_rows: frozenset[str]
-    of_heads: frozenset[str]
-
-
-def _norms_of(module: nn.Module) -> _Norms:
+def _norms_of(module: nn.Module) -> Norms:
     simple, of_rows, of_heads = set(), set(), set()
     for name, norm in module.named_children():
         recipe = fusible_recipe(norm)
@@ -98,51 +170,31 @@ def _norms_of(module: nn.Module) -> _Norms:
             continue
         if recipe.is_of_rows:
             of_rows.add(name)
-        if not recipe.is_simple:
-            continue
-        simple.add(name)
-        shapes = [tuple(p.shape) for p in norm.parameters(recurse=False)]
-        is_short = all(len(s) == 1 and s[0] <= MAX_HEAD_DIM for s in shapes)
-        if is_short and not (recipe.spec.functional or recipe.spec.has_bias):
-            of_heads.add(name)
-    return _Norms(frozenset(simple), frozenset(of_rows), frozenset(of_heads))
+        if recipe.is_simple:
+            simple.add(name)
+            if _is_of_heads(norm, recipe):
+                of_heads.add(name)
+    return Norms(frozenset(simple), frozenset(of_rows), frozenset(of_heads))
 
 
-class _FusionFinder:
-    """Looks at the modules of one model, once for all that are alike.
-
-    Attributes:
-        layers: the modules of its lists, in their wrappers.
-        unrounded: norms of the model read sums before they are rounded.
+def _is_of_heads(norm: nn.Module, recipe: Recipe) -> bool:
+    """Whether a norm has one weight for all heads, and no bias; and returns what is laid
+    out like its input, as what `F.rms_norm` returns is not.
     """
+    if recipe.spec.functional or recipe.spec.has_bias:
+        return False
+    parameters = norm.parameters(recurse=False)
+    return all(p.dim() == 1 and p.numel() <= MAX_HEAD_DIM for p in parameters)
 
-    def __init__(self, model: nn.Module):
-        rows = [row for row in model.modules() if isinstance(row, _ROWS)]
-        # a place may hold None
-        items = [module for row in rows for module in row if module is not None]
-        self.layers = {_inner(module) for module in items}
-        recipes = filter(None, map(fusible_recipe, model.modules()))
-        self.unrounded = any(not recipe.rounds_sum for recipe in recipes)
-        self._known: dict[tuple, SumFusion | QKFusion | None] = {}
 
-    def looks_at(self, module: nn.Module) -> bool:
-        # Not at the wrappers around a norm or a layer: FSDP's forward would gather
-        # weights, on one rank before another.
-        if isinstance(module, nn.ModuleList) or _inner(module) is not module:
-            return False
-        is_layer = self.unrounded and module in self.layers
-        return is_layer or bool(_norms_of(module).of_rows)
-
-    def choice(self, module: nn.Module) -> SumFusion | QKFusion | None:
-        """What is fused in a module; a `CannotRewrite` says why nothing can be."""
-        if other := replaced_forward(module):
-            raise CannotRewrite(f"its forward was replaced on the instance by {other}")
-        cls, norms = type(module), _norms_of(module)
-        key = cls, cls.forward, norms
-        if key not in self._known:
-            sums = find_sums(cls, norms.simple, norms.of_rows, self.unrounded)
-            self._known[key] = sums or find_qk(cls, norms.of_heads)
-        return self._known[key]
+def _repeated(model: nn.Module) -> set[nn.Module]:
+    """The modules of a model's lists, in their wrappers."""
+    repeated = set()
+    for row in model.modules():
+        if isinstance(row, (nn.ModuleList, nn.Sequential)):
+            # a place may hold None
+            repeated.update(_inner(module) for module in row if module is not None)
+    return repeated
 
 
 def _inner(module: nn.Module) -> nn.Module:

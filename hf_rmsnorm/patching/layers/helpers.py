@@ -11,17 +11,7 @@ from types import FunctionType
 
 from ...fused.modulated import HELPERS
 from ...fused.source import CannotRewrite, definition_of
-from .statements import is_product, is_sum, only_computes
-
-LATER = "_hf_rmsnorm_later"
-
-
-def is_later(node: ast.AST) -> bool:
-    """Whether this is a call of `later`, which a rewriting has put there."""
-    match node:
-        case ast.Call(ast.Name(name)):
-            return name == LATER
-    return False
+from .statements import is_product, is_sum, names_in, only_computes
 
 
 def is_helper(node: ast.expr, cls: type, itself: str) -> bool:
@@ -47,27 +37,27 @@ def is_helper(node: ast.expr, cls: type, itself: str) -> bool:
         definition = definition_of(function.__code__)
     except CannotRewrite:
         return False
+    *body, last = definition.body
     parameters = definition.args.args[skipped:]
-    product = _only_product(definition, parameters[0].arg) if parameters else None
-    if product is None or not all(map(_only_computes, definition.body)):
+    if not parameters or not isinstance(last, ast.Return) or last.value is None:
+        return False
+    product = _only_product(definition, parameters[0].arg)
+    parts = [*body, last.value]
+    if product is None or not all(only_computes(p, _calls_nothing) for p in parts):
         return False
     sums = filter(is_sum, ast.walk(definition))
     HELPERS[function.__code__] = any(total.left is product for total in sums)
     return True
 
 
-def _only_product(definition: ast.FunctionDef, name: str) -> ast.BinOp | None:
+def _calls_nothing(call: ast.Call) -> bool:
+    return False
+
+
+def _only_product(definition: ast.FunctionDef, name: str) -> ast.AST | None:
     """``name * factor``, if that is the only mention of a parameter."""
-    names = [n for n in ast.walk(definition) if isinstance(n, ast.Name)]
-    mentions = [n for n in names if n.id == name]
-    products = filter(is_product, ast.walk(definition))
-    return next((p for p in products if mentions == [p.left]), None)
-
-
-def _only_computes(statement: ast.stmt) -> bool:
-    match statement:
-        case ast.Expr(ast.Constant()):  # its docstring
-            return True
-        case ast.Return(ast.expr() as value):
-            return only_computes(value, lambda call: None)
-    return only_computes(statement, lambda call: None)
+    mentions = [mention for mention in names_in(definition) if mention.id == name]
+    for node in ast.walk(definition):
+        if is_product(node) and mentions == [node.left]:
+            return node
+    return None

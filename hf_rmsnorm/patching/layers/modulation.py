@@ -7,7 +7,7 @@ of one forward.
     z = y * (1 + scale) + shift                        ->    z = modulated(x, self.norm, scale, shift)
 
     scale = 1 + scale
-    y = self.norm(x) * scale                           ->    y = modulated(x, self.norm, Factor(scale))
+    y = self.norm(x) * scale                           ->    y = modulated(x, self.norm, OnePlusScale(scale))
 
 The factors may have any order, and the shift may be missing. x, scale and shift only
 compute, so it does not matter when, and neither do statements that only compute between
@@ -17,31 +17,25 @@ too (`helpers`).
 
 import ast
 import copy
+import itertools
 from collections.abc import Set
-from typing import NamedTuple
 
-from ...fused.source import call
-from .helpers import LATER, is_helper
+from ...fused.modulated import OnePlusScale, later, modulated
+from .calls import call, is_later, is_modulated
+from .helpers import is_helper
 from .statements import (
-    MODULATED,
+    Replace,
+    Statements,
     bound,
+    first_effect,
+    is_dead_behind,
     is_product,
-    is_read_later,
     is_sum,
+    names_in,
     norm_input,
     only_computes,
     reads,
 )
-
-FACTOR = "_hf_rmsnorm_factor"
-
-
-class _Modulation(NamedTuple):
-    """``normed * (1 + scale) + shift``; the scale may be a `FACTOR`."""
-
-    normed: ast.expr
-    scale: ast.expr
-    shift: ast.expr | None
 
 
 class Modulations(ast.NodeTransformer):
@@ -51,44 +45,48 @@ class Modulations(ast.NodeTransformer):
         cls: whose forward it is.
         itself: the forward's name for its module.
         norms: the names of the children that may be computed with a modulation.
-        shared: names that something besides the forward's own statements may read.
     """
 
-    def __init__(self, cls: type, itself: str, norms: Set[str], shared: Set[str]):
+    def __init__(self, cls: type, itself: str, norms: Set[str]):
         self.cls = cls
         self.itself = itself
         self.norms = norms
-        self.shared = shared
         self.factors: set[str] = set()
 
     def visit_FunctionDef(self, definition: ast.FunctionDef) -> ast.FunctionDef:
         for statement in ast.walk(definition):
-            if isinstance(statement, ast.Assign):
-                self.factors |= _prepared_factors(statement)
+            self.factors |= _prepared_factors(statement)
         self._join_block(definition.body, [])
         return self.generic_visit(definition)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        parts = self._parts(node)
-        if parts is None or not self._is_norm(parts.normed):
+        """``self.norm(x) * (1 + scale) + shift`` in any order."""
+        product, shift = node, []
+        if is_sum(node):
+            product, shift = node.left, [node.right]
+            if not is_product(product):
+                product, shift = node.right, [node.left]
+        if not is_product(product) or not all(map(self._computes, shift)):
             return self.generic_visit(node)
-        return self._call(parts.normed, parts)
+        for norm, factor in itertools.permutations((product.left, product.right)):
+            scale = self._scale(factor)
+            if scale is not None and self._is_norm(norm):
+                return call(modulated, norm, norm.args[0], norm.func, scale, *shift)
+        return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        """``helper(self.norm(x), scale, shift)``."""
         self.generic_visit(node)
         if not node.args or not self._is_norm(node.args[0]):
             return node
-        norm, *others = node.args
-        others += [keyword.value for keyword in node.keywords]
-        if all(map(self._computes, others)) and self._is_helper(node):
+        norm, *others = [*node.args, *node.keywords]
+        are_plain = all(map(self._computes, others))
+        if are_plain and is_helper(node.func, self.cls, self.itself):
             helper = copy.deepcopy(node.func)
-            node.args[0] = call(LATER, norm, norm.args[0], norm.func, helper)
+            node.args[0] = call(later, norm, norm.args[0], norm.func, helper)
         return node
 
-    def _is_helper(self, node: ast.Call) -> bool:
-        return is_helper(node.func, self.cls, self.itself)
-
-    def _join_block(self, body: list[ast.stmt], after: list[ast.stmt]) -> None:
+    def _join_block(self, body: Statements, after: Statements) -> None:
         for at in reversed(range(len(body))):
             rest = [*body[at + 1 :], *after]
             if isinstance(body[at], ast.If):
@@ -97,112 +95,78 @@ class Modulations(ast.NodeTransformer):
             else:
                 self._join(body, at, rest)
 
-    def _join(self, body: list[ast.stmt], at: int, rest: list[ast.stmt]) -> None:
-        """Make one statement of ``y = self.norm(x)`` and ``z = y * (1 + scale) +
-        shift``, or ``z = helper(y, scale, shift)``.
+    def _join(self, body: Statements, at: int, rest: Statements) -> None:
+        """Put the norm of ``y = self.norm(x)`` into the statement that reads y, where
+        that statement modulates it.
         """
         match body[at]:
             case ast.Assign([ast.Name(name)], norm) if self._is_norm(norm):
                 pass
             case _:
                 return
-        places = (i for i in range(at + 1, len(body)) if reads(body[i], {name}))
-        reader_at = next(places, at)
+        reader_at = at + 1
+        while reader_at < len(body) and self._may_pass(norm, name, body[reader_at]):
+            reader_at += 1
+        if reader_at == len(body):
+            return
         reader = body[reader_at]
-        parts = self._parts_of(reader, name)
-        takes_norm = self._takes(reader, name)
-        if parts is None and not takes_norm:
+        if not is_dead_behind(reader, name, rest[reader_at - at :]):
             return
-        between = body[at + 1 : reader_at]
-        if not all(self._may_pass(norm, other) for other in between):
-            return
-        later = rest[reader_at - at :]
-        is_dead = name in bound(reader) or not is_read_later(name, later)
-        if not is_dead or name in self.shared:
-            return
-        if takes_norm:
-            reader.value.args[0] = norm  # `visit_Call` puts it off
-        else:
-            reader.value = self._call(norm, parts)
-        del body[at]
+        joined = self._joined(reader, name, norm)
+        if joined is not None:
+            body[reader_at] = joined
+            del body[at]
 
-    def _takes(self, reader: ast.stmt, name: str) -> bool:
-        """Whether a statement is ``... = helper(y, ...)``, where y is this name."""
-        match reader:
-            case ast.Assign(_, ast.Call(_, [ast.Name(first), *others], keywords)):
-                others = [*others, *(keyword.value for keyword in keywords)]
-            case _:
-                return False
-        if first != name or any(reads(other, {name}) for other in others):
-            return False
-        return all(map(self._computes, others)) and self._is_helper(reader.value)
-
-    def _parts_of(self, reader: ast.stmt, name: str) -> _Modulation | None:
-        """The parts of ``z = y * (1 + scale) + shift``, if y is this name."""
-        match reader:
-            case ast.Assign([ast.Name()], value):
-                parts = self._parts(value)
-            case _:
-                return None
-        if parts is None or getattr(parts.normed, "id", "") != name:
+    def _joined(self, reader: ast.stmt, name: str, norm: ast.Call) -> ast.stmt | None:
+        """A statement with a norm in place of the variable that holds its result; None
+        where it does not begin with a modulation of that.
+        """
+        read = []
+        for mention in names_in(reader):
+            if mention.id == name and isinstance(mention.ctx, ast.Load):
+                read.append(mention)
+        if len(read) != 1:
             return None
-        others = [part for part in parts[1:] if part is not None]
-        return None if any(reads(part, {name}) for part in others) else parts
+        Replace(read[0], norm).visit(reader)
+        joined = self.visit(copy.deepcopy(reader))
+        Replace(norm, read[0]).visit(reader)
+        effect = first_effect(joined)
+        return joined if is_modulated(effect) or is_later(effect) else None
 
-    def _may_pass(self, norm: ast.Call, other: ast.stmt) -> bool:
-        """Whether a norm may be computed behind another statement as well."""
-        return self._computes(other) and not reads(norm, bound(other))
+    def _may_pass(self, norm: ast.Call, name: str, statement: ast.stmt) -> bool:
+        """Whether a norm, assigned to this name, may be computed behind a statement."""
+        is_apart = not reads(statement, {name}) and not reads(norm, bound(statement))
+        return is_apart and self._computes(statement)
 
-    def _is_norm(self, node: ast.expr) -> bool:
+    def _is_norm(self, node: ast.AST) -> bool:
         rows = norm_input(node, self.itself, self.norms)
         return rows is not None and self._computes(rows)
 
     def _computes(self, node: ast.AST) -> bool:
-        return only_computes(
-            node, lambda call: call.args if self._is_norm(call) else None
-        )
+        return only_computes(node, self._is_norm)
 
-    def _call(self, norm: ast.Call, parts: _Modulation) -> ast.Call:
-        shift = [] if parts.shift is None else [parts.shift]
-        return call(MODULATED, norm, norm.args[0], norm.func, parts.scale, *shift)
-
-    def _parts(self, node: ast.expr) -> _Modulation | None:
-        """The parts of ``y * (1 + scale) + shift`` in any order; None of anything else."""
-        product, shift = node, None
-        if is_sum(node):
-            product, shift = node.left, node.right
-            if not is_product(product):
-                product, shift = shift, product
-            if not self._computes(shift):
-                return None
-        if not is_product(product):
-            return None
-        for normed, factor in (
-            (product.left, product.right),
-            (product.right, product.left),
-        ):
-            scale = _scale_in(factor)
-            if isinstance(factor, ast.Name) and factor.id in self.factors:
-                scale = call(FACTOR, factor, factor)
-            elif scale is not None and not self._computes(scale):
-                scale = None
-            if scale is not None:
-                return _Modulation(normed, scale, shift)
-        return None
+    def _scale(self, factor: ast.expr) -> ast.expr | None:
+        """The scale in ``1 + scale``; a `OnePlusScale` where that was computed before."""
+        if isinstance(factor, ast.Name) and factor.id in self.factors:
+            return call(OnePlusScale, factor, factor)
+        scale = _scale_in(factor)
+        return scale if scale is not None and self._computes(scale) else None
 
 
-def _prepared_factors(statement: ast.Assign) -> set[str]:
+def _prepared_factors(statement: ast.AST) -> set[str]:
     """The names to which a statement assigns ``1 + scale``."""
-    targets, values = statement.targets, [statement.value]
     match statement:
         case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
             pass
-    pairs = zip(targets, values, strict=False)
-    return {
-        target.id
-        for target, value in pairs
-        if isinstance(target, ast.Name) and _scale_in(value) is not None
-    }
+        case ast.Assign(targets, value):
+            values = [value]
+        case _:
+            return set()
+    factors = set()
+    for target, value in zip(targets, values, strict=False):
+        if isinstance(target, ast.Name) and _scale_in(value) is not None:
+            factors.add(target.id)
+    return factors
 
 
 def _scale_in(factor: ast.expr) -> ast.expr | None:

@@ -21,128 +21,78 @@ of one summand:
 
 import ast
 import copy
-from collections.abc import Callable, Set
-from dataclasses import dataclass
+from collections.abc import Set
 from typing import NamedTuple
 
-from ...fused import modulated, sums
-from ...fused.source import call, compiled_again, forward_source, name_of_self
-from .helpers import LATER, is_later
-from .modulation import FACTOR, Modulations
+from ...fused.modulated import add_and_modulate
+from ...fused.sums import add_and_norm, add_unrounded
+from .calls import call, is_later, is_modulated
+from .modulation import Modulations
 from .statements import (
-    MODULATED,
     Replace,
+    Statements,
     alias_of,
     bound,
-    captured,
     first_effect,
-    is_modulated,
+    is_dead_behind,
     is_plain_test,
     is_product,
-    is_read_later,
     is_sum,
-    leaves,
     norm_input,
     only_adds_and_scales,
     only_computes,
     reads,
 )
 
-_PREFIX = "_hf_rmsnorm_"
-_ADD_AND_NORM = f"{_PREFIX}add_and_norm"
-_ADD_AND_MODULATE = f"{_PREFIX}add_and_modulate"
-_ADD_UNROUNDED = f"{_PREFIX}add_unrounded"
-_SIMPLE = ast.Assign, ast.Return, ast.Expr
-_HELPERS = {
-    _ADD_AND_NORM: sums.add_and_norm,
-    _ADD_AND_MODULATE: modulated.add_and_modulate,
-    _ADD_UNROUNDED: sums.add_unrounded,
-    MODULATED: modulated.modulated,
-    FACTOR: modulated.OnePlusScale,
-    LATER: modulated.later,
-}
 
-
-@dataclass(frozen=True)
-class SumFusion:
-    """The norms of a forward that are computed with a sum before them or a modulation
-    behind them.
-
-    Args:
-        norms: the names of those that one launch may compute with a sum.
-        rows: the names of those that one launch may compute with a modulation.
-        sites: those in the forward, in words.
-        keeps: the summands of its other sums are kept for norms that read them
-            unrounded.
-    """
-
-    norms: frozenset[str]
-    rows: frozenset[str]
-    sites: tuple[str, ...]
-    keeps: bool = False
-
-    @property
-    def keeps_bits(self) -> bool:
-        """Whether the layer returns what it returns unfused, bit by bit."""
-        return not self.keeps
-
-    def rewrite(self, base: type) -> Callable:
-        """The forward of a class, with these sums, norms and modulations exchanged."""
-
-        def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            _exchange(definition, base, itself, self.norms, self.rows)
-            if self.keeps:
-                _keep_summands(definition, itself)
-            return definition
-
-        return compiled_again(base, change, _HELPERS)
-
-    def __str__(self) -> str:
-        words = list(self.sites)
-        if self.keeps:
-            words.append("+ what reads it")
-        if any("*" in site for site in self.sites):
-            words[-1] += ", each in one launch" if len(words) > 1 else " in one launch"
-        return ", ".join(words)
-
-
-def find_sums(
-    cls: type, norms: Set[str], rows: Set[str], unrounded: bool = False
-) -> SumFusion | None:
-    """The sums and modulations around these child norms in the forward of a class; None
-    where there are none.
-
-    Args:
-        norms: the names of those that one launch may compute with a sum.
-        rows: the names of those that one launch may compute with a modulation.
-        unrounded: norms of the model read sums before they are rounded.
-
-    Raises:
-        CannotRewrite: the forward has no source that can be compiled again.
-    """
-    function, original = forward_source(cls)
-    definition, itself = copy.deepcopy(original), name_of_self(function)
-    sites = _exchange(definition, cls, itself, norms, rows)
-    keeps = unrounded and _keep_summands(definition, itself) > 0
-    if not (sites or keeps):
-        return None
-    return SumFusion(frozenset(norms), frozenset(rows), sites, keeps)
-
-
-def _exchange(
+def fuse_sums(
     definition: ast.FunctionDef,
     cls: type,
     itself: str,
     norms: Set[str],
     rows: Set[str],
-) -> tuple[str, ...]:
-    """Put the calls in their places; returns the norms in them, in words."""
-    shared = captured(definition)
-    Modulations(cls, itself, rows, shared).visit(definition)
-    exchange = _Exchange(itself, norms, shared)
+) -> list[str]:
+    """Compute norms with the sum before them or the modulation behind them; returns
+    these pieces in words.
+
+    Args:
+        definition: of the forward of a class; it is changed.
+        itself: the forward's name for its module.
+        norms: the names of the children that one launch may compute with a sum.
+        rows: the names of those that one launch may compute with a modulation.
+    """
+    _, *inner = filter(_is_function, ast.walk(definition))
+    if inner:  # they may read any variable
+        return []
+    Modulations(cls, itself, rows).visit(definition)
+    exchange = _Exchange(itself, norms)
     exchange.block(definition.body, [])
     exchange.visit(definition)
-    return tuple(dict.fromkeys(exchange.sites))
+    return list(dict.fromkeys(exchange.sites))
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.Lambda))
+
+
+def keep_summands(definition: ast.FunctionDef, itself: str) -> bool:
+    """Have sums keep their summands for norms that read them unrounded: those that are
+    assigned to a name or returned, first in a tuple maybe. Returns whether there are
+    any.
+    """
+    kept = False
+    for statement in ast.walk(definition):
+        if not isinstance(statement, (ast.Assign, ast.Return)):
+            continue
+        total = statement.value
+        if isinstance(total, ast.Tuple) and total.elts:
+            total = total.elts[0]
+        if is_sum(total):
+            module = ast.Name(itself, ast.Load())
+            new = call(add_unrounded, total, total.left, total.right, module)
+            statement.value = Replace(total, new).visit(statement.value)
+            kept = True
+    return kept
 
 
 class _Reader(NamedTuple):
@@ -151,13 +101,11 @@ class _Reader(NamedTuple):
     Args:
         at: how many stand between.
         names: the names that the sum has there.
-        bound: the names that those between have bound.
         norm: the norm of the sum, if the statement begins with it.
     """
 
     at: int
     names: set[str]
-    bound: set[str]
     norm: ast.Call | None
 
 
@@ -168,13 +116,11 @@ class _Exchange(ast.NodeTransformer):
     Args:
         itself: the forward's name for its module.
         norms: the names of the children that may be computed with a sum.
-        shared: names that something besides the forward's own statements may read.
     """
 
-    def __init__(self, itself: str, norms: Set[str], shared: Set[str]):
+    def __init__(self, itself: str, norms: Set[str]):
         self.itself = itself
         self.norms = norms
-        self.shared = shared
         self.sites: list[str] = []
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
@@ -182,119 +128,113 @@ class _Exchange(ast.NodeTransformer):
         self.generic_visit(node)
         inputs = self._inputs(node)
         if inputs and is_sum(inputs[0]):
-            self._note(node, True)
+            self._note(node, "+ ")
             both = _of_both(inputs[0], node)
             last = ast.Subscript(both, ast.Constant(1), ast.Load())
             return ast.copy_location(last, node)
         if is_modulated(node) or is_later(node):
-            self._note(node, False)
+            self._note(node, "")
         return node
 
-    def block(self, body: list[ast.stmt], after: list[ast.stmt]) -> None:
+    def block(self, body: Statements, after: Statements) -> None:
         """Exchange the sums in a list of statements; `after` are those that follow it."""
         at = 0
         while at < len(body):
-            self._behind(body, at, after)
+            match body[at]:
+                case ast.Assign([ast.Name(name)], total) if is_sum(total):
+                    self._behind(body, at, name, after)
             if isinstance(body[at], ast.If):
                 rest = [*body[at + 1 :], *after]
                 self.block(body[at].body, rest)
                 self.block(body[at].orelse, rest)
             at += 1
 
-    def _behind(self, body: list[ast.stmt], at: int, after: list[ast.stmt]) -> None:
-        """``h = a + b`` and a statement behind it that begins with ``self.norm(h)``."""
-        match body[at]:
-            case ast.Assign([ast.Name(made)], total) if is_sum(total):
-                pass
-            case _:
-                return
-        following = body[at + 1 :]
-        reader = self._reader(following, {made})
+    def _behind(self, body: Statements, at: int, name: str, after: Statements) -> None:
+        """Exchange ``h = a + b`` and a statement behind it that begins with
+        ``self.norm(h)``.
+        """
+        adds, *following = body[at:]
+        reader = self._reader(following, {name})
         if reader.norm is None:
             self._on_both_ways(body, at, reader)
             return
-        self._note(reader.norm, True)
-        target = ast.Name(f"{_PREFIX}normed_{len(self.sites)}", ast.Store())
-        normed = ast.copy_location(ast.Name(target.id, ast.Load()), reader.norm)
-        changed = Replace(reader.norm, normed).visit(following[reader.at])
+        self._note(reader.norm, "+ ")
+        normed = f"_hf_rmsnorm_normed_{len(self.sites)}"
+        use = ast.copy_location(ast.Name(normed, ast.Load()), reader.norm)
+        changed = Replace(reader.norm, use).visit(following[reader.at])
         body[at + 1 + reader.at] = changed
-        later = [changed, *following[reader.at + 1 :], *after]
         if is_modulated(reader.norm) and at:
             self._take_product(body, at, [*following, *after])
-        both = _of_both(total, reader.norm)
-        if reader.names & self.shared or not only_adds_and_scales(later, reader.names):
+        both = _of_both(adds.value, reader.norm)
+        later = [changed, *following[reader.at + 1 :], *after]
+        if not only_adds_and_scales(later, reader.names):
             both.keywords.append(ast.keyword("seen", ast.Constant(True)))
-        targets = ast.Tuple([body[at].targets[0], target], ast.Store())
-        body[at].targets = [ast.copy_location(targets, total)]
-        body[at].value = both
+        targets = ast.Tuple([*adds.targets, ast.Name(normed, ast.Store())], ast.Store())
+        adds.targets = [ast.copy_location(targets, adds)]
+        adds.value = both
 
-    def _take_product(
-        self, body: list[ast.stmt], at: int, later: list[ast.stmt]
-    ) -> None:
+    def _take_product(self, body: Statements, at: int, later: Statements) -> None:
         """Make ``h = h + gate * y`` of ``y = gate * y`` and ``h = h + y``, where
         nothing reads that y later.
         """
-        total = body[at].value
-        match body[at - 1], total.right:
-            case ast.Assign([ast.Name(name)], product), ast.Name(right) if (
-                is_product(product) and name == right and name not in self.shared
-            ):
+        match body[at - 1], body[at].value:
+            case (
+                ast.Assign([ast.Name(name)], product),
+                ast.BinOp(ast.Name(left), _, ast.Name(right)),
+            ) if is_product(product) and left != name == right:
                 pass
             case _:
                 return
-        is_dead = name == body[at].targets[0].id or not is_read_later(name, later)
-        if not is_dead or reads(total.left, {name}):
-            return
-        # The product is then computed behind the other summand. Dropouts of both
-        # would draw their numbers in another order.
-        may_move = only_computes(product, self._inputs)
-        if may_move or isinstance(total.left, ast.Name):
-            total.right = product
+        if is_dead_behind(body[at], name, later):
+            body[at].value.right = product
             body[at - 1] = ast.copy_location(ast.Pass(), body[at - 1])
 
-    def _on_both_ways(self, body: list[ast.stmt], at: int, reader: _Reader) -> None:
+    def _on_both_ways(self, body: Statements, at: int, reader: _Reader) -> None:
         """Put a sum that an `if` reads first, and the norm if it comes behind that, on
         both ways of it, to be exchanged there.
         """
         if_at = at + 1 + reader.at
-        branch = body[if_at] if if_at < len(body) else None
-        if not isinstance(branch, ast.If) or branch.orelse or leaves(branch):
+        head = body[at:if_at]
+        match body[if_at:]:
+            case [ast.If(test, inside, []) as branch, *behind]:
+                pass
+            case _:
+                return
+        tail = []
+        next_reader = self._reader(behind, reader.names)
+        if next_reader.norm is not None:
+            tail = behind[: next_reader.at + 1]
+        elif self._reader(inside, reader.names).norm is None:
             return
-        if not is_plain_test(branch.test, reader.names | reader.bound):
-            return
-        behind = self._reader(body[if_at + 1 :], reader.names)
-        inside = self._reader(branch.body, reader.names)
-        end = if_at + 1
-        if behind.norm is not None:
-            end += behind.at + 1
-        elif inside.norm is None:
-            return
-        head, tail = body[at:if_at], body[if_at + 1 : end]
-        branch.body = [*copy.deepcopy(head), *branch.body, *copy.deepcopy(tail)]
-        branch.orelse = [*head, *tail]
-        body[at:end] = [branch]
+        if is_plain_test(test, bound(*head)):
+            branch.body = [*copy.deepcopy(head), *inside, *copy.deepcopy(tail)]
+            branch.orelse = [*head, *tail]
+            body[at : if_at + 1 + len(tail)] = [branch]
 
-    def _reader(self, statements: list[ast.stmt], names: set[str]) -> _Reader:
+    def _reader(self, statements: Statements, names: set[str]) -> _Reader:
         """The first statement behind a sum that is no alias and does more than compute."""
-        names, others, at = set(names), set(), 0
+        names, at = set(names), 0
         while at < len(statements) and self._may_pass(statements[at], names):
             names |= alias_of(statements[at], names)
-            others |= bound(statements[at])
             at += 1
         norm = None
-        if at < len(statements) and isinstance(statements[at], _SIMPLE):
+        if at < len(statements):
             norm = first_effect(statements[at])
         row, *modulation = self._inputs(norm) or [None]
-        moved = any(reads(part, names | others) for part in modulation)
-        if moved or getattr(row, "id", "") not in names:
+        changed = names | bound(*statements[:at])
+        moved = any(reads(part, changed) for part in modulation)
+        if moved or not isinstance(row, ast.Name) or row.id not in names:
             norm = None
-        return _Reader(at, names, others, norm)
+        return _Reader(at, names, norm)
 
     def _may_pass(self, statement: ast.stmt, names: set[str]) -> bool:
         """Whether a norm of a sum may be computed before a statement as well."""
         if reads(statement, names):
             return bool(alias_of(statement, names))
-        return only_computes(statement, self._inputs)
+        return only_computes(statement, self._is_norm)
+
+    def _is_norm(self, node: ast.AST) -> bool:
+        return self._inputs(node) is not None
 
     def _inputs(self, node: ast.AST | None) -> list[ast.expr] | None:
         """What a norm is computed with: its input, and its scale and shift; None of
@@ -305,40 +245,20 @@ class _Exchange(ast.NodeTransformer):
         rows = norm_input(node, self.itself, self.norms)
         return None if rows is None else [rows]
 
-    def _note(self, norm: ast.Call, adds: bool) -> None:
+    def _note(self, norm: ast.Call, before: str) -> None:
         """Note a norm in words."""
-        modulates = is_modulated(norm) or is_later(norm)
-        child = norm.args[1] if modulates else norm.func
-        words = " * (1 + scale) + shift" if modulates else ""
-        self.sites.append(f"{'+ ' * adds}{child.attr}{words}")
+        child, behind = norm.func, ""
+        if is_modulated(norm) or is_later(norm):
+            child, behind = norm.args[1], " * (1 + scale) + shift"
+        self.sites.append(f"{before}{child.attr}{behind}")
 
 
 def _of_both(total: ast.BinOp, norm: ast.Call) -> ast.Call:
     """``(a + b, norm(a + b))`` in one call, of a norm that may be modulated."""
     left, right = total.left, total.right
     if not is_modulated(norm):
-        return call(_ADD_AND_NORM, total, left, right, norm.func)
+        return call(add_and_norm, total, left, right, norm.func)
     factors = [right, ast.Constant(None)]
     if is_product(right):
         factors = [right.left, right.right]
-    return call(_ADD_AND_MODULATE, total, left, *factors, *norm.args[1:])
-
-
-def _keep_summands(definition: ast.FunctionDef, itself: str) -> int:
-    """Exchange the sums that are assigned to a name or returned, first in a tuple
-    maybe; returns how many.
-    """
-    count = 0
-    for statement in ast.walk(definition):
-        if not isinstance(statement, (ast.Assign, ast.Return)):
-            continue
-        total = statement.value
-        if isinstance(total, ast.Tuple) and total.elts:
-            total = total.elts[0]
-        if not is_sum(total):
-            continue
-        operands = total.left, total.right, ast.Name(itself, ast.Load())
-        new = call(_ADD_UNROUNDED, total, *operands)
-        statement.value = Replace(total, new).visit(statement.value)
-        count += 1
-    return count
+    return call(add_and_modulate, total, left, *factors, *norm.args[1:])

@@ -1,0 +1,44 @@
+"""The functions of `fused` that a rewritten forward calls, and their names in it."""
+
+import ast
+from collections.abc import Callable
+
+from ...fused import attention, modulated, source, sums
+
+_PREFIX = "_hf_rmsnorm_"
+_CALLED = (
+    sums.add_and_norm,
+    sums.add_unrounded,
+    modulated.OnePlusScale,
+    modulated.add_and_modulate,
+    modulated.later,
+    modulated.modulated,
+    attention.norm_and_rotate,
+    attention.norm_and_rotate_one,
+    attention.norm_each,
+    attention.norm_now,
+    attention.waiting,
+)
+FUNCTIONS = {_PREFIX + function.__name__: function for function in _CALLED}
+
+
+def call(function: Callable, where: ast.AST, *arguments) -> ast.Call:
+    """``function(*arguments)`` at the place of a node; what is no node is a constant."""
+    return source.call(_PREFIX + function.__name__, where, *arguments)
+
+
+def is_modulated(node: ast.AST | None) -> bool:
+    """Whether this is a call of a modulated norm."""
+    return _is_call_of(modulated.modulated, node)
+
+
+def is_later(node: ast.AST | None) -> bool:
+    """Whether this is a norm that waits for a helper."""
+    return _is_call_of(modulated.later, node)
+
+
+def _is_call_of(function: Callable, node: ast.AST | None) -> bool:
+    match node:
+        case ast.Call(ast.Name(name)):
+            return FUNCTIONS.get(name) is function
+    return False
