@@ -8,28 +8,17 @@ import torch
 
 from ..ops.loading import is_dtensor
 from ..patching.api import check_module
-from ..patching.converted import (
-    STAYS,
-    Recorded,
-    Weights,
-    conversion_of,
-    moved,
-    outside_of,
-)
-from ..record import (
-    RECORD_KEY,
-    TRAINED_AS_RMS,
-    ResidualWeights,
-    centre_,
-    matching,
-    own_names,
-)
+from ..patching.converted import STAYS, Recorded, conversion_of
+from ..record import RECORD_KEY, TRAINED_AS_RMS, centre_
 
 TRAINED = (
     "a model that is trained as RMSNorm computes LayerNorm, which is another function, where what is saved of it is "
     "loaded without hf_rmsnorm.patch_model; hf-rmsnorm convert FOLDER DST --target native writes a whole model as one "
     "that needs no package, where there is such an architecture"
 )
+
+
+_CANNOT = "this model cannot be kept centred"
 
 
 class Recentre:
@@ -63,24 +52,22 @@ class Recentre:
     def __init__(self, model: torch.nn.Module):
         recorded = _recorded(model, "Recentre")
         _check_serves(model, recorded)
-        tensors = Weights(recorded.model, recorded.head)
-        record = recorded.record
-        why_not = outside_of(model, recorded.model) or tensors.hooked(record)
-        if why_not:
-            raise ValueError(f"this model cannot be kept centred: {why_not}")
-        self._model = model
+        if why_not := recorded.in_the_way():
+            raise ValueError(f"{_CANNOT}: {why_not}")
+        self._model = recorded.model
+        # (name, how to centre it, its shape)
         self._steps = []
-        for name, how in _to_centre(tensors, record):
-            module, key = tensors.data[name]
-            self._steps.append((name, module, key, how, module._parameters[key].shape))
-        if any(
-            is_dtensor(module._parameters[key]) for _, module, key, *_ in self._steps
-        ):
+        sharded = False
+        for name, how in recorded.to_centre():
+            parameter = recorded.model.get_parameter(name)
+            self._steps.append((name, how, parameter.shape))
+            sharded = sharded or is_dtensor(parameter)
+        if sharded:
             return
-        if moved(tensors, record):
+        if recorded.moved():
             self._run(frozen=True)
-        if why_not := moved(tensors, record):
-            raise ValueError(f"this model cannot be kept centred: {why_not}")
+        if why_not := recorded.moved():
+            raise ValueError(f"{_CANNOT}: {why_not}")
 
     def __call__(self) -> None:
         """Centre the parameters that are trained; raises ValueError where one is no
@@ -94,25 +81,22 @@ class Recentre:
         """
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = {id(p) for p in self._model.parameters()}
-        missed = []
-        for name, module, key, *_ in self._steps:
-            parameter = module._parameters[key]
-            if parameter.requires_grad and id(parameter) not in stepped:
-                missed.append(name)
-        if missed and stepped - ours:
-            what = f"this optimizer updates copies of the parameters, and not {missed[0]} itself"
-            cure = "use one that updates the parameters, or train as RMSNorm (train_as_rms)"
-            raise ValueError(f"{what}: the centring would be undone; {cure}")
+        for name, *_ in self._steps:
+            parameter = self._model.get_parameter(name)
+            is_missed = parameter.requires_grad and id(parameter) not in stepped
+            if is_missed and stepped - ours:
+                what = f"this optimizer updates copies of the parameters, and not {name} itself"
+                cure = "use one that updates the parameters, or train as RMSNorm (train_as_rms)"
+                raise ValueError(f"{what}: the centring would be undone; {cure}")
 
     @torch.no_grad()
     def _run(self, frozen: bool) -> None:
-        for name, module, key, how, shape in self._steps:
-            parameter = module._parameters[key]
+        for name, how, shape in self._steps:
+            parameter = self._model.get_parameter(name)
             if parameter.shape != shape or parameter.is_meta:
+                what = f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized"
                 cure = "build Recentre after that, under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
-                raise ValueError(
-                    f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized: {cure}"
-                )
+                raise ValueError(f"{what}: {cure}")
             if frozen or parameter.requires_grad:
                 _centre(parameter, how)
 
@@ -147,22 +131,6 @@ def _check_serves(model: torch.nn.Module, recorded: Recorded) -> None:
         raise ValueError(
             f"this model's config says that it was trained as RMSNorm: {why}"
         )
-
-
-def _to_centre(tensors: Weights, record: dict) -> list[tuple[str, dict]]:
-    """(parameter, axis, block and blocks to centre it along) of residual weights, and
-    of what adapters add to them.
-    """
-    own = own_names(tensors)
-    names = {new: old for old, new in own.items()}
-    own_weights = matching(record["residual_weights"], names)
-    steps = [(names[name], how) for name, how in own_weights.items()]
-    residual_weights = ResidualWeights(record, names)
-    for name in tensors:
-        change = None if name in own else residual_weights.changed_by(name)
-        if change is not None:
-            steps.append((name, change[1]))
-    return steps
 
 
 def train_as_rms(model: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..ops.backend import runs_on, where_norms_run
 from ..patching import PatchReport, patch_model
-from ..patching.api import check_options, repatch_model
+from ..patching.api import check_options
 from ..patching.converted import conversion_of
 from ..paths import did_you_mean
 from .finetuned import TRAINED, Recentre, mark_as_rms
@@ -144,8 +144,6 @@ class HfRmsNormCallback(TrainerCallback):
         with warnings.catch_warnings():
             if liger:  # it may have them all, which is said where training begins
                 warnings.filterwarnings("ignore", "patch_model changed no norm")
-            if model is before:  # other weights may have been loaded since
-                repatch_model(model)
             self.report = patch_model(model, **self._options)
         self._patched = weakref.ref(model)
         if str(self.report) == self._logged:

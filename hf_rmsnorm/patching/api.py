@@ -34,22 +34,24 @@ class Options:
     memory_efficient: bool | None = None
     numerics: str | None = None
 
-    @classmethod
-    def of(cls, recipe: Recipe) -> "Options":
-        """The options that a norm was patched with, or the defaults."""
-        return cls(recipe.fuse_residual, recipe.memory_efficient, recipe.numerics)
-
-    def applied(self, recipe: Recipe, module: torch.nn.Module) -> Recipe:
+    def applied(self, entry: Entry) -> Recipe:
         """A norm's recipe with the options of this call. Others stay as they are."""
-        named = {name: value for name, value in vars(self).items() if value is not None}
-        options = replace(Options.of(recipe), **named)
-        result = replace(
-            as_rounded_by(options.numerics, recipe),
-            fuse_residual=options.fuse_residual,
-            memory_efficient=False,
-            input_needed="",
+        recipe = entry.recipe
+        options = {}
+        for name, value in vars(self).items():
+            options[name] = getattr(recipe, name) if value is None else value
+        try:
+            rounded = as_rounded_by(options["numerics"], recipe)
+        except ValueError as error:
+            what = f"numerics={self.numerics!r}: {error}, as {entry.paths[0]!r} is"
+            raise ValueError(f"{what}: list it in exclude") from None
+        fuses = options["fuse_residual"]
+        plain = replace(
+            rounded, fuse_residual=fuses, memory_efficient=False, input_needed=""
         )
-        return result.saving_memory(module) if options.memory_efficient else result
+        if options["memory_efficient"]:
+            return plain.saving_memory(entry.module)
+        return plain
 
 
 def patch_model(
@@ -82,8 +84,9 @@ def patch_model(
             include nor exclude leaves out. A norm here is a leaf that normalises over
             its last dimension, or is named RMSNorm or LayerNorm.
         fuse_residual: by default True: one launch also computes the residual add in
-            front of a norm, or the rotary embedding or modulation behind it, where the
-            layer's forward shows them. False: each norm by itself.
+            front of a norm, the rotary embedding behind q and k norms, or the
+            modulation behind a norm, where the layer's forward shows them. False: each
+            norm by itself, so it governs rotation and modulation too.
         memory_efficient: by default False. True: keep each norm's output for the
             backward instead of its input. The linear after it keeps the output anyway.
             Gradients carry the output's rounding. Some norms still keep their input;
@@ -117,7 +120,8 @@ def patch_model(
         'LayerNorm(eps=1e-05, one rounding, bias)'
     """
     options = Options(fuse_residual, memory_efficient, numerics)
-    return _patch(model, include, exclude, strict, options, stacklevel=3)[0]
+    report, _ = _patch(model, include, exclude, strict, options)
+    return report
 
 
 def is_patched(model: torch.nn.Module) -> bool:
@@ -143,21 +147,6 @@ def is_patched(model: torch.nn.Module) -> bool:
     return False
 
 
-def repatch_model(model: torch.nn.Module) -> None:
-    """Unpatch a model and patch the same norms again as they are now, each with its
-    options.
-    """
-    with _changing:
-        paths: dict[Options, list[str]] = {}
-        for path, module in model.named_modules():
-            recipe = recipe_of(module)
-            if recipe is not None:
-                paths.setdefault(Options.of(recipe), []).append(path)
-        unpatch_model(model)
-        for options, chosen in paths.items():
-            _patch(model, chosen, None, False, options, stacklevel=3)
-
-
 def unpatch_model(model: torch.nn.Module) -> int:
     """Give every patched norm its original class and forward back, exactly; returns how
     many there were.
@@ -181,17 +170,15 @@ def patched(
     include: Globs = None,
     exclude: Globs = None,
     strict: bool = False,
-    fuse_residual: bool | None = None,
-    memory_efficient: bool | None = None,
-    numerics: str | None = None,
+    **options: bool | str | None,
 ) -> Iterator[PatchReport]:
     """`patch_model` for the length of a ``with``, which gives the report. The end, or
     an exception, undoes it.
 
     Args and errors: those of `patch_model`.
     """
-    options = Options(fuse_residual, memory_efficient, numerics)
-    report, changes = _patch(model, include, exclude, strict, options, stacklevel=4)
+    chosen = Options(**options)
+    report, changes = _patch(model, include, exclude, strict, chosen, stacklevel=4)
     try:
         yield report
     finally:
@@ -200,7 +187,7 @@ def patched(
 
 
 def _patch(
-    model, include, exclude, strict, options: Options, stacklevel: int
+    model, include, exclude, strict, options: Options, stacklevel: int = 3
 ) -> tuple[PatchReport, Changes]:
     check_module("patch_model", model)
     check_options(strict=strict, **vars(options))
@@ -208,85 +195,64 @@ def _patch(
         entries = make_plan(model, include, exclude)
         for entry in entries:
             if entry.recipe is not None and not entry.stays:
-                entry.recipe = _with_options(entry, options)
+                entry.recipe = options.applied(entry)
         changes = Changes(model)
         stack.callback(changes.undo)
         for entry in entries:
             changes.carry_out(entry)
         _check_served(model, entries, strict)
         layers = fuse_layers(model)
-        warned = _warnings_of_nothing(model, entries)
-        warned += _warnings_of_sums(model, entries, layers, strict)
+        missed = _missed_sums(entries, layers)
+        if missed and strict:
+            raise ValueError(f"strict: {missed}")
         report = report_on(model, entries, layers)
         stack.pop_all()
-    for warning in warned:
+    warning = missed or _no_change(model, entries)
+    if warning:
         warnings.warn(warning, stacklevel=stacklevel)
     return report, changes
 
 
-def _with_options(entry: Entry, options: Options) -> Recipe:
-    try:
-        return options.applied(entry.recipe, entry.module)
-    except ValueError as error:
-        what = f"numerics={options.numerics!r}: {error}, as {entry.paths[0]!r} is"
-        raise ValueError(f"{what}: list it in exclude") from None
-
-
 def _check_served(model: torch.nn.Module, entries: list[Entry], strict: bool) -> None:
     """A ValueError where a norm that has to be swapped is not, or there is none."""
+    if strict and not entries:
+        raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
     left = [entry for entry in entries if entry.recipe is None and not entry.excluded]
     for entry in left:
+        which = f"{entry.paths[0]!r} ({entry.class_name})"
         if entry.required:
             what = "by its config this model was trained as RMSNorm"
-            which = f"{entry.paths[0]} ({entry.class_name}) cannot run so"
-            raise ValueError(f"{what}, and {which}: {entry.reason}")
-    if not strict:
-        return
-    if not entries:
-        raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
-    if left:
-        what = f"strict: {len(left)} of the norms cannot be swapped"
-        which = f"first {left[0].paths[0]!r} ({left[0].class_name}): {left[0].reason}"
-        raise ValueError(f"{what}, {which}; list it in exclude to accept that")
+            raise ValueError(f"{what}, and {which} cannot run so: {entry.reason}")
+        if strict:
+            what = f"strict: {len(left)} of the norms cannot be swapped, first {which}"
+            raise ValueError(
+                f"{what}: {entry.reason}; list it in exclude to accept that"
+            )
 
 
-def _warnings_of_nothing(model: torch.nn.Module, entries: list[Entry]) -> list[str]:
-    """A warning where no norm is patched, and none was to be unpatched."""
+def _no_change(model: torch.nn.Module, entries: list[Entry]) -> str:
+    """That no norm is patched, and none was to be unpatched; "" otherwise."""
     for entry in entries:
         if entry.recipe is not None or (entry.patched and entry.excluded):
-            return []
+            return ""
     why = "there is none"
     if entries:
         why = f"none of {len(entries)} could be swapped, print the report"
-    return [f"patch_model changed no norm of this {type(model).__name__}: {why}"]
+    return f"patch_model changed no norm of this {type(model).__name__}: {why}"
 
 
-def _warnings_of_sums(
-    model: torch.nn.Module,
-    entries: list[Entry],
-    layers: tuple[FusedLayer, ...],
-    strict: bool,
-) -> list[str]:
-    """Warnings where norms read sums before they are rounded, and some sums are rounded
-    all the same; under strict a ValueError.
+def _missed_sums(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> str:
+    """That norms read sums before they are rounded, and some sums are rounded all the
+    same; "" otherwise.
     """
-    recipes = [entry.recipe for entry in entries if entry.recipe and not entry.stays]
-    unrounded = [r for r in recipes if r.fuse_residual and not r.rounds_sum]
-    if not unrounded:
-        return []
-    server = f"numerics={unrounded[0].numerics!r} reads sums unrounded"
-    warned = []
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        where = "copied to another device of this model's device_map"
-        warned.append(f"{server}; those that are {where} are rounded first")
     missed = [layer for layer in layers if layer.reason]
-    if missed:
-        paths = ", ".join(compact_paths([layer.path for layer in missed]))
-        what = f"{server}; rounded first are those of {paths}: {missed[0].reason}"
-        if strict:
-            raise ValueError(f"strict: {what}")
-        warned.append(what)
-    return warned
+    for entry in entries:
+        recipe = entry.recipe
+        if missed and recipe and recipe.fuse_residual and not recipe.rounds_sum:
+            server = f"numerics={recipe.numerics!r} reads sums unrounded"
+            paths = ", ".join(compact_paths([layer.path for layer in missed]))
+            return f"{server}; rounded first are those of {paths}: {missed[0].reason}"
+    return ""
 
 
 def check_options(
@@ -297,16 +263,12 @@ def check_options(
         if not isinstance(flag, bool) and (flag is not None or name == "strict"):
             raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")
     if numerics is not None and numerics not in NUMERICS:
-        raise ValueError(
-            f"numerics is {numerics!r}: choose one of {', '.join(NUMERICS)}"
-        )
+        known = ", ".join(NUMERICS)
+        raise ValueError(f"numerics is {numerics!r}: choose one of {known}")
 
 
 def check_module(function: str, model) -> None:
+    """Raise TypeError where something is no module."""
     if not isinstance(model, torch.nn.Module):
-        # as in a pipeline and a Trainer
-        inside = isinstance(getattr(model, "model", None), torch.nn.Module)
-        cure = "pass its .model" if inside else "load the model first"
-        raise TypeError(
-            f"{function} needs a torch.nn.Module, got {type(model).__name__}: {cure}"
-        )
+        what = f"{function} needs a torch.nn.Module, got {type(model).__name__}"
+        raise TypeError(f"{what}: load the model first")

@@ -5,8 +5,6 @@ while that is the same.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,7 +27,27 @@ STAYS = "stays the LayerNorm that it is: "
 TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
 # Modules of hooks that move tensors and do not change their values.
 _HARMLESS = ("transformers.", "torch.distributed.", "hf_rmsnorm.")
-WITHOUT_WEIGHTS = "recorded as an RMSNorm, which it becomes when patched with its weights, if they are still centred"
+
+
+class Weights(UserDict):
+    """Parameters of a model by the names of a record; one that accelerate keeps on a
+    disk is read when it is asked for. `data`: name -> the model's own name.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: dict[str, str]):
+        self.model = model
+        super().__init__(names)
+
+    def module_of(self, name: str) -> torch.nn.Module:
+        return self.model.get_submodule(self.data[name].rpartition(".")[0])
+
+    def parameter(self, name: str) -> torch.nn.Parameter:
+        """A parameter as the model holds it."""
+        return self.model.get_parameter(self.data[name])
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with align_module_device(self.module_of(name)):
+            return self.parameter(name)
 
 
 @dataclass(frozen=True)
@@ -60,12 +78,121 @@ class Recorded:
         return trained_as_rms(self.record)
 
     @cached_property
+    def weights(self) -> Weights:
+        """All parameters of the model, those of adapters included."""
+        names = {}
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            names[self.head + name] = name
+        return Weights(self.model, names)
+
+    @cached_property
+    def own(self) -> Weights:
+        """The parameters that no adapter added, by the names that they have without
+        one.
+        """
+        names = own_names(self.weights)
+        own = {new: self.weights.data[old] for old, new in names.items()}
+        return Weights(self.model, own)
+
+    @cached_property
+    def residual(self) -> dict[str, dict]:
+        """Own parameter that writes to the residual stream -> how to centre it."""
+        return matching(self.record["residual_weights"], self.own)
+
+    def added(self) -> dict[str, tuple[str, dict]]:
+        """An adapter's parameter -> (the residual weight that it is added to, how to
+        centre the parameter); of all adapters, as others may become active later.
+
+        Raises:
+            ValueError: one may add a mean in another way.
+        """
+        own = self.own.data.values()
+        residual_weights = ResidualWeights(self.record, self.own)
+        added = {}
+        for name, inner in self.weights.data.items():
+            change = None if inner in own else residual_weights.changed_by(name)
+            if change is not None:
+                added[name] = change
+        return added
+
+    def to_centre(self) -> list[tuple[str, dict]]:
+        """(the model's name of a parameter, how to centre it), of residual weights and
+        of what adapters add to them.
+        """
+        steps = []
+        for name, how in self.residual.items():
+            steps.append((self.own.data[name], how))
+        for name, (_, how) in self.added().items():
+            steps.append((self.weights.data[name], how))
+        return steps
+
+    @cached_property
     def why_not(self) -> str:
         """That the record cannot be followed, and why; "" if it can."""
         if self.followed:
             return ""
-        why_not = _why_not_followed(self) or outside_of(self.outer, self.model)
-        return why_not if why_not in ("", WITHOUT_WEIGHTS) else STAYS + why_not
+        try:
+            why_not = self.not_here() or self.in_the_way() or self.moved()
+        except ValueError as error:
+            why_not = str(error)
+        return why_not and STAYS + why_not
+
+    def not_here(self) -> str:
+        """That a parameter is not here whole; "" if all are."""
+        for name in self.weights:
+            tensor = self.weights.parameter(name)
+            is_lost = type(tensor) not in DIRECT_TYPES or not tensor.numel()
+            if tensor.is_meta:
+                is_lost = not has_offloaded_params(self.weights.module_of(name))
+            if is_lost:
+                return f"{name} is not here whole; patch once the weights are loaded"
+        return ""
+
+    def moved(self) -> str:
+        """Why the residual weights, or the parameters that adapters add to them, are
+        not centred; "" if all are.
+        """
+        if not self.record["residual_weights"]:
+            return "its record names nothing that writes to the residual stream; convert the original again"
+        why_not = explain_violation(self.own, self.record)
+        if why_not:
+            return why_not
+        parameters, how = {}, {}
+        for name, (weight, how[name]) in self.added().items():
+            dtype = self.own[weight].dtype  # in which it writes
+            parameters[name] = self.weights[name].to(dtype)
+        record = {**self.record, "residual_weights": how}
+        why_not = explain_violation(parameters, record)
+        return why_not and f"{why_not}; merge the adapter, and convert the merged model"
+
+    def in_the_way(self) -> str:
+        """Why something besides the weights may give the residual stream a mean: a hook
+        on what writes to it, or a module around the converted model; "" if nothing may.
+        """
+        for name in self.residual:
+            module = self.own.module_of(name)
+            hooks = {**module._forward_hooks, **module._forward_pre_hooks}
+            for hook in hooks.values():
+                if not str(hook.__module__).startswith(_HARMLESS):
+                    what = f"{name.rpartition('.')[0]} has a hook"
+                    return f"{what}, which may change what it writes to the residual stream"
+        inside = {id(parameter) for parameter in self._with_head().parameters()}
+        for name, parameter in self.outer.named_parameters():
+            if id(parameter) not in inside:
+                what = f"{name} is outside of the {type(self.model).__name__} that was converted"
+                may = "and may write to its residual stream"
+                return f"{what} {may}; where it does not, patch that model by itself"
+        return ""
+
+    def _with_head(self) -> torch.nn.Module:
+        """The converted model with its head: the first of this record by its own class.
+        A wrapper, of PEFT say, may only pass the record on.
+        """
+        for module in self.outer.modules():
+            is_model = hasattr(type(module), "base_model_prefix")
+            if is_model and _record_of(module) == _record_of(self.model):
+                return module
+        return self.model
 
 
 def conversion_of(model: torch.nn.Module) -> Recorded | None:
@@ -103,116 +230,23 @@ def follow_conversion(model: torch.nn.Module, entries: list) -> None:
         if not recorded or entry.excluded:
             continue
         entry.required = conversion.trained
-        if entry.recipe is not None:
+        if entry.recipe is not None and not entry.stays:
             eps = conversion.norms[recorded[0]]
-            entry.recipe, entry.note = _as_recorded(entry, eps, conversion)
+            entry.recipe, entry.note = _as_recorded(entry.recipe, eps, conversion)
 
 
-def _as_recorded(entry, eps: float, conversion: Recorded) -> tuple[Recipe, str]:
+def _as_recorded(
+    recipe: Recipe, eps: float, conversion: Recorded
+) -> tuple[Recipe, str]:
     """(the recipe of a norm that is recorded with this eps, a note for the report)."""
-    recipe = entry.recipe
-    why_not = conversion.why_not
-    note = TRAINED if conversion.trained else ""
-    if recipe.as_rms:
-        doubt = why_not.removeprefix(STAYS)
-        if doubt:
-            note = f"runs as RMSNorm, but {doubt}; unpatch and patch again"
-        return recipe, note
-    if entry.patched or not recipe.spec.centered:
+    own = recipe.own or recipe
+    if not (own.spec.centered or own.as_rms):
         return recipe, ""
-    if why_not:
-        return recipe, why_not
-    if eps != recipe.spec.eps:
-        what = f"its eps is {recipe.spec.eps:g}, the record says {eps:g}"
-        return recipe, f"{STAYS}{what}"
-    spec = replace(recipe.spec, centered=False)
-    return replace(recipe, spec=spec, as_rms=True), note
-
-
-def outside_of(model: torch.nn.Module, converted: torch.nn.Module) -> str:
-    """Why what surrounds the converted model is in the way: it may hand it a residual
-    stream that has a mean.
-    """
-    record = _record_of(converted)
-    for module in model.modules():
-        # With a head, maybe: the first of this record by its own class. A wrapper, of
-        # PEFT say, may only pass it on.
-        if hasattr(type(module), "base_model_prefix") and _record_of(module) == record:
-            converted = module
-            break
-    inside = {id(parameter) for parameter in converted.parameters()}
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in inside:
-            what = f"{name} is outside of the {type(converted).__name__} that was converted"
-            may = "and may write to its residual stream"
-            return f"{what} {may}; where it does not, patch that model by itself"
-    return ""
-
-
-def _why_not_followed(recorded: Recorded) -> str:
-    """Why the record of a model cannot be followed, by the model itself."""
-    tensors = Weights(recorded.model, recorded.head)
-    for name, (module, key) in tensors.data.items():
-        tensor = module._parameters[key]
-        if tensor.is_meta and not has_offloaded_params(module):
-            return WITHOUT_WEIGHTS
-        if type(tensor) not in DIRECT_TYPES or not tensor.numel():
-            return f"{name} is not here whole; patch once the weights are loaded"
-    try:
-        return tensors.hooked(recorded.record) or moved(tensors, recorded.record)
-    except ValueError as error:
-        return str(error)
-
-
-def moved(tensors: Weights, record: dict) -> str:
-    """Why the residual weights, or the tensors that adapters add to them, are not
-    centred; "" if all are.
-    """
-    if not record["residual_weights"]:
-        return "its record names nothing that writes to the residual stream; convert the original again"
-    names = own_names(tensors)
-    own = copy(tensors)
-    own.data = {new: tensors.data[old] for old, new in names.items()}
-    why_not = explain_violation(own, record)
-    if why_not:
-        return why_not
-    residual_weights, added, how = ResidualWeights(record, own), {}, {}
-    for name in tensors:  # of all adapters, as others may become active after the patch
-        change = None if name in names else residual_weights.changed_by(name)
-        if change is not None:
-            weight, how[name] = change
-            added[name] = tensors[name].to(own[weight].dtype)  # in which it writes
-    why_not = explain_violation(added, {**record, "residual_weights": how})
-    return why_not and f"{why_not}; merge the adapter, and convert the merged model"
-
-
-class Weights(UserDict):
-    """A model's parameters by name; one that accelerate keeps on a disk is read when it
-    is asked for. `data`: name -> (its module, its name there).
-    """
-
-    def __init__(self, model: torch.nn.Module, head: str):
-        super().__init__()
-        for path, module in model.named_modules(remove_duplicate=False):
-            before = f"{head}{path}." if path else head
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self.data[before + name] = module, name
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        module, name = self.data[key]
-        with align_module_device(module):
-            return module._parameters[name]
-
-    def hooked(self, record: Mapping) -> str:
-        """Why a hook is in the way: on a module that writes to the residual stream it
-        may add what has a mean.
-        """
-        for key in ResidualWeights(record, self.data).how:
-            module, _ = self.data[key]
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
-                homes = [getattr(h, "__module__", None) or "" for h in hooks.values()]
-                if not all(home.startswith(_HARMLESS) for home in homes):
-                    what = f"{key.rpartition('.')[0]} has a hook"
-                    return f"{what}, which may change what it writes to the residual stream"
-        return ""
+    note = conversion.why_not
+    if eps != own.spec.eps:
+        note = note or (f"{STAYS}its eps is {own.spec.eps:g}, the record says {eps:g}")
+    as_rms = not note
+    if as_rms and conversion.trained:
+        note = TRAINED
+    spec = replace(own.spec, centered=not as_rms)
+    return replace(recipe, own=replace(own, spec=spec, as_rms=as_rms)), note

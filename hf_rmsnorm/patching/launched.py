@@ -13,11 +13,14 @@ from torch import nn
 from ..fused import watch
 from ..fused.layer import why_called
 from ..fused.norm import recipe_of
+from ..fused.recipe import Recipe, parameters_of
 from ..kernels.counting import counting_into
 from ..ops import chosen_backend
 from ..ops.backend import why_not
-from ..paths import compact_paths, fitted
+from ..paths import fitted
 from .api import check_module
+from .report import alike, group_lines
+from .swap import why_not_run
 
 NOT_CALLED = "not called from Python: not part of this forward, or inside torch.compile or a CUDA graph"
 UNKNOWN = "these inputs are computed one operator after the other"
@@ -42,6 +45,11 @@ class Piece:
     missed: int = 0
     reason: str = ""
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a kernel has computed it."""
+        return self.launched > 0
+
 
 class LaunchCount(Counter):
     """Kernel name -> launches; for a model also its fused `pieces`. Printed, a short table."""
@@ -59,10 +67,15 @@ class LaunchCount(Counter):
         if self._watched is None:
             return f"kernels launched: {names}"
         pieces = self.pieces
-        fused = sum(piece.launched > 0 and not piece.missed for piece in pieces)
-        head = f"all {fused}" if fused == len(pieces) else f"{fused} of {len(pieces)}"
-        lines = [f"{head} pieces ran as fused kernels", *_rows(pieces)]
-        return fitted("\n".join([*lines, f"  kernels   {names}"]), 10)
+        fused = sum(piece.has_run and not piece.missed for piece in pieces)
+        head = f"{fused} of {len(pieces)}"
+        if fused == len(pieces):
+            head = f"all {fused}"
+        lines = [f"{head} pieces ran as fused kernels"]
+        for (what, _, _), group in alike(pieces, "what", "has_run", "reason"):
+            lines += _lines(what, group)
+        lines.append(f"  kernels   {names}")
+        return fitted("\n".join(lines), 10)
 
 
 @contextmanager
@@ -154,39 +167,36 @@ def _why_not_launched(norms: list[nn.Module], x) -> str:
     """Why no kernel was launched for a piece with these patched norms, of x."""
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
+    norm, recipe = norms[0], recipe_of(norms[0])
+    changed = why_not_run(norm, recipe)
+    if changed is not None:
+        return changed[0]
+    reason = _why_not_served(norm, recipe, x) if isinstance(x, torch.Tensor) else ""
     called = next(filter(None, map(why_called, norms)), "")
-    if not isinstance(x, torch.Tensor):
-        return called or UNKNOWN
-    norm = norms[0]
-    recipe = recipe_of(norm)
-    spec = recipe.spec_of(norm)
-    if spec is None:
-        return ", ".join(recipe.changes(norm)) or "its eps is no number any more"
-    names = recipe.weight, recipe.bias
-    tensors = [None if name is None else getattr(norm, name) for name in names]
-    gate = None if spec.gate is None else x
-    rows = x.movedim(1, -1) if recipe.layout == "channels_first" and x.dim() > 1 else x
-    reason = why_not(spec, rows, *tensors, gate)
     return reason or called or recipe.notes() or UNKNOWN
 
 
-def _rows(pieces: tuple[Piece, ...]) -> Iterator[str]:
-    """A line for all pieces of a kind with the same result, with their paths below."""
-    alike: dict[tuple, list[Piece]] = {}
-    for piece in pieces:
-        key = piece.what, piece.launched > 0, piece.reason
-        alike.setdefault(key, []).append(piece)
-    for (what, is_launched, reason), group in alike.items():
-        launched = sum(piece.launched for piece in group)
-        missed = sum(piece.missed for piece in group)
-        result = reason
-        if is_launched and missed:
-            result = f"launched {launched}x; not fused {missed}x: {reason}"
-        elif is_launched:
-            result = f"launched {launched}x"
-        elif missed:
-            result = f"{reason} ({missed}x)"
-        kind = "fused" if is_launched else "not fused"
-        yield f"  {kind:<9} {len(group)} x {what}: {result}"
-        for path in compact_paths([piece.path for piece in group]):
-            yield f"      {path}"
+def _why_not_served(norm: nn.Module, recipe: Recipe, x: torch.Tensor) -> str:
+    """Why the kernels do not serve a norm of x; "" if they do, or its recipe does not."""
+    spec = recipe.spec_of(norm)
+    rows = recipe.rows_of(x)
+    parameters = parameters_of(norm, recipe)
+    if rows is None or parameters is None:
+        return ""
+    gate = None if spec.gate is None else x
+    return why_not(spec, rows, *parameters, gate) or ""
+
+
+def _lines(what: str, group: list[Piece]) -> list[str]:
+    """The lines for pieces of a kind with the same result, with their paths below."""
+    launched = sum(piece.launched for piece in group)
+    missed = sum(piece.missed for piece in group)
+    reason = group[0].reason
+    kind, result = "not fused", reason
+    if launched:
+        kind, result = "fused", f"launched {launched}x"
+        if missed:
+            result += f"; not fused {missed}x: {reason}"
+    elif missed:
+        result += f" ({missed}x)"
+    return group_lines(kind, what, result, group)

@@ -60,11 +60,8 @@ def make_plan(
     Nothing is changed.
     """
     entries = list_norms(model)
-    include, exclude = _globs("include", include), _globs("exclude", exclude)
-    for word, globs in (("include", include), ("exclude", exclude)):
-        for glob in globs or ():
-            if not any(_matches(entry, glob) for entry in entries):
-                _raise_unmatched(word, glob, model, entries)
+    include = _globs("include", include, model, entries)
+    exclude = _globs("exclude", exclude, model, entries)
     for entry in entries:
         _choose(entry, include, exclude or [])
     follow_conversion(model, entries)
@@ -90,27 +87,27 @@ def list_norms(model: torch.nn.Module) -> list[Entry]:
     return entries
 
 
-def _globs(word: str, globs: Globs) -> list[str] | None:
-    if globs is None or isinstance(globs, str):
-        return None if globs is None else [globs]
-    chosen = list(globs) if isinstance(globs, Iterable) else [globs]
-    if not all(isinstance(glob, str) for glob in chosen):
-        cure = "pass a glob over module paths, or a list of them"
-        raise TypeError(f"{word} is {globs!r}: {cure}")
+def _globs(
+    word: str, globs: Globs, model: torch.nn.Module, entries: list[Entry]
+) -> list[str] | None:
+    """Globs as a list; raises the errors of those that match no norm."""
+    if globs is None:
+        return None
+    is_list = isinstance(globs, Iterable) and not isinstance(globs, str)
+    chosen = list(globs) if is_list else [globs]
+    for glob in chosen:
+        if not isinstance(glob, str):
+            cure = "pass a glob over module paths, or a list of them"
+            raise TypeError(f"{word} is {globs!r}: {cure}")
+        if not any(_matches(entry, glob) for entry in entries):
+            what = f"{word}={glob!r} matches the path of no norm"
+            example = f", for example {entries[0].paths[0]!r}" if entries else ""
+            raise ValueError(f"{what} in this {type(model).__name__}{example}")
     return chosen
 
 
 def _matches(entry: Entry, glob: str) -> bool:
-    # a path names itself, whatever characters are in it
-    return any(path == glob or fnmatchcase(path, glob) for path in entry.paths)
-
-
-def _raise_unmatched(
-    word: str, glob: str, model: torch.nn.Module, entries: list[Entry]
-) -> None:
-    what = f"{word}={glob!r} matches the path of no norm in this {type(model).__name__}"
-    example = f", for example {entries[0].paths[0]!r}" if entries else ""
-    raise ValueError(what + example)
+    return any(fnmatchcase(path, glob) for path in entry.paths)
 
 
 def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None:

@@ -74,8 +74,8 @@ class FusedLayer:
 
     @property
     def text(self) -> str:
-        """The fused pieces, or the reason, in words."""
-        return in_words(self.fused) if self.fused else self.reason
+        """The fused pieces, with the residual adds named; or the reason."""
+        return re.sub(r"(^|, )\+ ", r"\1residual add + ", self.fused) or self.reason
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ class PatchReport:
     ``model.named_modules()``.
 
     Attributes:
-        swapped: the modules that run the fused forward, those patched earlier included.
-            A module that the model holds at several paths has a record for each.
+        swapped: the modules that run the fused forward, whether this call swapped them
+            or an earlier one. A module at several paths has a record for each.
         skipped: norms that were not swapped, and modules that only carry a norm's name.
         layers: decoder layers, fused or not.
-        devices: for each device that runs the model, its name, the backend there and
-            the reason.
+        devices: for each device of the model its name, the backend that runs there, and
+            why.
     """
 
     swapped: tuple[Swapped, ...] = ()
@@ -103,7 +103,8 @@ class PatchReport:
         """
         data = {kind: list(records) for kind, records in asdict(self).items()}
         for plain, record in zip(data["swapped"], self.swapped, strict=True):
-            plain["formula"] = {**record.formula.to_dict(), "text": str(record.formula)}
+            formula = record.formula.to_dict()
+            plain["formula"] = {**formula, "text": str(record.formula)}
         return data
 
     def to_text(self) -> str:
@@ -111,28 +112,31 @@ class PatchReport:
         count = len(self.swapped)
         norms = "norm" if count == 1 else "norms"
         lines = [f"{count} {norms} swapped, {len(self.skipped)} skipped"]
-        for (text,), records in _alike(self.swapped, "text"):
-            names = ", ".join(dict.fromkeys(record.class_name for record in records))
-            lines += _group("swapped", names, text, records)
-        alike = _alike(self.skipped, "class_name", "reason", "cure")
-        for (name, reason, cure), records in alike:
-            lines += _group("skipped", name, reason, records)
-            lines += [f"      what to do: {cure}"] if cure else []
-        alike = _alike(self.layers, "class_name", "fused", "text")
-        for (name, fused, text), records in alike:
-            lines += _group("fused" if fused else "not fused", name, text, records)
-        lines += [f"  {'runs on':<9} {text}" for text in self._runs_on()]
-        if any(record["backend"] == "triton" for record in self.devices):
-            compiled = WHILE_COMPILING[settings.while_compiling]
-            lines.append(f"  {'compiled':<9} {compiled}")
+        for (text,), records in alike(self.swapped, "text"):
+            names = dict.fromkeys(record.class_name for record in records)
+            lines += group_lines("swapped", ", ".join(names), text, records)
+        groups = alike(self.skipped, "class_name", "reason", "cure")
+        for (name, reason, cure), records in groups:
+            lines += group_lines("skipped", name, reason, records)
+            if cure:
+                lines.append(f"      what to do: {cure}")
+        groups = alike(self.layers, "class_name", "fused", "text")
+        for (name, fused, text), records in groups:
+            kind = "fused" if fused else "not fused"
+            lines += group_lines(kind, name, text, records)
+        lines += self._runs_on()
         return fitted("\n".join(lines), 10)
 
     def _runs_on(self) -> list[str]:
-        sentences = where_norms_run(self.devices)
-        places = {(record["device"], record["backend"]) for record in self.devices}
-        if places == {("cpu", "original")}:
-            sentences[-1] += "; on an NVIDIA GPU the norms run fused"
-        return sentences
+        """The lines that say where the norms run."""
+        lines = [f"  runs on   {text}" for text in where_norms_run(self.devices)]
+        backends = {record["backend"] for record in self.devices}
+        if "triton" in backends:
+            compiled = WHILE_COMPILING[settings.while_compiling]
+            lines.append(f"  compiled  {compiled}")
+        elif {record["device"] for record in self.devices} == {"cpu"}:
+            lines[-1] += "; on an NVIDIA GPU the norms run fused"
+        return lines
 
     def __str__(self) -> str:
         return self.to_text()
@@ -145,17 +149,17 @@ def report_on(
     swapped, skipped = [], []
     for entry in entries:
         for path in entry.paths:
+            named = path, entry.class_name
             if entry.formula is None:
-                skipped.append(
-                    Skipped(path, entry.class_name, entry.reason, entry.cure)
-                )
+                skipped.append(Skipped(*named, entry.reason, entry.cure))
             else:
-                swapped.append(_swapped(path, entry))
+                kind = entry.recipe.as_rms, entry.recipe.numerics
+                swapped.append(Swapped(*named, entry.formula, _notes(entry), *kind))
     devices = map(runs_on, _devices(model)) if swapped else ()
     return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(devices))
 
 
-def _swapped(path: str, entry: Entry) -> Swapped:
+def _notes(entry: Entry) -> str:
     recipe = entry.recipe
     notes = [recipe.notes()]
     if recipe.numerics != "model":
@@ -164,14 +168,7 @@ def _swapped(path: str, entry: Entry) -> Swapped:
     if len(entry.paths) > 1:
         notes.append(f"one module at {len(entry.paths)} paths")
     notes.append(entry.note)
-    return Swapped(
-        path,
-        entry.class_name,
-        entry.formula,
-        notes="; ".join(filter(None, notes)),
-        converted=recipe.as_rms,
-        numerics=recipe.numerics,
-    )
+    return "; ".join(filter(None, notes))
 
 
 def _devices(model: torch.nn.Module) -> list[torch.device]:
@@ -188,19 +185,15 @@ def _devices(model: torch.nn.Module) -> list[torch.device]:
     return list(dict.fromkeys([*held, *running]))
 
 
-def in_words(fused: str) -> str:
-    """The fused pieces of a layer, with the residual adds named."""
-    return re.sub(r"(^|, )\+ ", r"\1residual add + ", fused)
-
-
-def _group(kind: str, names: str, text: str, records: list) -> list[str]:
+def group_lines(kind: str, name: str, text: str, records: list) -> list[str]:
     """The lines of one group: a heading, then its paths."""
-    paths = compact_paths([record.path for record in records])
-    head = f"  {kind:<9} {len(records)} x {names}: {text}"
-    return [head, *(f"      {path}" for path in paths)]
+    lines = [f"  {kind:<9} {len(records)} x {name}: {text}"]
+    for path in compact_paths([record.path for record in records]):
+        lines.append(f"      {path}")
+    return lines
 
 
-def _alike(records: tuple, *names: str) -> Iterable[tuple[tuple, list]]:
+def alike(records: Iterable, *names: str) -> Iterable[tuple[tuple, list]]:
     """The values of these attributes, and the records that have them."""
     groups: dict[tuple, list] = {}
     for record in records:

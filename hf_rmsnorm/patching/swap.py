@@ -2,7 +2,6 @@
 instance.
 """
 
-import contextlib
 import functools
 import types
 
@@ -29,10 +28,9 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
     stored = module.__dict__.get("forward")
     if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
         stored = module.__dict__.get("_old_forward")
-    own = type(module).forward
-    if stored is None or _is_own(stored, module, own):
-        return None
-    if _own_cells(stored, module, own):
+    if stored is None or _cells_of(
+        types.CellType(stored), module, type(module).forward
+    ):
         return None
     function = getattr(stored, "__func__", stored)
     where = getattr(function, "__module__", type(function).__module__)
@@ -98,17 +96,15 @@ class Changes:
     """
 
     def __init__(self, model: torch.nn.Module):
-        self.model = model
         self.layers = [(layer, fuse(layer, None)) for layer in model.modules()]
-        # (norm, its recipe before, its recipe now)
-        self.norms: list[tuple[torch.nn.Module, Recipe | None, Recipe | None]] = []
+        self.norms: list[tuple[torch.nn.Module, Recipe | None]] = []
 
     def carry_out(self, entry) -> None:
         """Do to a norm what its `plan.Entry` says, or leave it alone with the reason."""
         norm, recipe = entry.module, entry.recipe
-        if entry.excluded and entry.patched:
-            self._set(norm, None)
         if recipe is None:
+            if entry.patched:
+                self._set(norm, None)
             return
         why_not = why_not_run(norm, recipe)
         if why_not is None and not entry.stays:
@@ -120,7 +116,7 @@ class Changes:
 
     def _set(self, norm: torch.nn.Module, recipe: Recipe | None):
         """`set_recipe`; (reason, cure) where that is impossible."""
-        self.norms.append((norm, recipe_of(norm), recipe))
+        self.norms.append((norm, recipe_of(norm)))
         try:
             set_recipe(norm, recipe)
         except Exception as error:
@@ -131,16 +127,11 @@ class Changes:
         return None
 
     def undo(self) -> None:
-        """Give norms and layers their earlier classes; what was unpatched or patched
-        anew since then stays so.
-        """
-        for norm, before, now in self.norms:
-            is_swapped = recipe_of(norm) is not None
-            if before is None or is_swapped == (now is not None):
-                set_recipe(norm, before)
-        any_swapped = any(recipe_of(norm) is not None for norm in self.model.modules())
+        """Give norms and layers the classes back that they had before."""
+        for norm, recipe in self.norms:
+            set_recipe(norm, recipe)
         for layer, fusion in self.layers:
-            fuse(layer, fusion if any_swapped else None)
+            fuse(layer, fusion)
 
 
 def _take_off(module: torch.nn.Module, part: type, base: type) -> None:
@@ -158,37 +149,33 @@ def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
     """
     module.__class__ = cls
     for name in _FORWARD_ATTRIBUTES:
-        stored = module.__dict__.get(name)
-        if _is_own(stored, module, old):
-            module.__dict__[name] = types.MethodType(new, module)
-        for cell in _own_cells(stored, module, old):
-            cell.cell_contents = types.MethodType(new, module)
+        if name in module.__dict__:
+            stored = types.CellType(module.__dict__[name])
+            for cell in _cells_of(stored, module, old):
+                cell.cell_contents = types.MethodType(new, module)
+            module.__dict__[name] = stored.cell_contents
 
 
-def _own_cells(stored, module: torch.nn.Module, function) -> list[types.CellType]:
-    """The cells of a wrapper, and of the wrappers in those, that hold the module's own
-    forward.
+def _cells_of(
+    stored: types.CellType, module: torch.nn.Module, forward
+) -> list[types.CellType]:
+    """Of a cell, and the cells of the wrappers that it leads to, those that hold the
+    module's own forward.
     """
+    own = types.MethodType(forward, module)
     cells, waiting, seen = [], [stored], set()
     while waiting:
-        wrapper = waiting.pop()
-        if isinstance(wrapper, types.MethodType):
-            wrapper = wrapper.__func__
-        if not isinstance(wrapper, types.FunctionType) or wrapper in seen:
+        cell = waiting.pop()
+        try:
+            content = cell.cell_contents
+        except ValueError:  # nothing is in it yet
             continue
-        seen.add(wrapper)
-        for cell in wrapper.__closure__ or ():
-            with contextlib.suppress(ValueError):  # nothing is in it yet
-                if _is_own(cell.cell_contents, module, function):
-                    cells.append(cell)
-                else:
-                    waiting.append(cell.cell_contents)
+        if isinstance(content, types.MethodType):
+            if content == own:
+                cells.append(cell)
+                continue
+            content = content.__func__
+        if isinstance(content, types.FunctionType) and content not in seen:
+            seen.add(content)
+            waiting.extend(content.__closure__ or ())
     return cells
-
-
-def _is_own(stored, module: torch.nn.Module, function) -> bool:
-    return (
-        isinstance(stored, types.MethodType)
-        and stored.__self__ is module
-        and stored.__func__ is function
-    )
