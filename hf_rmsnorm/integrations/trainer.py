@@ -194,10 +194,11 @@ def swapped_line(report: PatchReport, device: torch.device) -> str:
     """One line: how many norms were swapped, and where they run; `device` is the
     Trainer's.
     """
-    count = len(report.swapped)
-    line = f"hf_rmsnorm: {count} {'norm' if count == 1 else 'norms'} swapped, {len(report.skipped)} skipped"
     records = report.devices
-    if records and all(record["device"] == "cpu" for record in records):
+    if {record["device"] for record in records} == {"cpu"}:
         # a sharded model is put on its GPU later
         records = [runs_on(device)]
-    return "; ".join([line, *(f"runs on {text}" for text in where_norms_run(records))])
+    line = f"hf_rmsnorm: {report.counts}"
+    for text in where_norms_run(records):
+        line += f"; runs on {text}"
+    return line

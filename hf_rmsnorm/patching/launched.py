@@ -62,7 +62,9 @@ class LaunchCount(Counter):
         return () if self._watched is None else tuple(self._watched.pieces())
 
     def __str__(self) -> str:
-        kernels = [f"{count} {name}" for name, count in sorted(self.items())]
+        kernels = []
+        for name, count in sorted(self.items()):
+            kernels.append(f"{count} {name}")
         names = ", ".join(kernels) or "none"
         if self._watched is None:
             return f"kernels launched: {names}"
@@ -126,8 +128,10 @@ class _Watched:
     def __init__(self, model: nn.Module, launches: Counter):
         check_module("count_launches", model)
         self.launches = launches
-        modules = model.named_modules()
-        self.norms = {m: path for path, m in modules if recipe_of(m) is not None}
+        self.norms: dict[nn.Module, str] = {}
+        for path, module in model.named_modules():
+            if recipe_of(module) is not None:
+                self.norms[module] = path
         if not self.norms:
             what = f"no norm of this {type(model).__name__} is patched"
             raise ValueError(f"{what}: call patch_model(model) first")
@@ -144,8 +148,10 @@ class _Watched:
         self.called.update(paths)
         path = paths[0] if len(paths) == 1 else paths[0].rpartition(".")[0]
         piece = self.noted.setdefault((path, what), Piece(path, what))
-        counts = [n for name, n in self.launches.items() if name.endswith("_forward")]
-        launched = sum(counts)
+        launched = 0
+        for name, count in self.launches.items():
+            if name.endswith("_forward"):
+                launched += count
         if launched > self._launched_before:
             piece.launched += 1
         else:

@@ -109,9 +109,7 @@ class PatchReport:
 
     def to_text(self) -> str:
         """The report as it is printed."""
-        count = len(self.swapped)
-        norms = "norm" if count == 1 else "norms"
-        lines = [f"{count} {norms} swapped, {len(self.skipped)} skipped"]
+        lines = [self.counts]
         for (text,), records in alike(self.swapped, "text"):
             names = dict.fromkeys(record.class_name for record in records)
             lines += group_lines("swapped", ", ".join(names), text, records)
@@ -126,6 +124,13 @@ class PatchReport:
             lines += group_lines(kind, name, text, records)
         lines += self._runs_on()
         return fitted("\n".join(lines), 10)
+
+    @property
+    def counts(self) -> str:
+        """How many norms were swapped, and how many not."""
+        count = len(self.swapped)
+        norms = "norm" if count == 1 else "norms"
+        return f"{count} {norms} swapped, {len(self.skipped)} skipped"
 
     def _runs_on(self) -> list[str]:
         """The lines that say where the norms run."""
@@ -155,8 +160,10 @@ def report_on(
             else:
                 kind = entry.recipe.as_rms, entry.recipe.numerics
                 swapped.append(Swapped(*named, entry.formula, _notes(entry), *kind))
-    devices = map(runs_on, _devices(model)) if swapped else ()
-    return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(devices))
+    devices = ()
+    if swapped:
+        devices = tuple(map(runs_on, _devices(model)))
+    return PatchReport(tuple(swapped), tuple(skipped), layers, devices)
 
 
 def _notes(entry: Entry) -> str:

@@ -127,15 +127,21 @@ def fuse_layers(model: nn.Module) -> tuple[FusedLayer, ...]:
         if fusion is not None:
             records[path] = FusedLayer(path, name, fusion.words)
         elif is_layer:
-            has_sums = any(p.startswith(f"{path}.") for p in with_sums)
-            _, *parts = module.modules()
-            if not (reason or has_sums) and any(map(fusible_recipe, parts)):
-                reason = NO_SUM
+            reason = reason or _why_no_sum(path, module, with_sums)
             if reason:
                 records[path] = FusedLayer(path, name, "", reason)
         if path in records and not (fusion and fusion.rotates):
             with_sums.append(path)
     return tuple(reversed(records.values()))
+
+
+def _why_no_sum(path: str, module: nn.Module, with_sums: list[str]) -> str:
+    """`NO_SUM` of a layer that holds norms, and no part that is listed already."""
+    for other in with_sums:
+        if other.startswith(f"{path}."):
+            return ""
+    _, *parts = module.modules()
+    return NO_SUM if any(map(fusible_recipe, parts)) else ""
 
 
 def _fused(
@@ -163,7 +169,9 @@ def _fused(
 
 
 def _norms_of(module: nn.Module) -> Norms:
-    simple, of_rows, of_heads = set(), set(), set()
+    simple: set[str] = set()
+    of_rows: set[str] = set()
+    of_heads: set[str] = set()
     for name, norm in module.named_children():
         recipe = fusible_recipe(norm)
         if recipe is None:
@@ -183,8 +191,10 @@ def _is_of_heads(norm: nn.Module, recipe: Recipe) -> bool:
     """
     if recipe.spec.functional or recipe.spec.has_bias:
         return False
-    parameters = norm.parameters(recurse=False)
-    return all(p.dim() == 1 and p.numel() <= MAX_HEAD_DIM for p in parameters)
+    for parameter in norm.parameters(recurse=False):
+        if parameter.dim() != 1 or parameter.numel() > MAX_HEAD_DIM:
+            return False
+    return True
 
 
 def _repeated(model: nn.Module) -> set[nn.Module]:
@@ -192,8 +202,9 @@ def _repeated(model: nn.Module) -> set[nn.Module]:
     repeated = set()
     for row in model.modules():
         if isinstance(row, (nn.ModuleList, nn.Sequential)):
-            # a place may hold None
-            repeated.update(_inner(module) for module in row if module is not None)
+            for module in row:
+                if module is not None:  # a place may hold none
+                    repeated.add(_inner(module))
     return repeated
 
 

@@ -42,9 +42,11 @@ def is_helper(node: ast.expr, cls: type, itself: str) -> bool:
     if not parameters or not isinstance(last, ast.Return) or last.value is None:
         return False
     product = _only_product(definition, parameters[0].arg)
-    parts = [*body, last.value]
-    if product is None or not all(only_computes(p, _calls_nothing) for p in parts):
+    if product is None:
         return False
+    for part in [*body, last.value]:
+        if not only_computes(part, _calls_nothing):
+            return False
     sums = filter(is_sum, ast.walk(definition))
     HELPERS[function.__code__] = any(total.left is product for total in sums)
     return True
@@ -56,7 +58,10 @@ def _calls_nothing(call: ast.Call) -> bool:
 
 def _only_product(definition: ast.FunctionDef, name: str) -> ast.AST | None:
     """``name * factor``, if that is the only mention of a parameter."""
-    mentions = [mention for mention in names_in(definition) if mention.id == name]
+    mentions = []
+    for mention in names_in(definition):
+        if mention.id == name:
+            mentions.append(mention)
     for node in ast.walk(definition):
         if is_product(node) and mentions == [node.left]:
             return node

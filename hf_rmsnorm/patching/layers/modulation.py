@@ -79,11 +79,13 @@ class Modulations(ast.NodeTransformer):
         self.generic_visit(node)
         if not node.args or not self._is_norm(node.args[0]):
             return node
-        norm, *others = [*node.args, *node.keywords]
-        are_plain = all(map(self._computes, others))
-        if are_plain and is_helper(node.func, self.cls, self.itself):
-            helper = copy.deepcopy(node.func)
-            node.args[0] = call(later, norm, norm.args[0], norm.func, helper)
+        norm, *others = node.args
+        for other in [*others, *node.keywords]:
+            if not self._computes(other):
+                return node
+        if is_helper(node.func, self.cls, self.itself):
+            rows, helper = norm.args[0], copy.deepcopy(node.func)
+            node.args[0] = call(later, norm, rows, norm.func, helper)
         return node
 
     def _join_block(self, body: Statements, after: Statements) -> None:
@@ -135,8 +137,9 @@ class Modulations(ast.NodeTransformer):
 
     def _may_pass(self, norm: ast.Call, name: str, statement: ast.stmt) -> bool:
         """Whether a norm, assigned to this name, may be computed behind a statement."""
-        is_apart = not reads(statement, {name}) and not reads(norm, bound(statement))
-        return is_apart and self._computes(statement)
+        if reads(statement, {name}) or reads(norm, bound(statement)):
+            return False
+        return self._computes(statement)
 
     def _is_norm(self, node: ast.AST) -> bool:
         rows = norm_input(node, self.itself, self.norms)
@@ -150,7 +153,9 @@ class Modulations(ast.NodeTransformer):
         if isinstance(factor, ast.Name) and factor.id in self.factors:
             return call(OnePlusScale, factor, factor)
         scale = _scale_in(factor)
-        return scale if scale is not None and self._computes(scale) else None
+        if scale is None or not self._computes(scale):
+            return None
+        return scale
 
 
 def _prepared_factors(statement: ast.AST) -> set[str]:

@@ -72,21 +72,24 @@ def fuse_qk(
     """
     search = _Search(definition, itself, norms)
     rotations = list(search.rotations(definition.body))
-    functions = {(r.call.func.id, len(r.names)) for r in rotations}
-    if len(functions) != 1:
+    names = {rotation.call.func.id for rotation in rotations}
+    if len(names) != 1:
         return []
-    ((rotary, count),) = functions
-    globals_of_forward = inspect.unwrap(cls.forward).__globals__
-    is_one_pair = count == 2 and len(rotations) == 1
-    is_served = is_rotary(globals_of_forward.get(rotary), one=count == 1)
-    if not is_served or not (count == 1 or is_one_pair):
+    (name,) = names
+    is_pair = len(rotations[0].names) == 2
+    if is_pair and len(rotations) > 1:
         return []
+    rotary = inspect.unwrap(cls.forward).__globals__.get(name)
+    if not is_rotary(rotary, one=not is_pair):
+        return []
+    pieces = []
     for rotation in rotations:
         _put_off(rotation)
-    found = [norm.call.func.attr for rotation in rotations for norm in rotation.norms]
-    if is_one_pair:
-        return [f"{', '.join(found)}, {rotary}"]
-    return [f"{norm} with {rotary}" for norm in found]
+        children = [norm.call.func.attr for norm in rotation.norms]
+        pieces.append(f"{', '.join(children)}, {name}")
+        if not is_pair:
+            pieces[-1] = f"{children[0]} with {name}"
+    return pieces
 
 
 class _Normed(NamedTuple):
@@ -143,9 +146,10 @@ def _rotation(statement: ast.stmt) -> _Rotation | None:
             names = [x]
         case _:
             return None
-    if len(tables) != 2 or any(reads(table, names) for table in tables):
-        return None
-    return _Rotation(statement, names)
+    for table in tables:
+        if reads(table, names):
+            return None
+    return _Rotation(statement, names) if len(tables) == 2 else None
 
 
 class _Search:
@@ -172,9 +176,10 @@ class _Search:
         rotation = _rotation(last)
         if branch.orelse or rotation is None or len(rotation.names) == 1:
             return None
-        names = rotation.names
-        may_pass = all(self._may_pass(statement, names) for statement in before)
-        if not may_pass or not is_plain_test(branch.test, set(names)):
+        for statement in before:
+            if not self._may_pass(statement, rotation.names):
+                return None
+        if not is_plain_test(branch.test, set(rotation.names)):
             return None
         rotation.branch = branch
         return rotation
@@ -186,8 +191,13 @@ class _Search:
             if normed is None:
                 return False
             rotation.norms.append(normed)
-        first, last = rotation.norms[0], rotation.norms[-1]
-        return first.branches == last.branches and first.transposed == last.transposed
+        first, *others = rotation.norms
+        for other in others:
+            if other.branches != first.branches:
+                return False
+            if other.transposed != first.transposed:
+                return False
+        return True
 
     def _normed(self, name: str, before: Statements) -> _Normed | None:
         """The statement that normalised a tensor, if only what may pass it stands
@@ -223,7 +233,9 @@ class _Search:
 
     def _may_pass(self, statement: ast.stmt, names: list[str]) -> bool:
         """Whether a statement can neither read nor write the tensors with these names."""
-        return not reads(statement, names) and only_computes(statement, self._may_call)
+        if reads(statement, names):
+            return False
+        return only_computes(statement, self._may_call)
 
     def _may_call(self, node: ast.Call) -> bool:
         """Whether this is a norm, or another child that cannot get hold of q or k."""
@@ -242,11 +254,13 @@ def _given_to_children_alone(definition: ast.FunctionDef, itself: str) -> set[st
         match node:
             case ast.Call(ast.Attribute(ast.Name(owner)), arguments) if owner == itself:
                 passed.update(arguments)
-                passed.update(keyword.value for keyword in node.keywords)
             case ast.Attribute(value, name) if name in FACTS:
                 passed.add(value)
-    others = {name.id for name in names_in(definition) if name not in passed}
-    return {argument.arg for argument in definition.args.args} - others
+    arguments = {argument.arg for argument in definition.args.args}
+    for name in names_in(definition):
+        if name not in passed:
+            arguments.discard(name.id)
+    return arguments
 
 
 def _put_off(rotation: _Rotation) -> None:
@@ -263,8 +277,8 @@ def _put_off(rotation: _Rotation) -> None:
         now = call(norm_now, norm, waiters, norm.func, *norm.args)
         Replace(norm, now).visit(normed.statement)
     for branch in first.branches:
-        none = ast.Assign([ast.Name(_NORMS, ast.Store())], ast.Constant(None))
-        branch.orelse = [none]
+        target = ast.Name(_NORMS, ast.Store())
+        branch.orelse = [ast.Assign([target], ast.Constant(None))]
     statement, rotated = rotation.statement, rotation.call
     if rotation.branch is not None:
         unrotated = copy.deepcopy(statement)

@@ -169,7 +169,8 @@ class _Exchange(ast.NodeTransformer):
         later = [changed, *following[reader.at + 1 :], *after]
         if not only_adds_and_scales(later, reader.names):
             both.keywords.append(ast.keyword("seen", ast.Constant(True)))
-        targets = ast.Tuple([*adds.targets, ast.Name(normed, ast.Store())], ast.Store())
+        names = [*adds.targets, ast.Name(normed, ast.Store())]
+        targets = ast.Tuple(names, ast.Store())
         adds.targets = [ast.copy_location(targets, adds)]
         adds.value = both
 
@@ -221,10 +222,12 @@ class _Exchange(ast.NodeTransformer):
         if at < len(statements):
             norm = first_effect(statements[at])
         row, *modulation = self._inputs(norm) or [None]
-        changed = names | bound(*statements[:at])
-        moved = any(reads(part, changed) for part in modulation)
-        if moved or not isinstance(row, ast.Name) or row.id not in names:
+        if not isinstance(row, ast.Name) or row.id not in names:
             norm = None
+        changed = names | bound(*statements[:at])
+        for part in modulation:
+            if reads(part, changed):
+                norm = None
         return _Reader(at, names, norm)
 
     def _may_pass(self, statement: ast.stmt, names: set[str]) -> bool:

@@ -33,22 +33,28 @@ def rotary(q, k, cos, sin):
     return turn(q, cos, sin), turn(k, cos, sin)
 
 
+def projection(heads):
+    linear = nn.Linear(32, 16 * heads, bias=False)
+    return nn.Sequential(linear, nn.Unflatten(-1, (heads, 16)))
+
+
 class Attention(nn.Module):
     def __init__(self, norm=modeling_qwen3.Qwen3RMSNorm):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(32, 32, bias=False) for _ in range(3)
-        )
-        self.qkv = nn.Linear(32, 96)
-        self.q_norm, self.k_norm = norm(16), norm(16)
+        self.q_proj = projection(2)
+        self.k_proj = projection(2)
+        self.v_proj = projection(2)
+        self.qkv = projection(6)
+        self.q_norm = norm(16)
+        self.k_norm = norm(16)
         self.relu = nn.ReLU(inplace=True)
         self.rotates = self.normalises = True
         self.shares = False
 
     def forward(self, x):
-        q = self.q_norm(self.q_proj(x).view(2, 5, 2, 16)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(2, 5, 2, 16)).transpose(1, 2)
-        v = self.v_proj(x).view(2, 5, 2, 16).transpose(1, 2)
+        q = self.q_norm(self.q_proj(x)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x)).transpose(1, 2)
+        v = self.v_proj(x).transpose(1, 2)
         q, k = rotary(q, k, COS, SIN)
         return (q @ k.mT).softmax(-1) @ v
 
@@ -57,8 +63,8 @@ class Exaone4(Attention):
     """As `Exaone4Attention`."""
 
     def forward(self, x):
-        q = self.q_proj(x).view(2, 5, 2, 16).transpose(1, 2)
-        k = self.k_proj(x).view(2, 5, 2, 16).transpose(1, 2)
+        q = self.q_proj(x).transpose(1, 2)
+        k = self.k_proj(x).transpose(1, 2)
         q = self.q_norm(q)
         k = self.k_norm(k)
         if self.rotates:
@@ -70,8 +76,8 @@ class Glm4Moe(Attention):
     """As `Glm4MoeAttention`."""
 
     def forward(self, x):
-        q = self.q_proj(x).view(2, 5, 2, 16)
-        k = self.k_proj(x).view(2, 5, 2, 16)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
         if self.normalises:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -85,14 +91,14 @@ class Gemma4(Attention):
     """As `Gemma4TextAttention`."""
 
     def forward(self, x):
-        q = self.q_proj(x).view(2, 5, 2, 16)
+        q = self.q_proj(x)
         q = self.q_norm(q)
         q = turn(q, COS, SIN, unsqueeze_dim=2)
         q = q.transpose(1, 2)
         if self.shares:
             k, v = q, q
         else:
-            k = self.k_proj(x).view(2, 5, 2, 16)
+            k = self.k_proj(x)
             v = k
             k = self.k_norm(k)
             k = turn(k, COS, SIN, unsqueeze_dim=2)
@@ -102,7 +108,7 @@ class Gemma4(Attention):
 
 class Packed(Attention):
     def forward(self, x):
-        packed = self.qkv(x).view(*x.shape[:2], 6, 16)
+        packed = self.qkv(x)
         q, k, v = torch.split(packed, 2, dim=2)
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(k).transpose(1, 2)
@@ -115,8 +121,8 @@ class NormalisesAfterwards(Attention):
     """As `NanoChatAttention`."""
 
     def forward(self, x):
-        q = self.q_proj(x).view(2, 5, 2, 16).transpose(1, 2)
-        k = self.k_proj(x).view(2, 5, 2, 16).transpose(1, 2)
+        q = self.q_proj(x).transpose(1, 2)
+        k = self.k_proj(x).transpose(1, 2)
         q, k = rotary(q, k, COS, SIN)
         q = self.q_norm(q)
         k = self.k_norm(k)
@@ -125,30 +131,30 @@ class NormalisesAfterwards(Attention):
 
 class TurnsTheOtherWay(Attention):
     def forward(self, x):
-        q = self.q_norm(self.q_proj(x).view(2, 5, 2, 16))
+        q = self.q_norm(self.q_proj(x))
         q = turn_back(q, COS, SIN, unsqueeze_dim=2)
         return q
 
 
 class UsesQ(Attention):
     def forward(self, x):
-        q = self.q_norm(self.q_proj(x).view(2, 5, 2, 16)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(2, 5, 2, 16) + q.mean()).transpose(1, 2)
+        q = self.q_norm(self.q_proj(x)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x) + q.mean()).transpose(1, 2)
         q, k = rotary(q, k, COS, SIN)
         return q @ k.mT
 
 
 class NormalisesOneOnACondition(Attention):
     def forward(self, x):
-        q = self.q_norm(self.q_proj(x).view(2, 5, 2, 16)).transpose(1, 2)
-        k = self.k_proj(x).view(2, 5, 2, 16).transpose(1, 2)
+        q = self.q_norm(self.q_proj(x)).transpose(1, 2)
+        k = self.k_proj(x).transpose(1, 2)
         if self.normalises:
             k = self.k_norm(k)
         q, k = rotary(q, k, COS, SIN)
         return q @ k.mT
 
 
-# What writes to the rows that the norms read, or to a weight, before the rotation.
+# What writes to the rows that the norms read, before the rotation.
 
 
 def rescale(rows):
@@ -157,7 +163,7 @@ def rescale(rows):
 
 class WritesByAFunction(Attention):
     def forward(self, x):
-        packed = self.qkv(x).view(2, 5, 6, 16)
+        packed = self.qkv(x)
         q, k = packed[:, :, :2], packed[:, :, 2:4]
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(k).transpose(1, 2)
@@ -168,7 +174,7 @@ class WritesByAFunction(Attention):
 
 class WritesByAChild(Attention):
     def forward(self, x):
-        packed = self.qkv(x).view(2, 5, 6, 16)
+        packed = self.qkv(x)
         q, k = packed[:, :, :2], packed[:, :, 2:4]
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(k).transpose(1, 2)
@@ -179,22 +185,13 @@ class WritesByAChild(Attention):
 
 class WritesInPlace(Attention):
     def forward(self, x):
-        packed = self.qkv(x).view(2, 5, 6, 16)
+        packed = self.qkv(x)
         q, k, v = torch.split(packed, 2, dim=2)
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(k).transpose(1, 2)
         v = v.transpose(1, 2).mul_(2.0)
         q, k = rotary(q, k, COS, SIN)
         return (q @ k.mT) @ v
-
-
-class WritesToAWeight(Attention):
-    def forward(self, x):
-        q = self.q_norm(self.q_proj(x).view(2, 5, 2, 16)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(2, 5, 2, 16)).transpose(1, 2)
-        rescale(self.q_norm.weight.data)
-        q, k = rotary(q, k, COS, SIN)
-        return q @ k.mT
 
 
 WRITING = WritesByAFunction, WritesByAChild, WritesInPlace
@@ -215,7 +212,6 @@ APART = [
     WritesByAFunction,
     WritesByAChild,
     WritesInPlace,
-    WritesToAWeight,
 ]
 
 
@@ -224,18 +220,16 @@ def run(model, fuse_residual, grad=True):
     patch_model(model, fuse_residual=fuse_residual)
     nn.init.ones_(model.q_norm.weight)
     model.zero_grad()
-    with (
-        torch.set_grad_enabled(grad),
-        use_backend("triton"),
-        count_launches() as launches,
-    ):
-        y = model(X)
+    with use_backend("triton"), count_launches() as launches:
+        with torch.set_grad_enabled(grad):
+            y = model(X)
         if grad:
             y.square().sum().backward()
-    return [
-        y.detach(),
-        *(p.grad for p in model.parameters() if p.grad is not None),
-    ], launches["qk_norm_forward"]
+    results = [y.detach()]
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            results.append(parameter.grad)
+    return results, launches["qk_norm_forward"]
 
 
 def check(model, launches, grad=True):
