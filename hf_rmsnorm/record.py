@@ -68,10 +68,10 @@ def _shortened(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     """The entries; those that differ in numbers alone become one pattern, if it matches
     no other name.
     """
-    similar: dict[str, set[str]] = defaultdict(set)
+    similar = defaultdict(set)
     for name in names:
         similar[_pattern(name)].add(name)
-    short: dict[str, dict] = {}
+    short = {}
     for name, how in entries.items():
         pattern = _pattern(name)
         group = similar[pattern]

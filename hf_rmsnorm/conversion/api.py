@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from .proxy.run import and_more
 from .targets.centred import PlannedConversion, plan_centring
 from .targets.native import plan_native
 from .tensors import is_narrower, one_thread
-from .verify.folder import NOT_RUN, Verification, VerificationFailed
+from .verify.folder import NOT_RUN, Verification, VerificationFailed, verify_folder
 from .verify.pair import check_tokenizer, missing_parameters
 
 
@@ -38,8 +39,6 @@ class Written:
     shards: dict[str, int]
     tensors: int
     bytes: int
-    changed: tuple[str, ...]
-    added: tuple[str, ...]
     unused: tuple[str, ...]
     not_copied: dict[str, str]
     resumed: int
@@ -47,23 +46,20 @@ class Written:
     @classmethod
     def of(cls, dst, source: Checkpoint, layout: Layout, resumed: int) -> "Written":
         """The summary of a layout that was made of a source."""
-        stored = source.tensors.keys()
-        made, changed, used = set(), [], set()
-        for shard in layout.shards.values():
-            for name, entry in shard.entries.items():
-                made.add(name)
-                used |= entry.tensor.keys()
-                if name in stored and not entry.tensor.is_copy:
-                    changed.append(name)
-        shards = {name: shard.nbytes for name, shard in layout.shards.items()}
+        shards = {}
+        tensors = 0
+        unused = set(source.tensors)
+        for name, shard in layout.shards.items():
+            shards[name] = shard.nbytes
+            tensors += len(shard.entries)
+            for entry in shard.entries.values():
+                unused -= entry.tensor.keys()
         return cls(
             dst=Path(os.path.abspath(dst)),
             shards=shards,
-            tensors=len(made),
+            tensors=tensors,
             bytes=sum(shards.values()),
-            changed=tuple(changed),
-            added=tuple(sorted(made - stored)),
-            unused=tuple(sorted(stored - used)),
+            unused=tuple(sorted(unused)),
             not_copied=source.not_copied,
             resumed=resumed,
         )
@@ -73,18 +69,17 @@ class Written:
         return {**asdict(self), "dst": str(self.dst)}
 
     def __str__(self) -> str:
-        size = f"{self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"
-        changes = f"{len(self.changed)} changed, {len(self.added)} added"
-        lines = [f"{self.dst}: {size}, {changes}"]
+        size = f"{self.bytes / 1e6:,.1f} MB"
+        lines = [f"{self.dst}: {self.tensors} tensors, {size}"]
         if self.resumed:
             there = f"{self.resumed} of {len(self.shards)} shards"
             lines.append(f"{there} were there from an earlier run")
         if self.unused:
             names = ", ".join(self.unused)
             lines.append(f"tensors that the result does not need: {names}")
-        by_reason: dict[str, list[str]] = {}
+        by_reason = defaultdict(list)
         for name, reason in self.not_copied.items():
-            by_reason.setdefault(reason, []).append(name)
+            by_reason[reason].append(name)
         for reason, names in by_reason.items():
             lines.append(f"not copied: {', '.join(names)} ({reason})")
         return "\n".join(lines)
@@ -150,25 +145,26 @@ def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversio
             model_class=options.model_class,
         )
         planned = plan_centring(source.folder, proxy)
-    notes = (*planned.centring.notes, *_notes_on_dtypes(source))
-    centring = replace(planned.centring, notes=notes)
+    centring = planned.centring
+    if note := _note_on_dtypes(source):
+        centring = replace(centring, notes=(*centring.notes, note))
     return replace(planned, centring=centring, missing=tuple(missing))
 
 
-def _notes_on_dtypes(source: Checkpoint) -> list[str]:
+def _note_on_dtypes(source: Checkpoint) -> str:
     """A note if tensors are stored in a narrower dtype than config.json names."""
     narrow = set()
     for tensor in source.tensors.values():
         if tensor.code in FLOATS and is_narrower(tensor.dtype, source.dtype):
             narrow.add(str(tensor.dtype).removeprefix("torch."))
     if not narrow:
-        return []
+        return ""
     stored = " and ".join(sorted(narrow))
     wide = str(source.dtype).removeprefix("torch.")
-    return [
-        f"config.json says {wide} and tensors are stored in {stored}: those that are changed are written in {wide}; "
-        f"to keep {stored}, set dtype to it in the source's config.json first"
-    ]
+    what = f"config.json says {wide} and tensors are stored in {stored}"
+    written = f"those that are changed are written in {wide}"
+    cure = f"to keep {stored}, set dtype to it in the source's config.json first"
+    return f"{what}: {written}; {cure}"
 
 
 def convert_checkpoint(
@@ -226,7 +222,7 @@ def convert_checkpoint(
     def check(written: Path) -> None:
         nonlocal verdict
         if how.verify:
-            verdict = planned.verify(folder, written, how)
+            verdict = verify_folder(folder, written, how)
         if not verdict.passed:
             what = f"{dst}: not published, the result fails verification\n{verdict}"
             raise VerificationFailed(what, verdict)

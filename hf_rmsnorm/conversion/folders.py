@@ -39,11 +39,10 @@ MERGE = (
 
 def source_of(src: str | os.PathLike) -> Source:
     """Where a checkpoint is; the network is not used."""
-    _check_path("src", src, "the folder of a checkpoint, a hub id, or demo:gpt2")
-    # a path is no id of the hub
-    name = src if isinstance(src, str) else os.path.abspath(src)
+    if not isinstance(src, str):
+        src = os.path.abspath(src)  # a path is no id of the hub
     try:
-        return find(name)
+        return find(src)
     except SourceError as error:
         raise ConversionError(str(error)) from None
 
@@ -70,7 +69,6 @@ def destination(source: Source, dst: str | os.PathLike) -> Path:
     """DST as an absolute path; refused inside of the source, and if it exists or cannot
     be made.
     """
-    _check_path("dst", dst, "the path of the folder to make")
     dst = Path(os.path.abspath(dst))
     inside = Path(os.path.realpath(dst.parent))
     if source.is_local and inside.is_relative_to(os.path.realpath(source.where)):
@@ -93,42 +91,32 @@ def exists_already(dst: Path) -> ConversionError:
     return ConversionError(f"{dst}: exists already: {cure}")
 
 
-def _check_path(argument: str, path, wanted: str) -> None:
-    if not isinstance(path, (str, os.PathLike)):
-        kind = type(path).__name__
-        raise ConversionRefused(f"{argument} is of type {kind}: pass {wanted}")
-
-
 def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Paths of all files below a folder and the folders that it links to; and of the
     folders left out, with the reason.
     """
-    files: list[str] = []
-    left_out: dict[str, str] = {}
+    files = []
+    left_out = {}
     followed = {os.path.realpath(folder)}
     for parent, folders, names in os.walk(folder, followlinks=True):
+        inside = os.path.relpath(parent, folder)
         for name in sorted(folders):
-            path = Path(parent, name)
-            real = os.path.realpath(path)
-            reason = ""
+            path = os.path.normpath(os.path.join(inside, name))
+            real = os.path.realpath(folder / path)
             if name in NOT_OF_THE_MODEL:
-                reason = "not of the model"
+                left_out[path] = "not of the model"
             elif real in followed:
-                reason = "a link to a folder that is in the checkpoint already"
-            if reason:
-                left_out[str(path.relative_to(folder))] = reason
+                left_out[path] = "a link to a folder that is in the checkpoint already"
+            if path in left_out:
                 folders.remove(name)
             followed.add(real)
         for name in sorted(names):
-            path = Path(parent, name)
-            files.append(str(path.relative_to(folder)))
+            files.append(os.path.normpath(os.path.join(inside, name)))
     return files, left_out
 
 
 def config_of_folder(folder: Path, files: list[str]) -> dict:
     """The config; refused without one, and if the weights are quantised."""
-    if not files:
-        raise ConversionError(f"{folder}: no such folder: pass a checkpoint's folder")
     if "adapter_config.json" in files:
         raise ConversionError(f"{folder}: holds an adapter: {MERGE}")
     if CONFIG not in files:
@@ -144,17 +132,20 @@ def config_of_folder(folder: Path, files: list[str]) -> dict:
 
 def main_file(folder: Path, files: list[str], allow_pickle: bool) -> str | None:
     """The file of the weights, or of their index; None if there are no weights."""
-    main = next((name for name in MODEL_FILES if name in files), None)
-    for name in files:
-        is_here = not os.path.dirname(name)
-        if main is None and is_here and name.endswith((".safetensors", ".bin")):
-            what = f"neither model.safetensors nor {INDEX} beside {name}"
-            cure = "download what is missing, or rename a variant"
-            raise ConversionError(f"{folder}: {what}: {cure}")
-    if main in PICKLES and not allow_pickle:
-        cure = "save the model as safetensors, or pass allow_pickle=True"
-        raise ConversionError(f"{folder}: the weights are pickles: {cure}")
-    return main
+    for main in MODEL_FILES:
+        if main in PICKLES and main in files and not allow_pickle:
+            cure = "save the model as safetensors, or pass allow_pickle=True"
+            raise ConversionError(f"{folder}: the weights are pickles: {cure}")
+        if main in files:
+            return main
+    here = [name for name in files if not os.path.dirname(name)]
+    for name in here:
+        if not name.endswith((".safetensors", ".bin")):
+            continue
+        what = f"neither model.safetensors nor {INDEX} beside {name}"
+        cure = "download what is missing, or rename a variant"
+        raise ConversionError(f"{folder}: {what}: {cure}")
+    return None
 
 
 def shards_of(

@@ -96,8 +96,11 @@ class NormRecord:
 
 def rms_norms(norms: Iterable[NormRecord]) -> dict[str, dict]:
     """Module path -> ``{"eps", "hidden_size"}`` of those that become RMSNorms, as the record has them."""
-    becoming = [norm for norm in norms if norm.becomes_rms]
-    return {n.path: {"eps": n.eps, "hidden_size": n.hidden_size} for n in becoming}
+    entries = {}
+    for norm in norms:
+        if norm.becomes_rms:
+            entries[norm.path] = {"eps": norm.eps, "hidden_size": norm.hidden_size}
+    return entries
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from ..record import RECORD_KEY, centre_, is_centred
 from .checkpoint.source import FLOATS, Checkpoint
-from .plan import BadTensor, ConversionError
+from .plan import BadTensor, Centre, ConversionError
 
 ROWS = 1 << 10  # of a matrix that are in float64 at a time
 
@@ -38,29 +38,12 @@ class InMemory:
     config: dict = field(default_factory=dict)
     dtype: torch.dtype | None = None
 
-    def read(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of a tensor, or of these rows of it."""
-        tensor = self.tensors[name].detach()
-        return tensor.clone() if rows is None else tensor[rows]
+    def read(self, name: str) -> torch.Tensor:
+        """A copy of a tensor."""
+        return self.tensors[name].detach().clone()
 
 
 Source = Checkpoint | InMemory
-
-
-@dataclass(frozen=True)
-class Centring:
-    """Subtracts its mean from each block along an axis; a block of 0 is the whole axis,
-    blocks of None are all.
-    """
-
-    axis: int
-    block: int = 0
-    blocks: tuple[int, ...] | None = None
-
-    def where(self, x: torch.Tensor) -> tuple:
-        """The arguments of `record.centre_` and `is_centred`."""
-        block = self.block or x.shape[self.axis]
-        return x, self.axis, block, self.blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +54,16 @@ class Stored:
 
     like: str
     rows: torch.Tensor | None = None
-    centring: Centring | None = None
+    step: Centre | None = None
 
     @property
     def is_copy(self) -> bool:
         """Whether it is the source's tensor as it is."""
-        return self.rows is None and self.centring is None
+        return self.rows is None and self.step is None
 
-    def then(self, centring: Centring) -> Stored:
+    def then(self, step: Centre) -> Stored:
         """The tensor, centred."""
-        return replace(self, centring=centring)
+        return replace(self, step=step)
 
     def keys(self) -> set[str]:
         """The tensors of the source that it is made from."""
@@ -100,33 +83,35 @@ class Stored:
 
     def wide(self, source: Source) -> torch.Tensor:
         """The tensor in float64."""
-        x = source.read(self.like, self.rows).double()
-        if self.centring is not None:
-            centre_(*self.centring.where(x))
+        x = self._read(source).double()
+        if self.step is not None:
+            centre_(x, **self.step.how)
         return x
 
     def value(self, source: Source) -> torch.Tensor:
         """The tensor in its own dtype."""
-        x = source.read(self.like, self.rows)
-        if self.centring is None:
-            return x.to(self.dtype(source))
+        x = self._read(source).to(self.dtype(source))
+        if self.step is None:
+            return x
         # What an earlier conversion has centred, and training has not moved since,
         # keeps its bytes.
-        if RECORD_KEY in source.config and is_centred(*self.centring.where(x)):
-            return x.to(self.dtype(source))
-        x = x.to(self.dtype(source))
-        centre_(*self.centring.where(x))
+        if RECORD_KEY in source.config and is_centred(x, **self.step.how):
+            return x
+        centre_(x, **self.step.how)
         if not x.isfinite().all():
-            raise self._not_finite(x.dtype, source)
+            raise self._not_finite(source)
         return x
 
-    def _not_finite(self, dtype: torch.dtype, source: Source) -> BadTensor:
-        if not source.read(self.like, self.rows).isfinite().all():
+    def _read(self, source: Source) -> torch.Tensor:
+        x = source.read(self.like)
+        return x if self.rows is None else x[self.rows]
+
+    def _not_finite(self, source: Source) -> BadTensor:
+        if not self._read(source).isfinite().all():
             what = f"NaN or infinity in {self.like!r}, as in the source"
             return BadTensor(f"{what}: repair that")
-        kind = str(dtype).removeprefix("torch.")
-        name = f"{self.like} ({kind})"
-        what = f"centring takes {name!r} past the largest number of its dtype"
+        kind = str(self.dtype(source)).removeprefix("torch.")
+        what = f"centring takes '{self.like} ({kind})' past the largest number of its dtype"
         return BadTensor(f"{what}: convert a bfloat16 copy")
 
 
@@ -154,22 +139,25 @@ def is_narrower(dtype: torch.dtype, other: torch.dtype | None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A tensor that a function makes whole, in float64; its dtype and its shard are
-    those of `like`.
+    """A vector that a function makes in float64; its dtype and its shard are those of
+    `like`.
 
     Args:
-        parts: the tensors it is made from.
-        shape, wide: functions of the source.
+        parts: the tensors it is made from; it is as long as the first along `axis`.
+        wide: a function of the source.
     """
 
     like: str
     parts: tuple[Stored | Made, ...]
-    shape: Callable[[Source], tuple[int, ...]]
     wide: Callable[[Source], torch.Tensor]
+    axis: int = 0
     is_copy = False
 
     def keys(self) -> set[str]:
         return set().union(*(part.keys() for part in self.parts))
+
+    def shape(self, source: Source) -> tuple[int, ...]:
+        return (self.parts[0].shape(source)[self.axis],)
 
     def dtype(self, source: Source) -> torch.dtype:
         return dtype_of_changed(self.like, source)
@@ -184,25 +172,20 @@ Lazy = Stored | Made  # a tensor of a result, made when it is written
 def filled(of: Lazy, number: float, axis: int = 0) -> Made:
     """A vector of one number, as long as another tensor is along an axis."""
 
-    def shape(source: Source) -> tuple[int, ...]:
-        return (of.shape(source)[axis],)
-
     def wide(source: Source) -> torch.Tensor:
-        return torch.full(shape(source), number, dtype=torch.float64)
+        length = of.shape(source)[axis]
+        return torch.full((length,), number, dtype=torch.float64)
 
-    return Made(of.like, (of,), shape, wide)
+    return Made(of.like, (of,), wide, axis)
 
 
 def plus(of: Lazy, number: float) -> Made:
-    """A tensor with a number added: a norm's weight may be stored less one."""
-    return Made(of.like, (of,), of.shape, lambda source: of.wide(source) + number)
+    """A vector with a number added: a norm's weight may be stored less one."""
+    return Made(of.like, (of,), lambda source: of.wide(source) + number)
 
 
 def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Made:
     """The bias that a linear gets when a vector is added to its input: W shift + bias."""
-
-    def shape(source: Source) -> tuple[int, ...]:
-        return weight.shape(source)[:1]
 
     def wide(source: Source) -> torch.Tensor:
         added = shift.wide(source)
@@ -213,13 +196,10 @@ def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Ma
         return total
 
     if bias is None:
-        return Made(weight.like, (weight, shift), shape, wide)
-    return Made(bias.like, (weight, shift, bias), shape, wide)
+        return Made(weight.like, (weight, shift), wide)
+    return Made(bias.like, (weight, shift, bias), wide)
 
 
 def computed(tensors: dict[str, Lazy], source: InMemory) -> dict[str, torch.Tensor]:
     """The tensors in memory."""
-    values = {}
-    for name, made in tensors.items():
-        values[name] = made.value(source)
-    return values
+    return {name: made.value(source) for name, made in tensors.items()}

@@ -56,23 +56,19 @@ def make(folder, mebibytes, count, fill):
         name = f"model-{number + 1:05}-of-{count:05}.safetensors"
         header, at = {}, 0
         for key, shape in shapes(number, mebibytes // count):
-            header[key] = {
-                "dtype": "BF16",
-                "shape": shape,
-                "data_offsets": [at, at := at + 2 * shape[0] * shape[1]],
-            }
+            end = at + 2 * shape[0] * shape[1]
+            header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
             weights[key] = name
+            at = end
         text = json.dumps(header).encode()
         with open(folder / name, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            if fill:
-                piece = (torch.randn(1 << 20) * 0.02 + 0.01).bfloat16()
-                for _ in range(0, at, piece.nbytes):
-                    file.write(piece.view(torch.uint8).numpy().tobytes())
+            piece = (torch.randn(1 << 20) * 0.02 + 0.01).bfloat16()
+            for _ in range(0, at if fill else 0, piece.nbytes):
+                file.write(piece.view(torch.uint8).numpy())
             file.truncate(8 + len(text) + at)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weights})
-    )
+    index = json.dumps({"metadata": {}, "weight_map": weights})
+    (folder / "model.safetensors.index.json").write_text(index)
     return plan_for(weights)
 
 
@@ -91,25 +87,21 @@ def memory(folder, mebibytes, count):
 
 def seconds(folder, mebibytes, count, rounds):
     plan = make(folder / "src", mebibytes, count, fill=True)
-    shards = sorted((folder / "src").glob("*.safetensors"))
-    times = {"convert": [], "copy": [], "copy_to_disk": []}
 
-    def copy(to_disk):
-        (folder / "copy").mkdir()
-        for shard in shards:
-            save_file(load_file(shard), folder / "copy" / shard.name)
-            if to_disk:
-                fd = os.open(folder / "copy" / shard.name, os.O_RDONLY)
-                os.fsync(fd)
-                os.close(fd)
+    def convert():
+        write_plan(plan, folder / "src", folder / "dst")
 
-    work = {
-        "copy": lambda: copy(False),
-        "convert": lambda: write_plan(plan, folder / "src", folder / "dst"),
-        "copy_to_disk": lambda: copy(True),
-    }
+    def copy():
+        (folder / "dst").mkdir()
+        for shard in (folder / "src").glob("*.safetensors"):
+            path = folder / "dst" / shard.name
+            save_file(load_file(shard), path)
+            with open(path) as file:
+                os.fsync(file.fileno())
+
+    times = {"convert": [], "copy_to_disk": []}
     for _ in range(rounds):
-        for name, run in work.items():
+        for name, run in (("convert", convert), ("copy_to_disk", copy)):
             os.sync()  # what the run before left to write is not on this one's bill
             # A virtual machine takes memory from its host page by page when it is first
             # touched: done for both alike.
@@ -117,9 +109,7 @@ def seconds(folder, mebibytes, count, rounds):
             start = time.perf_counter()
             run()
             times[name].append(round(time.perf_counter() - start, 3))
-            for path in ("copy", "dst"):
-                # one of the two is there
-                shutil.rmtree(folder / path, ignore_errors=True)
+            shutil.rmtree(folder / "dst")
     return times
 
 

@@ -1,6 +1,7 @@
 """Tiny models with LayerNorms, and plans carried out by code of the tests' own."""
 
 import torch
+from checkpoints import in_memory
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _SMALL = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -135,39 +136,23 @@ def config_of(name, configs=CONFIGS):
     return AutoConfig.for_model(model_type, **options)
 
 
-def trained(model, seed=0):
-    """The model in eval mode and float64, all parameters moved off what they start
-    from, none with zero mean.
+def causal_lm(config):
+    """A model in eval mode and float64, all parameters moved off what they start from,
+    none with zero mean.
     """
-    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.double().eval()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(3).add_(
-                0.05 + 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-            )
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            p.mul_(3).add_(0.05 + 0.1 * noise)
     return model
-
-
-def causal_lm(config, seed=0):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return trained(
-            AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed
-        )
 
 
 def carry_out(plan, tensors):
     """The tensors of the converted checkpoint."""
-    done = {key: t.double().clone() for key, t in tensors.items()}
-    for c in plan.copy:
-        done[c.key] = done[c.source].clone()
-    for c in plan.centre:
-        moved = done[c.key].movedim(c.axis, -1)
-        for i in range(moved.shape[-1] // c.block) if c.blocks is None else c.blocks:
-            part = moved[..., i * c.block : (i + 1) * c.block]
-            part -= part.mean(-1, keepdim=True)
-    return {
-        key: t.to(tensors[key].dtype if key in tensors else t.dtype).contiguous()
-        for key, t in done.items()
-    }
+    made = in_memory(plan, tensors)
+    return {key: tensor.contiguous().clone() for key, tensor in made.items()}

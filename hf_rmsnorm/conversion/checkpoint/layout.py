@@ -41,16 +41,15 @@ class Shard:
 
     def header(self) -> bytes:
         """Length and JSON of the header."""
-        header: dict = {"__metadata__": self.metadata}
+        header = {"__metadata__": self.metadata}
         at = 0
         for name, entry in self.entries.items():
-            end = at + entry.nbytes
             header[name] = {
                 "dtype": entry.code,
                 "shape": entry.shape,
-                "data_offsets": [at, end],
+                "data_offsets": [at, at + entry.nbytes],
             }
-            at = end
+            at += entry.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
@@ -75,38 +74,45 @@ def lay_out(
     """The shards of the source, with `metadata` added; a new tensor is in the shard of
     the one that it is like.
     """
-    ordered = [name for name in source.tensors if name in tensors]
-    ordered += sorted(tensors.keys() - source.tensors.keys())
     shards = {}
+    by_file = {}  # of the source
     for file, kept in source.metadata.items():
         # Safetensors notes there which tensor a tied one is saved as: one that is saved
         # itself is not tied.
         kept = {key: text for key, text in kept.items() if key not in tensors}
         name = file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
-        shards[name] = Shard({"format": "pt"} | kept | metadata, {})
-        entries = {}
-        for key in ordered:
-            if source.tensors[tensors[key].like].file == file:
-                entries[key] = _entry(tensors[key], source)
-        for key in sorted(entries, key=lambda key: -entries[key].width):
-            shards[name].entries[key] = entries[key]
-    return Layout(shards, source.index and _index(shards, source.index))
+        by_file[file] = Shard({"format": "pt"} | kept | metadata, {})
+        shards[name] = by_file[file]
+    ordered = [name for name in source.tensors if name in tensors]
+    ordered += sorted(tensors.keys() - source.tensors.keys())
+    entries = {name: _entry(tensors[name], source) for name in ordered}
+    for name in sorted(ordered, key=lambda name: -entries[name].width):
+        file = source.tensors[tensors[name].like].file
+        by_file[file].entries[name] = entries[name]
+    index = None
+    if source.index is not None:
+        index = _index(shards, source.index)
+    return Layout(shards, index)
 
 
 def _entry(made: Lazy, source: Checkpoint) -> HeaderEntry:
     if made.is_copy:
         stored = source.tensors[made.like]
         return HeaderEntry(made, stored.code, stored.shape, stored.nbytes)
-    dtype, shape = made.dtype(source), made.shape(source)
+    dtype = made.dtype(source)
+    shape = made.shape(source)
     return HeaderEntry(made, CODES[dtype], shape, prod(shape) * dtype.itemsize)
 
 
 def _index(shards: dict[str, Shard], before: dict) -> dict:
-    sizes = dict(before.get("metadata") or {}, total_size=0, total_parameters=0)
     files = {}
+    size = count = 0
     for file, shard in shards.items():
-        sizes["total_size"] += shard.nbytes
+        size += shard.nbytes
         for name, entry in shard.entries.items():
-            sizes["total_parameters"] += prod(entry.shape)
+            count += prod(entry.shape)
             files[name] = file
-    return {**before, "metadata": sizes, "weight_map": dict(sorted(files.items()))}
+    metadata = dict(before.get("metadata") or {})
+    metadata["total_size"] = size
+    metadata["total_parameters"] = count
+    return {**before, "metadata": metadata, "weight_map": dict(sorted(files.items()))}

@@ -64,7 +64,7 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     metadata: dict[str, dict[str, str]]  # shard -> ``__metadata__`` of its header
     index: dict | None  # if the weights are in shards
-    others: tuple[str, ...]  # files to copy
+    others: list[str]  # files to copy
     not_copied: dict[str, str]  # file or folder -> why
     fingerprints: dict[str, list[int]]  # of every file that is read
     pickled: dict[str, torch.Tensor] = field(repr=False)  # those of files of torch.save
@@ -88,11 +88,10 @@ class Checkpoint:
             raise changed(path)
         return torch.from_numpy(data)
 
-    def read(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """A tensor, or these rows of it."""
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor."""
         stored = self.tensors[name]
-        tensor = self.data(name).view(stored.dtype).view(stored.shape)
-        return tensor if rows is None else tensor[rows]
+        return self.data(name).view(stored.dtype).view(stored.shape)
 
     def check_unchanged(self) -> None:
         """Raise ConversionError if a file has changed since the folder was opened."""
@@ -130,23 +129,16 @@ def open_checkpoint(
             cure = "download the weights, or write them by save_pretrained"
             raise ConversionError(f"{folder}: no model.safetensors: {cure}")
         index, shards = shards_of(folder, main, files)
-        others = []
-        for name in files:
-            if name in (CONFIG, main, *shards):
-                continue
-            if reason := why_not_copied(name):
+        source = Checkpoint(folder, config, {}, {}, index, [], not_copied, {}, {})
+        made_anew = {CONFIG, main, *shards}
+        for name in sorted(files):
+            reason = why_not_copied(name)
+            if name not in made_anew and reason:
                 not_copied[name] = reason
-            else:
-                others.append(name)
-        read = {CONFIG, *shards, *others}
-        if main is not None:
-            read.add(main)
-        fingerprints = {}
-        for name in sorted(read):
-            fingerprints[name] = _fingerprint(folder / name)
-        source = Checkpoint(
-            folder, config, {}, {}, index, tuple(others), not_copied, fingerprints, {}
-        )
+                continue
+            if name not in made_anew:
+                source.others.append(name)
+            source.fingerprints[name] = _fingerprint(folder / name)
         for name in shards:
             _open_shard(source, name)
     return source
@@ -162,10 +154,8 @@ def _open_shard(source: Checkpoint, name: str) -> None:
     if path.suffix == ".bin":
         source.metadata[name] = {"format": "pt"}
         for key, tensor in _load_pickle(path).items():
-            shape, size = tuple(tensor.shape), tensor.nbytes
-            source.tensors[key] = StoredTensor(
-                name, CODES[tensor.dtype], shape, 0, size
-            )
+            code, shape = CODES[tensor.dtype], tuple(tensor.shape)
+            source.tensors[key] = StoredTensor(name, code, shape, 0, tensor.nbytes)
             source.pickled[key] = tensor
         return
     try:
@@ -181,14 +171,10 @@ def _open_shard(source: Checkpoint, name: str) -> None:
     source.metadata[name] = entries.pop("__metadata__", None) or {}
     for key in sorted(entries, key=lambda key: entries[key]["data_offsets"]):
         entry = entries[key]
+        code, shape = entry["dtype"], tuple(entry["shape"])
         first, last = entry["data_offsets"]
-        source.tensors[key] = StoredTensor(
-            name,
-            entry["dtype"],
-            tuple(entry["shape"]),
-            8 + length + first,
-            last - first,
-        )
+        start = 8 + length + first
+        source.tensors[key] = StoredTensor(name, code, shape, start, last - first)
 
 
 def _load_pickle(path: Path) -> dict[str, torch.Tensor]:

@@ -107,8 +107,7 @@ def _journal(staging: Path) -> dict:
     if not os.path.lexists(staging):
         return {}
     try:
-        names = {*os.listdir(staging)}
-        if not names - {LOCK, JOURNAL + PARTIAL}:
+        if {*os.listdir(staging)} <= {LOCK, JOURNAL + PARTIAL}:
             return {}
         journal = json.loads((staging / JOURNAL).read_bytes())
         journal["identity"]["source"]
@@ -202,10 +201,11 @@ def _publish(model: Path, dst: Path) -> None:
 
 def _sync(path: Path) -> None:
     """Make a file's bytes durable, or the names in a folder."""
-    if not (WINDOWS and path.is_dir()):
-        fd = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+    if WINDOWS and path.is_dir():
+        return
+    fd = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
 
 
 def _clean_up(staging: Path, lock: FileLock) -> None:

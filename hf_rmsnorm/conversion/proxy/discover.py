@@ -105,21 +105,21 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
     there is none.
     """
     norms, silent = find_layer_norms(proxy.model, proxy.inputs)
+    if norms and not silent:
+        return norms
+    why = "it has no LayerNorm: nothing to convert"
+    for module in proxy.model.modules():
+        recipe, reason, _ = recognise(module)
+        if recipe is not None and not recipe.spec.centered:
+            why = "it uses RMSNorm already: nothing to convert; to fuse its norms, use patch_model"
+        elif reason is not None:
+            name = type(module).__name__
+            why = f"patch_model would not run {name} as RMSNorm: {reason}"
     if silent:
         count = f"{len(norms)} of {len(norms) + len(silent)} LayerNorms"
         what = f"the inputs reached {count} and not {silent[0]}"
-        raise ConversionRefused(f"{proxy.name}: {what}: pass inputs=... that reach all")
-    if not norms:
-        why = "it has no LayerNorm: nothing to convert"
-        for module in proxy.model.modules():
-            recipe, reason, _ = recognise(module)
-            if recipe is not None and not recipe.spec.centered:
-                why = "it uses RMSNorm already: nothing to convert; to fuse its norms, use patch_model"
-            elif reason is not None:
-                name = type(module).__name__
-                why = f"patch_model would not run {name} as RMSNorm: {reason}"
-        raise ConversionRefused(f"{proxy.name}: {why}")
-    return norms
+        why = f"{what}: pass inputs=... that reach all"
+    raise ConversionRefused(f"{proxy.name}: {why}")
 
 
 def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
@@ -183,47 +183,45 @@ def _causes(work, proxy: ProxyModel, norms: Norms, bad: list[str]) -> dict[str, 
     """For each norm whose input keeps a mean: path of the first module whose output has
     exactly that mean; "" if there is none.
     """
-    means: list[tuple[str, torch.Tensor]] = []
-    causes: dict[str, str] = {}
+    means = []  # (path of a module, means of the rows of its output), in order
+    causes = {}
     widths = {norm.hidden_size for norm in norms.values()}
 
     def note(path, args, output):
         if path in bad and path not in causes:
-            causes[path] = ""
-            for source, mean in means:
-                if not causes[path] and _same_mean(mean, args[0]):
-                    causes[path] = source
-        first = output[0] if isinstance(output, tuple) and output else output
-        if is_float(first) and first.ndim and first.shape[-1] in widths:
-            means.append((path, first.mean(-1)))
+            causes[path] = _first_with_mean(args[0], means)
+        if isinstance(output, tuple) and output:
+            output = output[0]
+        if is_float(output) and output.shape[-1:] and output.shape[-1] in widths:
+            means.append((path, output.mean(-1)))
 
     paths = [path for path, _ in work.named_modules()]
     run(work, proxy.inputs, paths[1:], note)
     return causes
 
 
-def _same_mean(mean: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether these are the means of the rows of x."""
+def _first_with_mean(x: torch.Tensor, means) -> str:
+    """Path of the first module of `_causes` whose rows have the means of those of x."""
     wanted = x.mean(-1)
-    size = x.square().mean(-1).sqrt().max()
-    try:
-        mean = mean.expand_as(wanted)
-    except RuntimeError:  # rows of another tensor
-        return False
-    return bool(((mean - wanted).abs() <= ZERO_MEAN * size).all())
+    error = ZERO_MEAN * x.square().mean(-1).sqrt().max()
+    for path, mean in means:
+        try:
+            gaps = mean.expand_as(wanted) - wanted
+        except RuntimeError:  # rows of another tensor
+            continue
+        if gaps.abs().max() <= error:
+            return path
+    return ""
 
 
 def _widths(proxy: ProxyModel, weights: list[Centre]) -> dict[int, int]:
     """Length of a block here -> in the checkpoint."""
-    widths: dict[int, int] = {}
+    widths = {}
     for weight in weights:
         wide = proxy.widened(weight).block
         if widths.setdefault(weight.block, wide) != wide:
             what = f"rows of {weight.key!r} are narrowed in another way than others"
             raise ConversionRefused(f"{proxy.name}: {what}")
-    if len(set(widths.values())) != len(widths):
-        what = "rows of different lengths when narrowed are equal in the checkpoint"
-        raise ConversionRefused(f"{proxy.name}: {what}")
     return widths
 
 

@@ -23,32 +23,29 @@ def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dic
     """
     inputs = default_inputs(model, tokens)
     run(model, inputs)
-    for more in (_with_picture, _with_sound, _with_encoder):
-        inputs = next(_that_run(model, more(model, inputs)), inputs)
-    return inputs
+    vision = getattr(model.config, "vision_config", None)
+    if vision is not None:
+        choices = _with_tower(model, inputs, "image", _pictures(vision))
+        inputs = _first_that_runs(model, choices, inputs)
+    audio = getattr(model.config, "encoder_config", None)
+    audio = getattr(model.config, "audio_config", audio)
+    if audio is not None:
+        choices = _with_tower(model, inputs, "audio", _sounds(audio))
+        inputs = _first_that_runs(model, choices, inputs)
+    return _first_that_runs(model, _with_encoder(model, inputs), inputs)
 
 
-def _that_run(model: torch.nn.Module, choices: Iterator[dict]) -> Iterator[dict]:
-    for inputs in choices:
+def _first_that_runs(model, choices: Iterator[dict], inputs: dict) -> dict:
+    """The first of the choices on which the model runs; else these inputs, as a tower
+    that no input is made for counts as not reached.
+    """
+    for choice in choices:
         try:
-            run(model, inputs)
+            run(model, choice)
         except MISFITS:
-            # a tower that no input is made for counts as not reached
             continue
-        yield inputs
-
-
-def _with_picture(model: torch.nn.Module, inputs: dict) -> Iterator[dict]:
-    part = getattr(model.config, "vision_config", None)
-    if part is not None:
-        yield from _with_tower(model, inputs, "image", _pictures(part))
-
-
-def _with_sound(model: torch.nn.Module, inputs: dict) -> Iterator[dict]:
-    part = getattr(model.config, "encoder_config", None)
-    part = getattr(model.config, "audio_config", part)
-    if part is not None:
-        yield from _with_tower(model, inputs, "audio", _sounds(part))
+        return choice
+    return inputs
 
 
 def _with_tower(
@@ -71,12 +68,11 @@ def _with_tower(
         if not count:
             continue
         places = torch.full((count,), token)
-        ids = torch.cat([row[:2], places, row[2:]])
-        filled = {**inputs, **values, "input_ids": ids[None]}
+        ids = torch.cat([row[:2], places, row[2:]])[None]
+        filled = {**inputs, **values, "input_ids": ids}
         yield filled
         if "mm_token_type_ids" in names:
-            kinds = (ids == token).long()
-            yield {**filled, "mm_token_type_ids": kinds[None]}
+            yield {**filled, "mm_token_type_ids": (ids == token).long()}
 
 
 def _count_features(method: Callable, values: dict) -> int:

@@ -59,7 +59,7 @@ class KeyMap:
         values = {}
         for number, name in numbered.items():
             values[name] = torch.full(self.shapes[name], number, dtype=torch.float64)
-        self._keys: dict[str, list[str]] = {name: [] for name in self.shapes}
+        self._keys = {name: [] for name in self.shapes}
         for key, tensor in self._saved(values).items():
             for number in tensor.unique().tolist():
                 if number == 0:
@@ -86,7 +86,7 @@ class KeyMap:
         values = {}
         for name, shape in self.shapes.items():
             values[name] = torch.zeros(shape, dtype=torch.float64)
-        lengths: dict[str, int] = {}
+        lengths = {}
         last = 0
         for weight in residual_weights:
             rows = rows_of(values[weight.key], weight.axis, weight.block)
@@ -116,12 +116,8 @@ class KeyMap:
         for name, keys in self._keys.items():
             source = tied.of(tied.aliases.get(name))
             for key in keys:
-                if key in there:
-                    continue
-                if len(source) != 1:
-                    what = "is tied to something that the checkpoint does not hold"
-                    raise ConversionRefused(f"{key!r} {what}")
-                copies.append(Copy(key, source[0]))
+                if source and key not in there:
+                    copies.append(Copy(key, source[0]))
         return sorted(copies, key=lambda copy: copy.key)
 
 
@@ -134,7 +130,7 @@ def _numbered_blocks(key: str, tensor: torch.Tensor, length: int) -> Centre:
             continue
         rows = rows_of(tensor, axis, length)
         is_uniform = torch.equal(rows, rows[..., :1].expand_as(rows))
-        numbers = rows[..., 0].flatten(0, -2) if tensor.ndim > 1 else rows[None, :, 0]
+        numbers = rows[..., 0].reshape(-1, size // length)
         numbered = numbers.any(0)
         if not is_uniform or not numbers[:, numbered].all():
             continue
@@ -155,7 +151,7 @@ def naming(names: Collection[str], model: PreTrainedModel) -> Callable[[str], st
     """
     prefix = model.base_model_prefix
     loaded_name = _loaded_name(model)
-    loaded: dict[str, list[str]] = defaultdict(list)
+    loaded = defaultdict(list)  # parameter -> stored tensors
     for stored in names:
         loaded[loaded_name(stored)].append(stored)
 

@@ -96,7 +96,7 @@ def make_proxy(
         what = f"{cls.__name__} cannot be made from this config"
         raise ConversionRefused(f"{what}: {one_line(error)}") from error
     folder = None if isinstance(source, PretrainedConfig) else Path(source)
-    errors: dict[str, str] = {}  # the first at each step
+    errors = {}  # the first at each step
     for factor, narrow in _candidates(cls, config, shapes):
         step = "make"
         try:
@@ -272,9 +272,8 @@ def _is_alike(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool
 
 def _is_cramped(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
     """Whether narrowing has left rows of too few channels."""
-    return any(
-        shape[-1:] < (LEAST_ROW,) <= there[name][-1:] for name, shape in here.items()
-    )
+    few = (LEAST_ROW,)
+    return any(here[name][-1:] < few <= there[name][-1:] for name in here)
 
 
 def token_table(model: PreTrainedModel) -> torch.nn.Module | None:

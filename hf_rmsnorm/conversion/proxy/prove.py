@@ -2,7 +2,6 @@
 as LayerNorm and as RMSNorm.
 """
 
-import copy
 import math
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +12,7 @@ from ..planned import planned_tensors
 from ..tensors import InMemory, computed
 from .keys import named_as_stored, saved_tensors
 from .layer_norms import ModelNorm, find_layer_norms
-from .model import ProxyModel, give_weights, new_model, with_settings
+from .model import ProxyModel, give_weights, new_model, plain, with_settings
 from .run import loaded, run
 from .shift_invariance import input_means
 
@@ -69,11 +68,9 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
     here = {there: n for n, there in proxy.widths.items()}
-    centre = []
-    for step in plan.centre:
-        centre.append(replace(step, block=here[step.block]))
-    own = replace(plan, centre=tuple(centre))
-    own = named_as_stored(own, tensors.keys(), original)
+    steps = [replace(step, block=here[step.block]) for step in plan.centre]
+    own = replace(plan, centre=tuple(steps))
+    own = named_as_stored(own, tensors, original)
     source = InMemory(tensors)
     made = computed(planned_tensors(own, source, proxy.name), source)
     converted = load_tensors(cls, with_settings(proxy.config, plan.config), made)
@@ -90,24 +87,21 @@ def run_as_rms(
     model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm], chosen
 ) -> list[torch.Tensor]:
     """The outputs in float64 with the chosen norms as RMSNorms."""
+
+    def as_rms(path, args, output):
+        return norms[path].as_rms(args[0])
+
     with torch.no_grad():
-        return run(
-            model, inputs, chosen, lambda path, args, _: norms[path].as_rms(args[0])
-        )
+        return run(model, inputs, chosen, as_rms)
 
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
-    model, wrong = loaded(
-        cls,
-        None,
-        config=copy.deepcopy(config),
-        dtype=torch.float64,
-        state_dict=dict(tensors),
-    )
+    """The model of these tensors in float64; refused if one is missing."""
+    how = {"config": plain(config), "dtype": torch.float64, "state_dict": dict(tensors)}
+    model, wrong = loaded(cls, None, **how)
     if wrong:
-        raise ConversionRefused(
-            f"{cls.__name__} does not load what it saved: {wrong[0]!r} is missing or misshapen"
-        )
+        what = f"does not load the tensors made for it: {wrong[0]!r} is missing or misshapen"
+        raise ConversionRefused(f"{cls.__name__} {what}")
     return model.double()
 
 
@@ -117,13 +111,10 @@ def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> flo
     """
     if [x.shape for x in expected] != [y.shape for y in outputs]:
         return math.inf
-    apart, scales = [], []
-    for x, y in zip(expected, outputs, strict=True):
-        if x.numel():
-            gaps = torch.where(x == y, 0.0, x - y)
-            apart.append(gaps.abs().max())
-            scales.append(x.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    largest = torch.stack(apart).max()  # NaN if there is one
+    x = torch.cat([tensor.flatten() for tensor in expected])
+    y = torch.cat([tensor.flatten() for tensor in outputs])
+    largest = torch.where(x == y, 0.0, x - y).abs().max()  # NaN if there is one
     if largest.isnan():
         return math.inf
-    return float(largest / torch.stack(scales).max())
+    scale = x.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    return float(largest / scale)

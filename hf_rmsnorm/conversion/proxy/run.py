@@ -76,18 +76,14 @@ def quiet():
             logging.enable_progress_bar()
 
 
-def loaded(
-    cls, folder, *, wrong=("missing_keys", "mismatched_keys"), **how
-) -> tuple[PreTrainedModel, list[str]]:
-    """(model in eval mode, keys of these kinds that loading reports); `folder` and
-    `how` as for `from_pretrained`.
+def loaded(cls, folder, **how) -> tuple[PreTrainedModel, list]:
+    """(model in eval mode, what is missing or misshapen); the arguments are those of
+    `from_pretrained`.
     """
     with quiet():
         model, info = cls.from_pretrained(folder, **how, output_loading_info=True)
-    keys = []
-    for kind in wrong:
-        keys += map(str, info[kind])
-    return model.eval(), sorted(keys)
+    wrong = [*info["missing_keys"], *info["mismatched_keys"]]
+    return model.eval(), wrong
 
 
 def and_more(names: Sequence[str]) -> str:

@@ -126,7 +126,7 @@ def centre(model: torch.nn.Module, residual_weights: list[Centre]) -> None:
 @torch.no_grad()
 def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]:
     """path -> the largest |mean| / RMS of a row that enters the norm there."""
-    largest: dict[str, float] = {}
+    largest = {}
 
     def note(path, args, output):
         x = args[0].double()

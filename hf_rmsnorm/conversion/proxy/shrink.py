@@ -61,19 +61,19 @@ def _head_sizes(config: PretrainedConfig) -> list[int]:
         # under their own names; a config may refuse to give some as attributes
         values = vars(part)
         heads, hidden = _first(values, _HEADS), _first(values, _HIDDEN)
-        per_head = hidden // heads if heads and hidden % heads == 0 else hidden
-        sizes += [
-            _first(values, ("head_dim",) if "head_dim" in values else ("d_head",)),
-            per_head,
-        ]
+        if heads and hidden % heads == 0:
+            hidden = hidden // heads
+        sizes += [_first(values, ("head_dim", "d_head")), hidden]
     return [size for size in sizes if size] or [1]
 
 
 def _first(values: dict, names: tuple[str, ...]) -> int:
     """The first of these that is a number above 0; else 0."""
-    return next(
-        (v for name in names if isinstance(v := values.get(name), int) and v), 0
-    )
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, int) and value:
+            return value
+    return 0
 
 
 def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -93,15 +93,9 @@ def _narrow(
         for name, value in list(vars(part).items()):
             if name.startswith("_") and name != "_max_position_embeddings":
                 continue
-            if (
-                pictures
-                and name == "image_size"
-                and isinstance(value, int)
-                and isinstance(patch, int)
-            ):
+            narrow = _narrow_value(name, value, factor, inner)
+            if pictures and name == "image_size" and type(value) is type(patch) is int:
                 narrow = min(value, IMAGE_PATCHES * patch)
-            else:
-                narrow = _narrow_value(name, value, factor, inner)
             # past validators, which would see some widths narrowed and some not
             vars(part)[name] = narrow
     return config
@@ -113,14 +107,10 @@ def _narrow_value(name: str, value, factor: int, inner: bool):
     """
     if type(value) is int:
         return _number(name, value, factor, inner)
-    if (
-        isinstance(value, (list, tuple))
-        and value
-        and all(type(v) is int for v in value)
-    ):
-        return type(value)(_number(name, v, factor, inner) for v in value)
     if name.startswith("rope") and isinstance(value, dict):
         return _rotation(value, factor)
+    if isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
+        return type(value)(_number(name, v, factor, inner) for v in value)
     return value
 
 
@@ -128,15 +118,12 @@ def _rotation(values: dict, factor: int) -> dict:
     """Settings of a rotary embedding, some by type of layer; longrope lists a factor
     for each pair of channels.
     """
-    narrow = {}
+    narrow = dict(values)
     for name, value in values.items():
-        if (
-            name.endswith("_factor")
-            and isinstance(value, list)
-            and len(value) % factor == 0
-        ):
-            value = value[::factor]
-        narrow[name] = _rotation(value, factor) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            narrow[name] = _rotation(value, factor)
+        elif isinstance(value, list) and name.endswith("_factor"):
+            narrow[name] = value[::factor]
     return narrow
 
 

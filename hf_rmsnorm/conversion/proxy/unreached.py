@@ -21,7 +21,7 @@ def refuse_if_unreached(
     """
     # What is called and dropped shows in the norms' inputs, and what is reached in
     # another layer is known.
-    called: set[str] = set()
+    called = set()
     with torch.no_grad():
         paths = leaves(proxy.model)
         run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))

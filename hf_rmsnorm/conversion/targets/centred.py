@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,14 +17,13 @@ from ...paths import compact_paths
 from ...record import RECORD_KEY
 from ..checkpoint.layout import Layout, lay_out
 from ..checkpoint.source import Checkpoint
-from ..options import ConversionOptions
 from ..plan import Centre, CentringPlan, ConversionRefused
 from ..planned import planned_tensors
 from ..proxy.discover import discover
 from ..proxy.model import ProxyModel
 from ..proxy.prove import ProofReport, prove
 from ..proxy.run import alike
-from ..verify.folder import Verification, add_to_card, provenance, verify_folder
+from ..verify.folder import Verification, add_to_card, provenance
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
 PLAN = "conversion_plan.json"
@@ -48,12 +48,6 @@ class PlannedConversion(ABC):
     @abstractmethod
     def result(self, source: Checkpoint) -> tuple[Layout, str]:
         """The tensors and the text of config.json that are made of an open checkpoint."""
-
-    @abstractmethod
-    def verify(
-        self, src: Path, folder: Path, options: ConversionOptions
-    ) -> Verification:
-        """The verdict on a folder that was written."""
 
     @abstractmethod
     def describe(self, folder: Path, verdict: Verification) -> None:
@@ -94,9 +88,6 @@ class PlannedCentring(PlannedConversion):
         text = json.dumps(config, indent=2) + "\n"
         return lay_out(tensors, source, metadata), text
 
-    def verify(self, src, folder, options):
-        return verify_folder(src, folder, options)
-
     def describe(self, folder: Path, verdict: Verification) -> None:
         plan = self.centring
         steps = json.dumps(asdict(plan), indent=1, sort_keys=True)
@@ -117,9 +108,9 @@ def _words(step: Centre) -> str:
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
     """A line for each head and the paths under it, as many as fit on a screen."""
-    groups: dict[str, list[str]] = {}
+    groups = defaultdict(list)
     for head, path in pairs:
-        groups.setdefault(head, []).append(path)
+        groups[head].append(path)
     lines = []
     for head, paths in [*groups.items()][:SHOWN]:
         shown = compact_paths(paths)

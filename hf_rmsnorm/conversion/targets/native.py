@@ -24,15 +24,14 @@ from ..proxy.model import (
     new_model,
     shapes_of,
 )
-from ..proxy.prove import BOUND, difference
-from ..proxy.run import in_double, loaded, run
+from ..proxy.prove import BOUND, difference, load_tensors
+from ..proxy.run import in_double, run
 from ..tensors import InMemory, computed
 from ..verify.folder import (
     Verification,
     add_to_card,
     as_it_computes,
     provenance,
-    verify_native,
 )
 from .centred import PlannedConversion
 from .native_build import WITHOUT, NativeTarget, build_target, refused
@@ -61,7 +60,6 @@ class PlannedNative(PlannedConversion):
             "target_type": target.config.model_type,
             "architecture": target.architecture,
             "tensors": names,
-            "must_be_zero": list(target.zero),
             "proof": {"passed": True, "difference": self.difference},
         }
 
@@ -76,9 +74,6 @@ class PlannedNative(PlannedConversion):
         metadata = {RECORD_KEY: json.dumps(record, sort_keys=True)}
         layout = lay_out(self.target.tensors, source, metadata)
         return layout, self.target.config.to_json_string()
-
-    def verify(self, src, folder, options):
-        return verify_native(src, folder, options)
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         target = self.target
@@ -99,7 +94,7 @@ def native_target(
     if cls is None or architectures[0] != cls.__name__:
         none = f"{architectures[0]} has no native target"
         raise ConversionRefused(f"{none}: only causal language models have; {WITHOUT}")
-    return build_target(config, shapes_of(cls, config).__contains__, name)
+    return build_target(config, shapes_of(cls, config), name)
 
 
 def plan_native(source: Checkpoint) -> PlannedNative:
@@ -111,18 +106,13 @@ def plan_native(source: Checkpoint) -> PlannedNative:
         none = f"{kind} has no native target: Transformers does not know it"
         raise ConversionRefused(f"{none}; {WITHOUT}")
     config = config_of(source.folder)
-    # which refuses by config alone, before a tensor is read
-    wanted = native_target(config)
+    native_target(config)  # refused by the config alone, before a tensor is read
     proxy = make_proxy(source.folder, trained=True)
-    name = naming(source.tensors, proxy.model)
-    needed = set()
-    for made in wanted.tensors.values():
-        needed |= made.keys()
-    for key in sorted(needed):
-        if name(key) not in source.tensors:
+    target = native_target(config, naming(source.tensors, proxy.model))
+    for made in target.tensors.values():
+        for key in sorted(made.keys() - source.tensors.keys()):
             what = f"no tensor {key}: the checkpoint is not whole"
             raise ConversionError(f"{source.folder}: {what}, download it again")
-    target = native_target(config, name)
     for key in target.zero:
         if source.read(key).any():
             why = f"{key}, the final norm's bias, is not 0, and the target's head has no bias"
@@ -140,27 +130,16 @@ def prove_native(proxy: ProxyModel) -> float:
     and compare in float64: the largest difference of the logits over the largest logit.
     """
     cls = type(proxy.model)
-    target = build_target(proxy.config, shapes_of(cls, proxy.config).__contains__)
+    target = build_target(proxy.config, shapes_of(cls, proxy.config))
     with in_double():  # frequencies of rotation too
         source = new_model(cls, proxy.config)
     give_weights(source, seed=3)
     for name in target.zero:
         source.get_parameter(name).zero_()
     tensors = computed(target.tensors, InMemory(saved_tensors(source)))
-    source = as_it_computes(source)
     result_class = getattr(transformers, target.architecture)
     with in_double():
-        result, wrong = loaded(
-            result_class,
-            None,
-            wrong=("missing_keys", "mismatched_keys", "unexpected_keys"),
-            config=target.config,
-            state_dict=tensors,
-            dtype=torch.float64,
-            attn_implementation="eager",
-        )
-    if wrong:
-        raise refused(proxy.config, f"its class does not load {wrong[0]}")
-    expected = run(source, proxy.inputs)
+        result = load_tensors(result_class, target.config, tensors)
+    expected = run(as_it_computes(source), proxy.inputs)
     got = run(result, proxy.inputs)
     return difference(expected[:1], got[:1])

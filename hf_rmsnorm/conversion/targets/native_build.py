@@ -2,7 +2,7 @@
 its tensors is computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from ...record import RECORD_KEY, trained_as_rms
-from ..plan import ConversionRefused
-from ..tensors import Centring, Lazy, Stored, filled, folded_bias, plus
+from ..plan import Centre, ConversionRefused
+from ..tensors import Lazy, Stored, filled, folded_bias, plus
 from .native_rules import PAIRS, NativePair
 
 WITHOUT = 'convert it without target="native"'
@@ -39,13 +39,13 @@ class NativeTarget:
 
 def build_target(
     config: PretrainedConfig,
-    present: Callable[[str], bool],
+    parameters: Collection[str],
     name: Callable[[str], str] = str,
 ) -> NativeTarget:
     """The target of a source's config; refused if there is none.
 
     Args:
-        present: whether the source has a tensor of this name.
+        parameters: of the source's model, untied.
         name: the name in the source of a tensor of the model.
     """
     kind = config.model_type
@@ -56,7 +56,7 @@ def build_target(
     for setting, reason in PAIRS[kind].refusals.items():
         if getattr(config, setting):
             raise refused(config, reason)
-    return _Builder(config, PAIRS[kind], present, name).target()
+    return _Builder(config, PAIRS[kind], parameters, name).target()
 
 
 def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
@@ -65,31 +65,31 @@ def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
 
 
 class _Builder:
-    """Makes one target; `present` tells which weights and biases the source has."""
+    """Makes one target; `parameters` tells which weights and biases the source has."""
 
-    def __init__(self, config, pair: NativePair, present, name: Callable[[str], str]):
+    def __init__(self, config, pair: NativePair, parameters, name):
         self.config = config
         self.pair = pair
-        self.present = present
+        self.parameters = parameters
         self.name = name
         # the residual weights of a model trained as RMSNorm keep their mean
-        self.centred = not trained_as_rms(getattr(config, RECORD_KEY, None))
-        self.tensors: dict[str, Lazy] = {}
-        self.heads = config.num_attention_heads
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.heads
+        self.keeps_means = trained_as_rms(getattr(config, RECORD_KEY, None))
+        self.tensors = {}
+        heads = config.num_attention_heads
+        self.heads = {QUERY: heads, KEY: config.num_key_value_heads or heads}
         head_dim = getattr(config, "head_dim", None)
-        self.head_dim = head_dim or config.hidden_size // self.heads
+        self.head_dim = head_dim or config.hidden_size // heads
         self.rope, self.moved = self._rotary()
-        readers = ("input_layernorm", QUERY, KEY, VALUE, OUTPUT, *pair.mlp)
-        biases = [f"model.layers.0.{reader}.bias" for reader in readers]
-        self.has_biases = any(map(present, biases))
+        layer = ("input_layernorm", QUERY, KEY, VALUE, OUTPUT, *pair.mlp)
+        biases = {f"model.layers.0.{module}.bias" for module in layer}
+        self.has_biases = not biases.isdisjoint(parameters)
 
     def target(self) -> NativeTarget:
         config = self.config
         tied = bool(config.tie_word_embeddings)
         # Centring a table that is also the head changes the logits, unless the final
         # norm has no weight: then each row that the head reads sums to 0.
-        keeps_tie = tied and not self.present(f"{FINAL_NORM}.weight")
+        keeps_tie = tied and f"{FINAL_NORM}.weight" not in self.parameters
         embedding = self._stored(EMBEDDING)
         self.tensors[EMBEDDING] = self._centred(embedding, 1)
         for number in range(config.num_hidden_layers):
@@ -107,87 +107,87 @@ class _Builder:
         """Keyword arguments of the target's config: settings that both share, then the
         particular ones.
         """
-        config, eps = self.config, self.pair.eps
+        config = self.config
         known = {field.name for field in fields(CONFIG_MAPPING[self.pair.target])}
         known -= {"architectures", "dtype", *vars(PretrainedConfig)}
-        shared = {}
+        settings = {}
         for name in sorted(known):
             if hasattr(config, name):
-                shared[name] = getattr(config, name)
-        return {
-            **shared,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "rope_parameters": self.rope,
-            "rms_norm_eps": getattr(config, eps) if isinstance(eps, str) else eps,
-            "tie_word_embeddings": keeps_tie,
-            "attention_bias": self.has_biases,
-            "mlp_bias": self.has_biases,
-        }
+                settings[name] = getattr(config, name)
+        eps = self.pair.eps
+        if isinstance(eps, str):
+            eps = getattr(config, eps)
+        settings["num_attention_heads"] = self.heads[QUERY]
+        settings["num_key_value_heads"] = self.heads[KEY]
+        settings["head_dim"] = self.head_dim
+        settings["rope_parameters"] = self.rope
+        settings["rms_norm_eps"] = eps
+        settings["tie_word_embeddings"] = keeps_tie
+        settings["attention_bias"] = self.has_biases
+        settings["mlp_bias"] = self.has_biases
+        return settings
 
     def _layer(self, layer: str) -> None:
         shift = self._norm(f"{layer}input_layernorm")
-        self._linear(layer + QUERY, shift, self._rows(self.heads))
-        self._linear(layer + KEY, shift, self._rows(self.kv_heads))
-        self._linear(layer + VALUE, shift)
-        self._writer(layer + OUTPUT)
+        for linear in (QUERY, KEY, VALUE):
+            self._reader(layer, linear, shift)
+        self._writer(layer, OUTPUT)
         shift = self._norm(f"{layer}post_attention_layernorm")
         *readers, writer = self.pair.mlp
-        for reader in readers:
-            self._linear(layer + reader, shift)
-        self._writer(layer + writer)
+        for linear in readers:
+            self._reader(layer, linear, shift)
+        self._writer(layer, writer)
 
     def _norm(self, norm: str) -> Stored | None:
         """Make the weight of a norm; the source's bias is returned, for the linears
         that read it.
         """
-        weight: Lazy | None = self._present(f"{norm}.weight")
+        weight: Lazy | None = self._stored(f"{norm}.weight")
         if weight is None:
             weight = filled(self._stored(EMBEDDING), 1.0, axis=1)
         elif self.pair.weight_offset:
             weight = plus(weight, self.pair.weight_offset)
         self.tensors[f"{norm}.weight"] = weight
-        return self._present(f"{norm}.bias")
+        return self._stored(f"{norm}.bias")
 
-    def _linear(
-        self, linear: str, shift: Stored | None, rows: torch.Tensor | None = None
-    ) -> None:
+    def _reader(self, layer: str, linear: str, shift: Stored | None) -> None:
         """Make a linear that reads a norm, whose bias is `shift`."""
-        weight = self._stored(f"{linear}.weight", rows)
-        bias: Lazy | None = self._present(f"{linear}.bias", rows)
+        rows = self._rows(linear)
+        weight = self._stored(f"{layer}{linear}.weight", rows)
+        bias: Lazy | None = self._stored(f"{layer}{linear}.bias", rows)
         if shift is not None:
             bias = folded_bias(weight, shift, bias)
-        self._keep(linear, weight, bias)
+        self._keep(layer + linear, weight, bias)
 
-    def _writer(self, linear: str) -> None:
+    def _writer(self, layer: str, linear: str) -> None:
         """Make a linear that writes to the residual stream."""
-        weight = self._centred(self._stored(f"{linear}.weight"), 0)
-        bias = self._present(f"{linear}.bias")
-        self._keep(linear, weight, bias and self._centred(bias, 0))
-
-    def _centred(self, tensor: Stored, axis: int) -> Stored:
-        if not self.centred:
-            return tensor
-        return tensor.then(Centring(axis))
+        weight = self._stored(f"{layer}{linear}.weight")
+        bias = self._stored(f"{layer}{linear}.bias")
+        if bias is not None:
+            bias = self._centred(bias, 0)
+        self._keep(layer + linear, self._centred(weight, 0), bias)
 
     def _keep(self, linear: str, weight: Stored, bias: Lazy | None) -> None:
         self.tensors[f"{linear}.weight"] = weight
         if self.has_biases:
             self.tensors[f"{linear}.bias"] = bias or filled(weight, 0.0)
 
-    def _stored(self, name: str, rows: torch.Tensor | None = None) -> Stored:
+    def _stored(self, name: str, rows: torch.Tensor | None = None) -> Stored | None:
+        """A tensor of the source; None if it has no such tensor."""
+        if name not in self.parameters:
+            return None
         return Stored(self.name(name), rows)
 
-    def _present(self, name: str, rows: torch.Tensor | None = None) -> Stored | None:
-        if not self.present(name):
-            return None
-        return self._stored(name, rows)
+    def _centred(self, tensor: Stored, axis: int) -> Stored:
+        if self.keeps_means:
+            return tensor
+        return tensor.then(Centre(tensor.like, axis, self.config.hidden_size))
 
-    def _rows(self, heads: int) -> torch.Tensor | None:
+    def _rows(self, linear: str) -> torch.Tensor | None:
         """Rows of a projection in the order of the target; None if they stay."""
-        if self.moved is None:
+        if self.moved is None or linear not in self.heads:
             return None
+        heads = self.heads[linear]
         rows = torch.arange(heads * self.head_dim).view(heads, -1)
         return rows[:, self.moved].flatten()
 

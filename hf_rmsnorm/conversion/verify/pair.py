@@ -90,19 +90,16 @@ class ModelPair:
             exact = [tensor.double() for tensor in self._outputs(self.source)]
         return own, exact
 
-    def compare_both(self) -> dict[str, dict]:
-        """Figures of the result as it loads, and with the RMSNorms that its config
-        records.
-        """
-        as_loaded = self.compare()
+    def compare_as_rms(self) -> dict:
+        """Figures of the result with the RMSNorms that its config records."""
         logger.info("verifying: result as RMSNorm")
         with patched(self.result) as report:
-            as_rms = self.compare()
+            figures = self.compare()
         count = sum(record.converted for record in report.swapped)
-        as_rms["norms"] = f"{count} as RMSNorm"
+        figures["norms"] = f"{count} as RMSNorm"
         if count == 0:
-            as_rms["verdict"] = "FAIL"
-        return {"as LayerNorm": as_loaded, "as RMSNorm": as_rms}
+            figures["verdict"] = "FAIL"
+        return figures
 
     @torch.no_grad()
     def _outputs(self, model) -> list[torch.Tensor]:
@@ -119,9 +116,8 @@ class ModelPair:
         compare.
         """
         outputs = self._outputs(self.source)
-        if outputs and sum(t.numel() for t in outputs) < ENOUGH:
-            rows = -(-ENOUGH // outputs[0].shape[-1])
-            more = default_inputs(self.source, (rows, SHORT))
+        if outputs and sum(output.numel() for output in outputs) < ENOUGH:
+            more = default_inputs(self.source, (ENOUGH, SHORT))
             self.inputs.append(in_dtype_of(self.source, more))
 
 
@@ -155,10 +151,7 @@ def side_by_side(
             source, result = source.float(), result.float()
         batches = _batches(src, source, options)
         if not is_whole:
-            few = {}
-            for name, value in batches[0].items():
-                few[name] = _few(name, value)
-            batches = [few]
+            batches = [_few(batches[0])]
         pair = ModelPair(source, result, batches, run_on)
         logger.info("verifying: source and result %s", run_on)
         if options.inputs is None:
@@ -172,29 +165,28 @@ def _class_of(folder: Path, options: ConversionOptions) -> type:
     return config_and_class(folder, trust, cls, trained=True)[1]
 
 
-def _few(name: str, value):
-    """A few tokens of token ids; any other value as it is."""
-    if name.endswith("input_ids") and value.dim() == 2:
-        return value[:1, :FEW_TOKENS]
-    return value
+def _few(inputs: dict) -> dict:
+    """Inputs with a few tokens of token ids."""
+    few = dict(inputs)
+    for name, value in inputs.items():
+        if name.endswith("input_ids") and value.dim() == 2:
+            few[name] = value[:1, :FEW_TOKENS]
+    return few
 
 
 def _batches(src: Path, model, options: ConversionOptions) -> list[dict]:
     """The inputs that the models are run on: the caller's, texts, or random ones."""
-    batches = []
-    tokenizer = None
     if options.inputs:
-        batches = [options.inputs(model)]
-    else:
-        tokenizer = _tokenizer(src, model, options)
+        return [in_dtype_of(model, options.inputs(model))]
+    tokenizer = _tokenizer(src, model, options)
+    batches = []
     if tokenizer is not None:
         most = min(TOKENS, max_positions(model.config))
         for text in options.prompts or PROMPTS:
             ids = tokenizer(text, return_tensors="pt").input_ids[:, :most]
             if ids.numel():
                 batches.append({"input_ids": ids})
-    batches = batches or [default_inputs(model, RANDOM_TOKENS)]
-    return [in_dtype_of(model, batch) for batch in batches]
+    return batches or [in_dtype_of(model, default_inputs(model, RANDOM_TOKENS))]
 
 
 def check_tokenizer(src: Path, options: ConversionOptions) -> None:

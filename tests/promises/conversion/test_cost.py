@@ -15,19 +15,10 @@ MEBIBYTE = 1 << 20
 
 
 def measure(what, folder, *numbers):
-    run = subprocess.run(
-        [
-            sys.executable,
-            str(HELPERS / "conversion_cost.py"),
-            what,
-            str(folder),
-            *map(str, numbers),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env=os.environ | {"PYTHONPATH": PYTHONPATH},
-    )
+    script = str(HELPERS / "conversion_cost.py")
+    command = [sys.executable, script, what, str(folder), *map(str, numbers)]
+    env = os.environ | {"PYTHONPATH": PYTHONPATH}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)
 

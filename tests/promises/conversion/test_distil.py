@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from runpy import run_path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFa
 
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.conversion.proxy.layer_norms import find_layer_norms
-from hf_rmsnorm.record import RECORD_KEY, make_record
+from hf_rmsnorm.record import make_record
 
 EXAMPLE = EXAMPLES / "distil.py"
 WORDS = [f"w{i}" for i in range(60)]
@@ -48,62 +49,52 @@ def folders(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]"
     )
-    norms, _ = find_layer_norms(
-        BertModel(config).double().eval(),
-        {"input_ids": torch.ones(1, 4, dtype=torch.long)},
-    )
-    rms = {
-        path: {"eps": n.spec.eps, "hidden_size": n.hidden_size}
-        for path, n in norms.items()
-    }
+    ids = torch.ones(1, 4, dtype=torch.long)
+    norms, _ = find_layer_norms(BertModel(config).double().eval(), {"input_ids": ids})
+    rms = {}
+    for path, norm in norms.items():
+        rms[path] = {"eps": norm.spec.eps, "hidden_size": norm.hidden_size}
+    record = make_record({}, rms, [], list(norms))
     for name in ("teacher", "student"):
-        if name == "student":
-            record = make_record({}, rms, [], list(norms))
-            setattr(model.config, RECORD_KEY, {**record, "computes": "rms_norm"})
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
+        model.config.hf_rmsnorm = {**record, "computes": "rms_norm"}
     generator = torch.Generator().manual_seed(1)
-    lines = [
-        " ".join(WORDS[i] for i in torch.randint(60, (int(torch.randint(3, 12, (1,), generator=generator)),),
-                                                 generator=generator))
-        for _ in range(200)
-    ]  # fmt: skip
+    lines = []
+    for length in torch.randint(3, 12, (200,), generator=generator):
+        words = torch.randint(60, (int(length),), generator=generator)
+        lines.append(" ".join(WORDS[i] for i in words))
+    (root / "text.txt").write_text("\n".join(lines), encoding="utf-8")
     shutil.copytree(root / "student", root / "cut")
     os.truncate(root / "cut" / "model.safetensors", 2000)
     shutil.copytree(root / "student", root / "wide")
-    BertModel(BertConfig(**{**config.to_dict(), "hidden_size": 48})).save_pretrained(
-        root / "wide"
-    )
-    (root / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    config.hidden_size = 48
+    BertModel(config).save_pretrained(root / "wide")
     return root / "teacher", root / "student", root / "text.txt"
 
 
 def launched(*arguments):
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        str(EXAMPLE),
-    ]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     # plain torch takes a second
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, *launch, str(EXAMPLE), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.fixture
-def main(monkeypatch):
-    """The example's own, in this process."""
+def main(monkeypatch, folders, tmp_path):
+    """The example's own, in this process, with arguments after those of each run."""
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    return run_path(str(EXAMPLE))["main"]
+    example = run_path(str(EXAMPLE))["main"]
+
+    def run(*options, student=folders[1], text=folders[2], out=tmp_path / "out"):
+        paths = [str(folders[0]), str(student), f"--text={text}"]
+        if out is not None:
+            paths.append(f"--output-dir={out}")
+        example([*paths, "--cpu", *options])
+
+    return run
 
 
 @pytest.mark.nightly
@@ -133,128 +124,90 @@ def test_two_processes_bring_a_student_nearer_and_it_loads_as_rms_norm(
 
 
 @pytest.mark.full
-def test_what_is_near_already_is_left_as_it_is(folders, tmp_path, capsys, main):
-    teacher, student, text = folders
-    out = tmp_path / "out"
-    main([str(teacher), str(student), "--cpu", f"--text={text}", "--max-steps=2", "--learning-rate=10",
-          f"--output-dir={out}"])  # fmt: skip
+def test_what_is_near_already_is_left_as_it_is(tmp_path, capsys, main):
+    main("--max-steps=2", "--learning-rate=10")
     assert "The conversion is enough" in capsys.readouterr().out
-    assert not out.exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("paths", "option", "says"),
     [
         (
             {"student": "teacher"},
-            "no LayerNorm of .*teacher runs as RMSNorm: make it with examples/postnorm/convert.py",
+            "",
+            "no LayerNorm of .*teacher runs as RMSNorm: make it with examples/postnorm",
         ),
-        ({"student": "nothing"}, "cannot load .*nothing"),
-        ({"text": "nothing.txt"}, "cannot read .*nothing.txt"),
-        ({"batch": "5000"}, "fewer than one batch of 5000"),
-        ({"batch": "0"}, "invalid number, at least 1: value: '0'"),
-        ({"student": "cut"}, "cannot load .*cut: Error while deserializing header"),
+        ({"student": "nothing"}, "", "cannot load .*nothing"),
+        ({"text": "nothing.txt"}, "", "cannot read .*nothing.txt"),
+        ({}, "--batch-size=5000", "fewer than one batch of 5000"),
+        ({}, "--batch-size=0", "invalid number, at least 1: value: '0'"),
+        ({"student": "cut"}, "", "cannot load .*cut: Error while deserializing header"),
         (
             {"student": "wide"},
+            "",
             "wide is no conversion of .*teacher: its hidden_size is 48, not 32",
         ),
-        ({"flag": "--seed=-1"}, "invalid number, at least 0, less than"),
-        ({"flag": "--learning-rate=nan"}, "argument --learning-rate: invalid number"),
+        ({}, "--seed=-1", "invalid number, at least 0, less than"),
+        ({}, "--learning-rate=nan", "argument --learning-rate: invalid number"),
         (
-            {"flag": "--learning-rate=1e30"},
+            {},
+            "--learning-rate=1e30",
             "the loss is nan at step 2, nothing is written: give a smaller",
         ),
-        ({"flag": "--held-out=EMPTY"}, "empty has no line to measure on"),
+        ({}, "--held-out=EMPTY", "empty has no line to measure on"),
         (
-            {"flag": "--output-dir=EMPTY/out"},
+            {"out": "empty/out"},
+            "",
             "cannot write to --output-dir .*empty/out: .*; give another one",
         ),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
-    folders, tmp_path, capsys, main, change, says
+    folders, tmp_path, capsys, main, paths, option, says
 ):
-    teacher, student, text = folders
-    student, text = (
-        student.with_name(change.get("student", "student")),
-        text.with_name(change.get("text", text.name)),
-    )
-    flag = change.get("flag", "--seed=0").replace("EMPTY", str(text.with_name("empty")))
+    root = folders[0].parent
+    where = {name: root / path for name, path in paths.items()}
+    option = (option or "--seed=0").replace("EMPTY", str(root / "empty"))
     with pytest.raises(SystemExit) as stop:
-        main([str(teacher), str(student), "--cpu", f"--text={text}", f"--batch-size={change.get('batch', 8)}",
-              f"--output-dir={tmp_path / 'out'}", "--max-steps=3", flag])  # fmt: skip
+        main("--batch-size=8", "--max-steps=3", option, **where)
     assert stop.value.code == 2
-    (line,) = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if line.startswith("distil.py")
-    ]
+    lines = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in lines if line.startswith("distil.py")]
     assert re.search(says, line)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_student_of_an_earlier_run_is_not_written_over(
-    folders, tmp_path, capsys, main, monkeypatch
+    tmp_path, capsys, main, monkeypatch
 ):
-    teacher, student, text = folders
     kept = tmp_path / "distilled" / "model.safetensors"
     kept.parent.mkdir()
     kept.touch()
-    words = [
-        str(teacher),
-        str(student),
-        "--cpu",
-        f"--text={text}",
-        "--max-steps=2",
-        "--learning-rate=3e-3",
-    ]
+    short = "--max-steps=2", "--learning-rate=3e-3"
     with pytest.raises(SystemExit):
-        main([*words, f"--output-dir={kept.parent}"])
-    assert (
-        "distilled has model.safetensors of an earlier run: give another --output-dir"
-        in capsys.readouterr().err
-    )
+        main(*short, out=kept.parent)
+    what = "distilled has model.safetensors of an earlier run: give another"
+    assert what in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    main(words)
-    assert (
-        tmp_path / "distilled-2" / "distil.json"
-    ).is_file() and kept.stat().st_size == 0
+    main(*short, out=None)
+    assert (tmp_path / "distilled-2" / "distil.json").is_file()
+    assert kept.stat().st_size == 0
 
 
-def test_longer_lines_than_the_model_has_positions_are_cut(folders, tmp_path, main):
-    teacher, student, _ = folders
+def test_longer_lines_than_the_model_has_positions_are_cut(tmp_path, main):
     text = tmp_path / "long.txt"
-    text.write_text("\n".join(" ".join(WORDS) for _ in range(20)))
-    main([str(teacher), str(student), "--cpu", f"--text={text}", "--max-steps=1", "--batch-size=8",
-          f"--output-dir={tmp_path / 'out'}"])  # fmt: skip
+    text.write_text(f"{' '.join(WORDS)}\n" * 20)
+    main("--max-steps=1", "--batch-size=8", text=text)
 
 
 def test_another_number_of_processes_than_was_asked_for_is_refused(
-    folders, tmp_path, capsys, main, monkeypatch
+    tmp_path, capsys, main, monkeypatch
 ):
-    teacher, student, text = folders
-
-    class Parent:
-        def cmdline(self):
-            return [
-                "accelerate",
-                "launch",
-                "--cpu",
-                "--num_processes",
-                "2",
-                "distil.py",
-            ]
-
-    monkeypatch.setattr(psutil.Process, "parents", lambda self: [Parent()])
+    words = ["accelerate", "launch", "--cpu", "--num_processes", "2", "distil.py"]
+    parent = SimpleNamespace(cmdline=lambda: words)
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: [parent])
     with pytest.raises(SystemExit):
-        main(
-            [
-                str(teacher),
-                str(student),
-                "--cpu",
-                f"--text={text}",
-                f"--output-dir={tmp_path / 'out'}",
-            ]
-        )
+        main()
     assert "distil.py: 2 processes were asked for, 1 started" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -69,33 +69,18 @@ def test_what_two_neurons_do_not_serve_is_refused():
 def test_the_script_writes_a_checkpoint(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(demo_path("gpt2"))
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
-    model = BertModel(
-        BertConfig(vocab_size=len(tokenizer), max_position_embeddings=32, **sizes)
-    )
-    model.save_pretrained(tmp_path / "src")
-    tokenizer.save_pretrained(tmp_path / "src")
-    (tmp_path / "text.txt").write_text(
-        "\n".join(f"line {i} of a text" for i in range(9))
-    )
-    arguments = [
-        str(tmp_path / "src"),
-        str(tmp_path / "dst"),
-        "--text",
-        str(tmp_path / "text.txt"),
-    ]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=len(tokenizer), intermediate_size=24, **sizes)
+    src, dst, text = (tmp_path / name for name in ("src", "dst", "text.txt"))
+    BertModel(config).save_pretrained(src)
+    tokenizer.save_pretrained(src)
+    text.write_text("\n".join(f"line {i} of a text" for i in range(9)))
+    arguments = [str(src), str(dst), "--text", str(text)]
     assert convert.main(arguments) == 0 and "BertModel, fit" in capsys.readouterr().out
-    record = json.loads((tmp_path / "dst" / "config.json").read_text())["hf_rmsnorm"]
+    record = json.loads((dst / "config.json").read_text())["hf_rmsnorm"]
     assert record["approximate"] and record["measured"]["fit"]["rows"] > 0
-    assert any(
-        norm.converted
-        for norm in patch_model(BertModel.from_pretrained(tmp_path / "dst")).swapped
-    )
+    report = patch_model(BertModel.from_pretrained(dst))
+    assert any(norm.converted for norm in report.swapped)
     with pytest.raises(SystemExit):
         convert.main(arguments)
     assert "exists already" in capsys.readouterr().err

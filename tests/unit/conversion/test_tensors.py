@@ -5,54 +5,37 @@ import torch
 from checkpoints import trained
 
 from hf_rmsnorm.conversion import tensors
-from hf_rmsnorm.conversion.tensors import (
-    Centring,
-    InMemory,
-    Stored,
-    filled,
-    folded_bias,
-    plus,
-)
+from hf_rmsnorm.conversion.plan import Centre
+from hf_rmsnorm.conversion.tensors import InMemory, Stored, filled, folded_bias, plus
 
 SOURCE = InMemory(
     {
         "w": trained(12, 20),
-        "experts": trained(3, 12, 10, seed=1),
         "v": trained(20, seed=2),
+        "b": trained(12, seed=3),
+        "experts": trained(3, 12, 10, seed=1),
     }
 )
-SOURCE.tensors["b"] = trained(12, seed=3)
-WEIGHT = SOURCE.tensors["w"].double()
+W, V, B, EXPERTS = (tensor.double() for tensor in SOURCE.tensors.values())
 
 
 def centred(x, axis):
     return x - x.mean(axis, keepdim=True)
 
 
+FOLDED = folded_bias(Stored("w"), plus(Stored("v"), 1.0), Stored("b"))
+SOME = torch.tensor([3, 1, 11])
 CASES = {
-    "along the last axis": (Stored("w").then(Centring(1)), centred(WEIGHT, 1)),
-    "along the first axis": (Stored("w").then(Centring(0)), centred(WEIGHT, 0)),
-    "in blocks": (
-        Stored("w").then(Centring(1, 10, (1,))),
-        torch.cat([WEIGHT[:, :10], centred(WEIGHT[:, 10:], 1)], 1),
+    "last axis": (Stored("w").then(Centre("w", 1, 20)), centred(W, 1)),
+    "first axis": (Stored("w").then(Centre("w", 0, 12)), centred(W, 0)),
+    "blocks": (
+        Stored("w").then(Centre("w", 1, 10, (1,))),
+        torch.cat([W[:, :10], centred(W[:, 10:], 1)], 1),
     ),
-    "experts": (
-        Stored("experts").then(Centring(1)),
-        centred(SOURCE.tensors["experts"].double(), 1),
-    ),
-    "a vector": (
-        Stored("b").then(Centring(0)),
-        centred(SOURCE.tensors["b"].double(), 0),
-    ),
-    "rows": (Stored("w", torch.tensor([3, 1, 11])), WEIGHT[[3, 1, 11]]),
-    "rows, centred": (
-        Stored("w", torch.tensor([3, 1])).then(Centring(1)),
-        centred(WEIGHT[[3, 1]], 1),
-    ),
-    "a bias": (
-        folded_bias(Stored("w"), plus(Stored("v"), 1.0), Stored("b")),
-        WEIGHT @ (SOURCE.tensors["v"].double() + 1) + SOURCE.tensors["b"].double(),
-    ),
+    "experts": (Stored("experts").then(Centre("e", 1, 12)), centred(EXPERTS, 1)),
+    "a vector": (Stored("b").then(Centre("b", 0, 12)), centred(B, 0)),
+    "rows": (Stored("w", SOME).then(Centre("w", 1, 20)), centred(W[SOME], 1)),
+    "a bias": (FOLDED, W @ (V + 1) + B),
     "ones": (filled(Stored("w"), 1.0, axis=1), torch.ones(20).double()),
 }
 

@@ -40,72 +40,74 @@ def test_equal_to_the_conversion_in_memory(tmp_path, dtype):
     assert_same(load(tmp_path / "dst"), in_memory(plan, load(src)))
 
 
-def test_every_file_of_the_checkpoint(tmp_path):
-    shards, plan = tiny()
-    src = write_checkpoint(
-        tmp_path / "src", shards, metadata={"format": "pt", "who": "é"}
-    )
+@pytest.fixture
+def src(tmp_path):
+    metadata = {"format": "pt", "who": "\u00e9"}
+    return write_checkpoint(tmp_path / "src", tiny()[0], metadata=metadata)
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def test_every_file_of_the_checkpoint(src, tmp_path):
     (src / "tokenizer.json").write_bytes(b'{"a": 1}\r\n')
     (src / "1_Pooling").mkdir()
     (src / "1_Pooling" / "config.json").write_text("{}")
     before = contents(src)
-    seen = []
-    result = write_plan(
-        plan, src, tmp_path / "dst", progress=lambda *done: seen.append(done)
-    )
-    dst, names = tmp_path / "dst", [path.name for path in sorted(src.glob("model-*"))]
+    dst = tmp_path / "dst"
+    write_plan(tiny()[1], src, dst)
     assert contents(src) == before and sorted(tmp_path.iterdir()) == [dst, src]
-    verbatim = {"tokenizer.json", "1_Pooling/config.json"}
-    assert set(contents(dst)) == {*names, INDEX, "config.json", *verbatim, *ADDED}
-    assert all(contents(dst)[name] == before[name] for name in verbatim)
-    config = json.loads((dst / "config.json").read_text())
+    after = contents(dst)
+    assert after.keys() == before.keys() | ADDED
+    for name in ("tokenizer.json", "1_Pooling/config.json"):
+        assert after[name] == before[name]
+    config = read(dst / "config.json")
     changes = {"tie_word_embeddings": False, "hf_rmsnorm": {"version": 1}}
     assert config == CONFIG | changes and list(config) == [*CONFIG, "hf_rmsnorm"]
-    for name in names:
-        with safe_open(dst / name, "pt") as file:
-            assert {**file.metadata(), "hf_rmsnorm": ""} == {
-                "format": "pt",
-                "who": "é",
-                "hf_rmsnorm": "",
-            }
-    new, old = (json.loads((folder / INDEX).read_text()) for folder in (dst, src))
-    head = shards[0]["wte.weight"]
-    grown = {"total_size": head.nbytes, "total_parameters": head.numel()}
-    assert new["metadata"] == old["metadata"] | {
-        key: old["metadata"][key] + more for key, more in grown.items()
-    }
-    assert new["weight_map"] == old["weight_map"] | {"lm_head.weight": names[0]}
-    assert (
-        result.added == ("lm_head.weight",)
-        and result.resumed == 0
-        and result.unused == ()
-    )
-    assert set(result.changed) == {centre.key for centre in plan.centre}
-    assert seen[-1] == (result.tensors, result.bytes, result.bytes) and seen == sorted(
-        seen
-    )
-    assert result.tensors == len(load(dst)) and result.bytes == sum(
-        t.nbytes for t in load(dst).values()
-    )
+    for path in src.glob("model-*"):
+        with safe_open(dst / path.name, "pt") as file:
+            metadata = file.metadata()
+            made = metadata.pop("hf_rmsnorm")
+            assert "converted_by" in made
+            assert metadata == {"format": "pt", "who": "\u00e9"}
 
 
-def test_shards_in_a_subfolder_stay_there(tmp_path):
+def test_the_index_counts_a_new_tensor(src, tmp_path):
+    write_plan(tiny()[1], src, tmp_path / "dst")
+    new, old = read(tmp_path / "dst" / INDEX), read(src / INDEX)
+    head = load(src)["wte.weight"]
+    old["metadata"]["total_size"] += head.nbytes
+    old["metadata"]["total_parameters"] += head.numel()
+    old["weight_map"]["lm_head.weight"] = old["weight_map"]["wte.weight"]
+    assert new == old
+
+
+def test_progress_and_summary_count_what_is_written(src, tmp_path):
+    seen = []
+    result = write_plan(
+        tiny()[1], src, tmp_path / "dst", progress=lambda *done: seen.append(done)
+    )
+    tensors = load(tmp_path / "dst")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    assert (result.tensors, result.bytes) == (len(tensors), size)
+    assert seen == sorted(seen) and seen[-1] == (len(tensors), size, size)
+    assert result.resumed == 0 and result.unused == ()
+
+
+def test_shards_in_a_subfolder_stay_there(src, tmp_path):
     """Transformers loads them from where the index says that they are."""
-    shards, plan = tiny()
-    src = write_checkpoint(tmp_path / "src", shards, metadata={"format": "pt"})
-    expected = in_memory(plan, load(src))
-    index = json.loads((src / INDEX).read_text())
-    index["weight_map"] = {
-        key: f"parts/{name}" for key, name in index["weight_map"].items()
-    }
+    expected = in_memory(tiny()[1], load(src))
+    index = read(src / INDEX)
+    for key, name in index["weight_map"].items():
+        index["weight_map"][key] = f"parts/{name}"
     (src / INDEX).write_text(json.dumps(index))
     (src / "parts").mkdir()
     for path in src.glob("model-*"):
         path.rename(src / "parts" / path.name)
-    write_plan(plan, src, tmp_path / "dst")
-    assert {
-        *json.loads((tmp_path / "dst" / INDEX).read_text())["weight_map"].values()
-    } == {*index["weight_map"].values()}
+    write_plan(tiny()[1], src, tmp_path / "dst")
+    files = set(read(tmp_path / "dst" / INDEX)["weight_map"].values())
+    assert files == set(index["weight_map"].values())
     assert_same(load(tmp_path / "dst" / "parts"), expected)
 
 
@@ -126,9 +128,8 @@ NOT_COPIED = {
 }
 
 
-def test_what_is_not_copied_is_named_with_its_reason(tmp_path):
-    shards, plan = tiny()
-    src = write_checkpoint(tmp_path / "src", shards)
+def test_what_is_not_copied_is_named_with_its_reason(src, tmp_path):
+    names = {path.name for path in src.iterdir()}
     for name in (*NOT_COPIED, "2_Dense/pytorch_model.bin", ".cache/x"):
         path = src / name
         path.parent.mkdir(exist_ok=True)
@@ -138,48 +139,27 @@ def test_what_is_not_copied_is_named_with_its_reason(tmp_path):
     (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
     (tmp_path / "elsewhere" / "deep" / "config.json").write_text("{}")
     (src / "3_Linked").symlink_to(tmp_path / "elsewhere")
-    result = write_plan(plan, src, tmp_path / "dst")
+    result = write_plan(tiny()[1], src, tmp_path / "dst")
     assert result.not_copied == NOT_COPIED
-    carried = {
-        "2_Dense/pytorch_model.bin",
-        "3_Linked/deep/config.json",
-    }
-    shards = {path.name for path in src.glob("model-*")}
-    assert set(contents(tmp_path / "dst")) == {
-        *shards,
-        INDEX,
-        "config.json",
-        *carried,
-        *ADDED,
-    }
-    text = str(result)
-    assert (
-        "not copied: training_args.bin, checkpoint-5/optimizer.pt (state of the training"
-        in text.replace(
-            "checkpoint-5/optimizer.pt, training_args.bin",
-            "training_args.bin, checkpoint-5/optimizer.pt",
-        )
-    )
+    carried = {"2_Dense/pytorch_model.bin", "3_Linked/deep/config.json"}
+    assert set(contents(tmp_path / "dst")) == names | carried | ADDED
+    training = "checkpoint-5/optimizer.pt, training_args.bin"
+    assert f"not copied: {training} (state of the training" in str(result)
 
 
-def test_links_of_a_download_cache_are_followed(tmp_path):
-    shards, plan = tiny()
-    blobs = write_checkpoint(tmp_path / "blobs", shards)
-    (tmp_path / "src").mkdir()
+def test_links_of_a_download_cache_are_followed(src, tmp_path):
+    blobs = src.rename(tmp_path / "blobs")
+    src.mkdir()
     for path in blobs.iterdir():
-        (tmp_path / "src" / path.name).symlink_to(path)
-    write_plan(plan, tmp_path / "src", tmp_path / "dst")
+        (src / path.name).symlink_to(path)
+    write_plan(tiny()[1], src, tmp_path / "dst")
     assert not any(path.is_symlink() for path in (tmp_path / "dst").iterdir())
-    assert_same(load(tmp_path / "dst"), in_memory(plan, load(blobs)))
+    assert_same(load(tmp_path / "dst"), in_memory(tiny()[1], load(blobs)))
 
 
 def test_a_header_keeps_no_stale_tie(tmp_path):
     shards, plan = tiny()
-    ties = {
-        "format": "pt",
-        "lm_head.weight": "wte.weight",
-        "other.weight": "wte.weight",
-    }
+    ties = {"lm_head.weight": "wte.weight", "other.weight": "wte.weight"}
     src = write_checkpoint(tmp_path / "src", shards, metadata=ties)
     write_plan(plan, src, tmp_path / "dst")
     for path in (tmp_path / "dst").glob("*.safetensors"):
@@ -197,50 +177,42 @@ def test_tensors_of_every_dtype_keep_their_bytes(tmp_path):
         "bool",
         "complex64",
     )
-    tensors = {
-        name: torch.arange(6).view(2, 3).to(getattr(torch, name)) for name in names
-    }
-    src = write_checkpoint(tmp_path / "src", [tensors | {"w": trained(2, 4)}])
-    write_plan(
-        CentringPlan(centre=(Centre("w", 1, 4),), copy=(Copy("again", "int8"),)),
-        src,
-        tmp_path / "dst",
-    )
-    before, after = load(src), load(tmp_path / "dst")
+    tensors = {"w": trained(2, 4)}
+    for name in names:
+        tensors[name] = torch.arange(6).view(2, 3).to(getattr(torch, name))
+    src = write_checkpoint(tmp_path / "src", [tensors])
+    plan = CentringPlan((Centre("w", 1, 4),), (Copy("again", "int8"),))
+    write_plan(plan, src, tmp_path / "dst")
+    after = load(tmp_path / "dst")
+    tensors["again"] = tensors["int8"]
     for name in (*names, "again"):
-        raw = [
-            t.reshape(-1).view(torch.uint8)
-            for t in (after[name], before[name if name != "again" else "int8"])
-        ]
-        assert torch.equal(*raw), name
+        assert after[name].dtype == tensors[name].dtype
+        kept = after[name].view(torch.uint8), tensors[name].view(torch.uint8)
+        assert torch.equal(*kept), name
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_allowed_pickles_become_safetensors(tmp_path, zipped):
+def test_allowed_pickles_become_safetensors(src, tmp_path, zipped):
     shards, plan = tiny()
     # stored transposed
     shards[1]["h.0.out.weight"] = shards[1]["h.0.out.weight"].t().contiguous().t()
-    src = tmp_path / "src"
-    src.mkdir()
-    (src / "config.json").write_text(json.dumps(CONFIG))
-    names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
-    for name, shard in zip(names, shards, strict=True):
-        torch.save(shard, src / name, _use_new_zipfile_serialization=zipped)
-    weights = {
-        key: name for name, shard in zip(names, shards, strict=True) for key in shard
-    }
-    (src / "pytorch_model.bin.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weights})
-    )
-    write_plan(plan, src, tmp_path / "dst", allow_pickle=True)
-    tensors = {key: tensor for shard in shards for key, tensor in shard.items()}
-    assert_same(load(tmp_path / "dst"), in_memory(plan, tensors))
-    index = json.loads((tmp_path / "dst" / INDEX).read_text())
-    assert index["weight_map"]["h.0.scale"] == "model-00002-of-00002.safetensors"
-    assert set(index["weight_map"]) == {*tensors, "lm_head.weight"} and not list(
-        (tmp_path / "dst").glob("*.bin*")
-    )
-    with safe_open(next((tmp_path / "dst").glob("*.safetensors")), "pt") as file:
+    index = (src / INDEX).read_text().replace("safetensors", "bin")
+    index = index.replace("model-", "pytorch_model-")
+    (src / "pytorch_model.bin.index.json").write_text(index)
+    for path in src.glob("model*"):
+        path.unlink()
+    tensors = {}
+    for number, shard in enumerate(shards, 1):
+        path = src / f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save(shard, path, _use_new_zipfile_serialization=zipped)
+        tensors |= shard
+    dst = tmp_path / "dst"
+    write_plan(plan, src, dst, allow_pickle=True)
+    assert_same(load(dst), in_memory(plan, tensors))
+    weights = read(dst / INDEX)["weight_map"]
+    assert weights["h.0.scale"] == "model-00002-of-00002.safetensors"
+    assert set(weights) == {*tensors, "lm_head.weight"} and not list(dst.glob("*.bin*"))
+    with safe_open(next(dst.glob("*.safetensors")), "pt") as file:
         assert file.metadata()["format"] == "pt"  # or Transformers does not load it
 
 
@@ -261,24 +233,21 @@ def test_tensors_narrower_than_the_config_says_are_written_as_it_says(
     """Rounded to their own dtype they would have a mean for whoever loads them in the
     config's.
     """
-    tensors = {
-        name: tensor.to(stored)
-        for name, tensor in load_file(gpt2 / "model.safetensors").items()
-    }
+    tensors = load_file(gpt2 / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.to(stored)
     save_file(tensors, gpt2 / "model.safetensors", metadata={"format": "pt"})
     planned = plan_conversion(gpt2)
     name = str(stored).removeprefix("torch.")
     said = f"config.json says float32 and tensors are stored in {name}: those that are changed are written in float32"
     assert said in str(planned) and f"to keep {name}, set dtype to it" in str(planned)
+    centred = {step.key for step in planned.centring.centre}
     for verify in (True, False):
-        convert_checkpoint(gpt2, tmp_path / str(verify), planned=planned, verify=verify)
-        made = load_file(tmp_path / str(verify) / "model.safetensors")
-        assert {
-            key for key, tensor in made.items() if tensor.dtype == torch.float32
-        } == {centre.key for centre in planned.centring.centre}
-        model = AutoModelForCausalLM.from_pretrained(
-            tmp_path / str(verify), dtype="auto"
-        )
+        dst = tmp_path / str(verify)
+        convert_checkpoint(gpt2, dst, planned=planned, verify=verify)
+        for key, tensor in load_file(dst / "model.safetensors").items():
+            assert tensor.dtype == (torch.float32 if key in centred else stored)
+        model = AutoModelForCausalLM.from_pretrained(dst, dtype="auto")
         assert all(record.converted for record in patch_model(model).swapped)
 
 
@@ -292,18 +261,12 @@ def test_a_conversion_converted_again_keeps_weights_config_and_origin(
     once, twice = (contents(tmp_path / name) for name in ("once", "twice"))
     # which say how it was proven each time
     assert {name for name in once if once[name] != twice[name]} <= ADDED
-    assert (
-        json.loads((tmp_path / "twice" / "config.json").read_text())["hf_rmsnorm"][
-            "source"
-        ]
-        == "src"
-    )
+    assert read(tmp_path / "twice" / "config.json")["hf_rmsnorm"]["source"] == "src"
 
 
-def test_under_the_rules_of_windows(tmp_path, monkeypatch):
+def test_under_the_rules_of_windows(src, tmp_path, monkeypatch):
     """No folder is opened, and nothing that is open to be read is flushed to the disk."""
-    shards, plan = tiny()
-    src = write_checkpoint(tmp_path / "src", shards)
+    plan = tiny()[1]
     write_plan(plan, src, tmp_path / "posix")
     real = os.open
 
