@@ -20,22 +20,15 @@ def demo(name, dtype):
     """An embedded trained model on the device, in eval mode, and a prompt."""
     path = demo_path(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
-    ids = AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt").input_ids.to(
-        DEVICE
-    )
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids.to(DEVICE)
     return model, ids if GPU else ids[:, :6]
 
 
-def generate(model, ids, tokens=64 if GPU else 2, **options):
+def generate(model, ids, **options):
+    options |= {"max_new_tokens": 64 if GPU else 2, "do_sample": False}
     with torch.no_grad():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            do_sample=False,
-            pad_token_id=0,
-            **options,
-        )
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return out[0, ids.shape[1] :].tolist()
 
 
@@ -66,11 +59,9 @@ def test_static_cache_generates_the_same_tokens(compiled):
     torch._dynamo.reset()
     model, ids = demo("llama", FP32)
     expected = generate(model, ids)
+    how = {"cache_implementation": "static", "disable_compile": not compiled}
     with patched(model):
-        got = generate(
-            model, ids, cache_implementation="static", disable_compile=not compiled
-        )
-    assert got == expected
+        assert generate(model, ids, **how) == expected
 
 
 def train(model, ids):
@@ -99,6 +90,5 @@ def test_a_patched_model_compiles_into_one_graph():
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend=COMPILER)
-        torch.testing.assert_close(
-            compiled(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5
-        )
+        logits = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)

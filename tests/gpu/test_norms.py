@@ -25,22 +25,23 @@ from gpu import (
 )
 from heads import fused_qk_norm
 from tolerance import assert_as_accurate, ulp
+from torch.utils.checkpoint import checkpoint
 
 from hf_rmsnorm import NormSpec, count_launches, patch_model, use_backend
 from hf_rmsnorm.reference import reference_norm
 
 pytestmark = gpu_tests
 
-DTYPES = [
-    (BF16, BF16),
-    (FP16, FP16),
-    (FP32, FP32),
-    (BF16, FP32),
-    (FP16, FP32),
-    (FP32, BF16),
-]
-SIZES = (1, 96, 128, 896, 1000, 4096, 5120, 8192, 14336, 16384) if GPU else (1, 96)
-CENTERED_SIZES = (2, 96, 1000, 4096, 8192, 12288, 14336, 16384) if GPU else (2, 96)
+DTYPES = {  # of x and of the weight
+    "bfloat16": (BF16, BF16),
+    "float16": (FP16, FP16),
+    "float32": (FP32, FP32),
+    "bfloat16-float32": (BF16, FP32),
+    "float32-bfloat16": (FP32, BF16),
+}
+ONE_DTYPE = "layer_norm", "l2"  # torch's takes one, and l2 has no weight
+SIZES = (1, 96, 896, 1000, 4096, 8192, 14336, 16384) if GPU else (1, 96)
+CENTERED_SIZES = (2, 96, 1000, 4096, 8192, 12288, 16384) if GPU else (2, 96)
 ROWS = 301 if GPU else 5
 
 
@@ -52,7 +53,8 @@ def judge(norm, x, dy):
     doubles = [t.detach().double().requires_grad_() for t in (x, *norm.parameters())]
     weight, bias = (*doubles[1:], None, None)[:2]
     y = reference_norm(doubles[0], weight, bias, spec)
-    exact = [y.detach(), *torch.autograd.grad(y, doubles, dy.double())]
+    gradients = torch.autograd.grad(y, doubles, dy.double())
+    exact = [y.detach(), *gradients]
     got, eager = run_fused(fused, x, dy), run(norm, x, dy)
     assert_all_as_accurate(("y", "dx", "dweight", "dbias"), got, eager, exact)
     assert got[0].stride() == eager[0].stride()
@@ -63,47 +65,81 @@ def assert_all_as_accurate(names, got, eager, exact):
         assert_as_accurate(*tensors, what)
 
 
-@pytest.mark.parametrize(
-    "dtypes", DTYPES, ids=lambda d: "-".join(str(t).removeprefix("torch.") for t in d)
-)
+def rows_and_gradient(rows, size, dtype=BF16):
+    x = random(rows, size, dtype=dtype)
+    dy = random(rows, size, dtype=dtype, seed=1)
+    return x, dy
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("name", MODULES)
 def test_formula_in_dtype(name, dtypes):
-    x_dtype, weight_dtype = dtypes
-    if x_dtype != weight_dtype and name in ("layer_norm", "l2"):
-        pytest.skip("torch's layer_norm takes one dtype, and l2 has no weight")
+    x_dtype, weight_dtype = DTYPES[dtypes]
+    if x_dtype != weight_dtype and name in ONE_DTYPE:
+        pytest.skip("it takes one dtype")
     size = 1024 if GPU else 64
-    x, dy = (random(ROWS, size, dtype=x_dtype, seed=seed) for seed in (0, 1))
+    x, dy = rows_and_gradient(ROWS, size, x_dtype)
     judge(make(name, size, weight_dtype), x, dy)
 
 
-@pytest.mark.parametrize(
-    "name, hidden_size",
-    [*(("llama", n) for n in SIZES), *(("layer_norm", n) for n in CENTERED_SIZES)],
-)
+NORMS = [("llama", size) for size in SIZES]
+NORMS += [("layer_norm", size) for size in CENTERED_SIZES]
+
+
+@pytest.mark.parametrize(("name", "hidden_size"), NORMS)
 def test_hidden_size(name, hidden_size):
     rows = max(3, min(ROWS, 2**22 // hidden_size))
-    x, dy = random(rows, hidden_size), random(rows, hidden_size, seed=1)
+    x, dy = rows_and_gradient(rows, hidden_size)
     judge(make(name, hidden_size, BF16), x, dy)
 
 
-LAYOUTS = {  # (2, 24, 4, 128) each
-    "row major": lambda: random(2, 24, 4, 128),
-    "slice of a packed projection": lambda: random(2, 24, 12 * 128)[
-        ..., 4 * 128 : 8 * 128
-    ].unflatten(-1, (4, 128)),
-    "heads before rows": lambda: random(2, 4, 24, 128).transpose(1, 2),
-    "odd row stride": lambda: random(2, 24, 4, 129)[..., :128],
-    "misaligned base": lambda: random(2 * 24 * 4 * 128 + 1)[1:].view(2, 24, 4, 128),
-    "last stride 2": lambda: random(2, 24, 4, 256)[..., ::2],
-    "one row repeated": lambda: random(1, 1, 1, 128).expand(2, 24, 4, 128),
-}
+def row_major():
+    return random(2, 24, 4, 128)
+
+
+def slice_of_a_packed_projection():
+    packed = random(2, 24, 12 * 128)
+    return packed[..., 4 * 128 : 8 * 128].unflatten(-1, (4, 128))
+
+
+def heads_before_rows():
+    return random(2, 4, 24, 128).transpose(1, 2)
+
+
+def odd_row_stride():
+    return random(2, 24, 4, 129)[..., :128]
+
+
+def misaligned_base():
+    values = random(2 * 24 * 4 * 128 + 1)
+    return values[1:].view(2, 24, 4, 128)
+
+
+def last_stride_2():
+    return random(2, 24, 4, 256)[..., ::2]
+
+
+def one_row_repeated():
+    return random(1, 1, 1, 128).expand(2, 24, 4, 128)
+
+
+LAYOUTS = [
+    row_major,
+    slice_of_a_packed_projection,
+    heads_before_rows,
+    odd_row_stride,
+    misaligned_base,
+    last_stride_2,
+    one_row_repeated,
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("operand", ["x", "dy"])
 def test_layout(operand, layout):
-    strided, plain = LAYOUTS[layout](), random(2, 24, 4, 128, seed=2)
-    x, dy = (strided, plain) if operand == "x" else (plain, strided)
+    x, dy = layout(), random(2, 24, 4, 128, seed=2)
+    if operand == "dy":
+        x, dy = dy, x
     judge(make("llama", 128, BF16), x, dy)
 
 
@@ -116,18 +152,19 @@ def test_half_precision_is_bit_equal_to_llama_rmsnorm(hidden_size, dtype):
     assert equal >= 0.999, f"{equal:.5%} of the elements are bit-equal"
 
 
-@pytest.mark.parametrize(
-    "name, hidden_size", [("llama", 128), ("llama", 16384), ("layer_norm", 4096)]
-)
+REPEATED = [("llama", 128), ("llama", 16384), ("layer_norm", 4096)]
+
+
+@pytest.mark.parametrize(("name", "hidden_size"), REPEATED)
 def test_gradients_are_the_same_bits_every_time(name, hidden_size):
-    hidden_size = hidden_size if GPU else 64
-    rows = 3000 if GPU else 8
+    rows, times = 3000, 10
+    if not GPU:
+        hidden_size, rows, times = 64, 8, 2
     fused, _ = fuse(make(name, hidden_size, BF16))
-    x, dy = random(rows, hidden_size), random(rows, hidden_size, seed=1)
+    x, dy = rows_and_gradient(rows, hidden_size)
     first = run(fused, x, dy)
-    for _ in range(10 if GPU else 2):
-        for a, b in zip(first, run(fused, x, dy), strict=True):
-            assert torch.equal(a, b)
+    for _ in range(times):
+        assert all(map(torch.equal, first, run(fused, x, dy)))
 
 
 @real_gpu
@@ -140,30 +177,31 @@ def test_offsets_beyond_two_to_the_31(stride):
     norm, _ = fuse(make("llama", hidden_size, BF16))
     x = torch.empty(rows, stride, dtype=BF16, device=DEVICE).normal_()[:, :hidden_size]
     dy = torch.zeros(rows, hidden_size, dtype=BF16, device=DEVICE)
-    dy[-tail:] = random(tail, hidden_size)
+    last = slice(-tail, None)
+    dy[last] = random(tail, hidden_size)
     y, dx, dweight = run(norm, x, dy)
     # Only the last rows, all of whose offsets are past 2^31, have a gradient: alone
     # they must give the same.
-    alone = run(norm, x[-tail:].contiguous(), dy[-tail:].clone())
-    assert torch.equal(y[-tail:], alone[0])
-    assert torch.equal(dx[-tail:], alone[1]) and not dx[:-tail].any()
-    error = (dweight.double() - alone[2].double()).abs().max()
-    assert error <= ulp(alone[2].abs().max(), BF16)
+    y_alone, dx_alone, dweight_alone = run(norm, x[last].contiguous(), dy[last].clone())
+    assert torch.equal(y[last], y_alone)
+    assert torch.equal(dx[last], dx_alone) and not dx[:-tail].any()
+    error = (dweight.double() - dweight_alone.double()).abs().max()
+    assert error <= ulp(dweight_alone.abs().max(), BF16)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @real_gpu
 def test_launches_on_the_device_of_its_tensors():
     fused, _ = fuse(make("llama", 512, BF16))
-    x, dy = random(64, 512), random(64, 512, seed=1)
+    x, dy = rows_and_gradient(64, 512)
     expected = run(fused, x, dy)
     other = copy.deepcopy(fused).to("cuda:1")
     for _ in range(2):  # the first call compiles, the second takes the cached launch
         got = run_fused(other, x.to("cuda:1"), dy.to("cuda:1"))
         assert torch.cuda.current_device() == 0
-        for a, b in zip(expected, got, strict=True):
-            assert b.device == torch.device("cuda:1")
-            assert torch.equal(a, b.to("cuda:0"))
+        assert {tensor.get_device() for tensor in got} == {1}
+        back = [tensor.to("cuda:0") for tensor in got]
+        assert all(map(torch.equal, expected, back))
 
 
 @real_gpu
@@ -183,12 +221,12 @@ def test_runs_on_the_current_stream():
 
 @real_gpu
 @pytest.mark.parametrize("memory_efficient", [False, True])
-@pytest.mark.parametrize("name, hidden_size", [("llama", 4096), ("layer_norm", 16384)])
-def test_cuda_graph_capture(name, hidden_size, memory_efficient):
-    fused, _ = fuse(make(name, hidden_size, BF16))
+@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+def test_cuda_graph_capture(name, memory_efficient):
+    fused, _ = fuse(make(name, 4096, BF16))
     patch_model(fused, memory_efficient=memory_efficient)
-    x, dy = random(64, hidden_size).requires_grad_(), random(64, hidden_size, seed=1)
-    leaves = [x, *fused.parameters()]
+    x, dy = rows_and_gradient(64, 4096)
+    leaves = [x.requires_grad_(), *fused.parameters()]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -198,13 +236,11 @@ def test_cuda_graph_capture(name, hidden_size, memory_efficient):
             y = fused(x)
             grads = torch.autograd.grad(y, leaves, dy)
     torch.cuda.current_stream().wait_stream(stream)
-    fresh = random(64, hidden_size, seed=5)
-    with torch.no_grad():
-        x.copy_(fresh)
+    fresh = random(64, 4096, seed=5)
+    x.data.copy_(fresh)
     graph.replay()
     torch.cuda.synchronize()
-    for captured, eager in zip([y, *grads], run(fused, fresh, dy), strict=True):
-        assert torch.equal(captured, eager)
+    assert all(map(torch.equal, [y, *grads], run(fused, fresh, dy)))
 
 
 @real_gpu
@@ -216,7 +252,8 @@ def test_the_allocator_sees_no_more_than_the_output_and_rstd():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y = fused(x)
-    assert torch.cuda.max_memory_allocated() - before <= y.numel() * 2 + 8192 * 4 + 1024
+    more = torch.cuda.max_memory_allocated() - before
+    assert more <= y.nbytes + 8192 * 4 + 1024
 
 
 @real_gpu
@@ -249,25 +286,28 @@ def test_checkpoint_recomputes_under_the_same_backend(backend, use_reentrant):
     # On a GPU autograd recomputes in a thread of its own, which sees no `use_backend`
     # of the caller.
     fused, _ = fuse(make("llama", 256, BF16))
-    x, dy = random(8, 256), random(8, 256, seed=1)
+    x, dy = rows_and_gradient(8, 256)
     expected = run(fused, x, dy)
-    x = x.requires_grad_()
+    x.requires_grad_()
     with use_backend(backend), count_launches() as launches:
-        y = torch.utils.checkpoint.checkpoint(fused, x, use_reentrant=use_reentrant)
+        y = checkpoint(fused, x, use_reentrant=use_reentrant)
         y.backward(dy)
     assert launches["norm_forward"] == 2
-    for a, b in zip(expected, [y.detach(), x.grad, fused.weight.grad], strict=True):
-        assert torch.equal(a, b)
+    result = [y.detach(), x.grad, fused.weight.grad]
+    assert all(map(torch.equal, expected, result))
 
 
 LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
-HEADS = {  # (batch, heads, length, head_dim) each, as a projection gives them
-    "projected": lambda b, h, n, d, seed: random(b, n, h, d, seed=seed).transpose(1, 2),
-    "packed": lambda b, h, n, d, seed: random(b, n, 3 * h, d, seed=seed)[
-        :, :, :h
-    ].transpose(1, 2),
-    "contiguous": lambda b, h, n, d, seed: random(b, h, n, d, seed=seed),
-}
+HEADS = "projected", "packed", "contiguous"
+
+
+def heads_of(layout, heads, length, head_dim, seed):
+    """(batch, heads, length, head_dim), as a projection gives them."""
+    if layout == "contiguous":
+        return random(2, heads, length, head_dim, seed=seed)
+    width = 3 * heads if layout == "packed" else heads
+    rows = random(2, length, width, head_dim, seed=seed)
+    return rows[:, :, :heads].transpose(1, 2)
 
 
 def norm_of_heads(backend, operands, tables, dys):
@@ -283,8 +323,8 @@ def norm_of_heads(backend, operands, tables, dys):
 @pytest.mark.parametrize("layout", HEADS)
 def test_queries_and_keys_in_one_launch(layout, head_dim):
     heads, length = (32, 1000) if GPU else (8, 6)
-    q = HEADS[layout](2, heads, length, head_dim, seed=0)
-    k = HEADS[layout](2, heads // 4, length, head_dim, seed=1)
+    q = heads_of(layout, heads, length, head_dim, 0)
+    k = heads_of(layout, heads // 4, length, head_dim, 1)
     operands = [q, k, random(head_dim, seed=2), random(head_dim, seed=3)]
     angles = random(2, length, head_dim // 2, dtype=FP32, seed=4).repeat(1, 1, 2)
     tables = [angles.cos().to(BF16), angles.sin().to(BF16)]

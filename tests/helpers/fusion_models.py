@@ -29,9 +29,8 @@ def row(*layers, size=32):
     """The layers, and a norm behind the last."""
     model = nn.Sequential(*layers, nn.RMSNorm(size, eps=1e-6))
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(0.3 + 0.4 * torch.randn(p.shape, generator=generator))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.3, 0.4, generator)
     return model.eval()
 
 

@@ -54,12 +54,8 @@ def make(name, hidden_size, dtype):
 
 def random(*shape, dtype=BF16, seed=0):
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    return (
-        torch.randn(shape, generator=generator, device=DEVICE)
-        .mul_(1.7)
-        .add_(0.25)
-        .to(dtype)
-    )
+    values = torch.randn(shape, generator=generator, device=DEVICE)
+    return (values * 1.7 + 0.25).to(dtype)
 
 
 def fuse(norm):
@@ -73,10 +69,9 @@ def run(norm, x, dy):
     """[y, dx, gradients of the parameters]."""
     x = x.detach().requires_grad_()
     y = norm(x)
-    return [
-        y.detach(),
-        *torch.autograd.grad(y, [x, *norm.parameters()], dy.to(y.dtype)),
-    ]
+    leaves = [x, *norm.parameters()]
+    gradients = torch.autograd.grad(y, leaves, dy.to(y.dtype))
+    return [y.detach(), *gradients]
 
 
 def run_fused(norm, x, dy):

@@ -26,16 +26,19 @@ def norm_backward(dy, x, weight, bias, rstd, mean, spec, *how):
     need, gate, dh, from_output = (*how, None, None, False)[:4]
     need = (*need, False)[:4]
     read = dy, x, weight, bias, gate, dh
-    launch = NormBackward(spec, (*read, rstd, mean), aligned(read), need, from_output)
-    return launch.launch(*read, rstd, mean)
+    operands = (*read, rstd, mean)
+    launch = NormBackward(spec, operands, aligned(read), need, from_output)
+    return launch.launch(*operands)
 
 
 def qk_norm_forward(operands, spec, stats=True):
     """(q', k', rstd) of q, k, their weights, cos and sin."""
-    return QKForward(spec, operands, aligned(operands), stats).launch(*operands)
+    launch = QKForward(spec, operands, aligned(operands), stats)
+    return launch.launch(*operands)
 
 
 def qk_norm_backward(dq, dk, operands, rstd, spec, need):
     """The gradients of q, k and their weights."""
     read = dq, dk, *operands
-    return QKBackward(spec, (*read, rstd), aligned(read), need).launch(*read, rstd)
+    launch = QKBackward(spec, (*read, rstd), aligned(read), need)
+    return launch.launch(*read, rstd)

@@ -19,6 +19,11 @@ _VISION = {
     "image_size": 16, "in_channels": 3, "in_chans": 3,
 }  # fmt: skip
 _ROTATION = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
 FAMILIES = {
     "qwen2_vl": {"hidden_size": 64},
     "qwen2_5_vl": {},
@@ -38,19 +43,10 @@ def build(family: str, dtype: torch.dtype = torch.bfloat16):
         "tie_word_embeddings": False,
     }  # fmt: skip
     if family == "qwen3_5":
-        linear = {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-        }
-        text |= {"layer_types": ["linear_attention", "full_attention"], **linear}
-    config = AutoConfig.for_model(
-        family,
-        text_config=text,
-        vision_config={**_VISION, **FAMILIES[family]},
-        **_TOKENS,
-    )
+        text |= _LINEAR
+    vision = _VISION | FAMILIES[family]
+    configs = {"text_config": text, "vision_config": vision}
+    config = AutoConfig.for_model(family, **configs, **_TOKENS)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -60,6 +56,5 @@ def build(family: str, dtype: torch.dtype = torch.bfloat16):
 
 def positions(batch: int = 2, length: int = 12) -> torch.Tensor:
     """(3, batch, length): the axes differ, as in a picture."""
-    return torch.randint(
-        0, 100, (3, batch, length), generator=torch.Generator().manual_seed(3)
-    )
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 100, (3, batch, length), generator=generator)

@@ -14,6 +14,7 @@ PAGES = {
     for path in FILES
 }
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_OUTPUT = re.compile(r"\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"`([^`]+)`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -25,7 +26,6 @@ class Block(NamedTuple):
 
     page: str
     line: int
-    language: str
     code: str
     output: str
 
@@ -37,27 +37,24 @@ def blocks(language: str) -> list[Block]:
     """Every block of a language, on all pages."""
     result = []
     for page, text in PAGES.items():
-        matches = list(_BLOCK.finditer(text))
-        for match, following in zip(matches, [*matches[1:], None], strict=False):
+        for match in _BLOCK.finditer(text):
             if match[1] != language:
                 continue
-            output = ""
-            if following and following[1] == "text":
-                between = text[match.end() : following.start()]
-                output = "" if between.strip() else following[2]
             line = text.count("\n", 0, match.start()) + 1
-            result.append(Block(page, line, language, match[2], output))
+            output = _OUTPUT.match(text, match.end())
+            shown = output[1] if output else ""
+            result.append(Block(page, line, match[2], shown))
     return result
 
 
 def commands() -> list[tuple[str, str]]:
     """(page and line, command) for every line of every block of shell."""
-    return [
-        (f"{block.page}:{block.line}", line)
-        for block in blocks("sh")
-        for line in block.code.splitlines()
-        if line.strip() and not line.startswith("#")
-    ]
+    found = []
+    for block in blocks("sh"):
+        for line in block.code.splitlines():
+            if line.strip() and not line.startswith("#"):
+                found.append((str(block), line))
+    return found
 
 
 def without_blocks(page: str) -> str:
@@ -76,17 +73,13 @@ def links(page: str) -> list[str]:
 def anchors(page: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and MkDocs make them."""
     headings = re.findall(r"^#+ (.+)$", without_blocks(page), re.MULTILINE)
-    return {
-        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
-        for heading in headings
-    }
+    words = [re.sub(r"[^\w -]", "", heading).strip() for heading in headings]
+    return {heading.lower().replace(" ", "-") for heading in words}
 
 
 def row(page: str, start: str) -> list[str]:
     """The cells of the one table row of a page that starts with `start`, without its
     first.
     """
-    (line,) = [
-        line for line in PAGES[page].splitlines() if line.startswith(f"| {start} |")
-    ]
-    return [cell.strip() for cell in line.strip()[1:-1].split("|")][1:]
+    (cells,) = re.findall(rf"^\| {re.escape(start)} \|(.*)\|$", PAGES[page], re.M)
+    return [cell.strip() for cell in cells.split("|")]

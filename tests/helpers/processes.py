@@ -11,13 +11,10 @@ def python(*arguments, cwd=ROOT, **environment) -> str:
     """What ``python *arguments`` prints; it must end well. Triton compiles there, unless
     the environment asks for its interpreter.
     """
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=cwd,
-        env={**inherited, "PYTHONPATH": PYTHONPATH, **environment},
-        capture_output=True,
-        text=True,
-    )
+    inherited = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    inherited.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, *map(str, arguments)]
+    options = {"cwd": cwd, "env": inherited | environment}
+    done = subprocess.run(command, **options, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

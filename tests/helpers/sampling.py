@@ -16,23 +16,19 @@ def choose(tier: str, items: list, named_files: set[Path]) -> list:
     chosen = {item for item in items if item.path in named_files}
     groups = defaultdict(list)
     for item in items:
-        groups[item.nodeid.partition("[")[0], _has(item, "full")].append(item)
+        test = item.nodeid.partition("[")[0]
+        groups[test, _has(item, "full")].append(item)
     for (_, is_full), cases in groups.items():
         if not is_full:
-            chosen.update(spread(cases, CASES[tier]))
+            chosen.update(_first_and_last(cases)[: CASES[tier]])
         elif tier == "all":
-            chosen.update(spread(cases, 1))
+            chosen.add(cases[0])
     return [item for item in items if item in chosen]
 
 
-def spread(items: list, count: int) -> list:
-    """At most `count` of `items`, evenly spread, with the first and the last among
-    them.
-    """
-    if len(items) <= count:
-        return items
-    last = len(items) - 1
-    return [items[round(last * step / max(count - 1, 1))] for step in range(count)]
+def _first_and_last(cases: list) -> list:
+    """The cases, of more than two the first and the last."""
+    return cases if len(cases) == 1 else [cases[0], cases[-1]]
 
 
 def _has(item, marker: str) -> bool:

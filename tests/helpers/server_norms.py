@@ -12,14 +12,25 @@ import torch.nn.functional as F
 
 
 def _hat(h, eps):
-    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    mean = h.pow(2).mean(-1, keepdim=True)
+    return h * torch.rsqrt(mean + eps)
+
+
+def _float_sum(x, residual):
+    h = x.float()
+    return h if residual is None else h + residual.float()
+
+
+def _rounded_sum(x, residual):
+    return x if residual is None else x + residual
 
 
 def vllm_rms(x, weight, eps, residual=None):
     """(output, rounded sum)."""
-    h = x.float() if residual is None else x.float() + residual.float()
+    h = _float_sum(x, residual)
     y = _hat(h, eps)
-    y = y if weight is None else y.to(weight.dtype) * weight
+    if weight is not None:
+        y = y.to(weight.dtype) * weight
     return y.to(x.dtype), h.to(x.dtype)
 
 
@@ -28,36 +39,36 @@ def vllm_gemma(x, weight, eps, residual=None):
 
 
 def sglang_rms(x, weight, eps, residual=None):
-    h = x.float() if residual is None else x.float() + residual.float()
-    return (_hat(h, eps) * (1.0 if weight is None else weight)).to(x.dtype), h.to(
-        x.dtype
-    )
+    h = _float_sum(x, residual)
+    y = _hat(h, eps)
+    if weight is not None:
+        y = y * weight
+    return y.to(x.dtype), h.to(x.dtype)
 
 
 def sglang_gemma(x, weight, eps, residual=None):
-    x = x if residual is None else x + residual
-    return (_hat(x.float(), eps) * (1.0 + weight.float())).to(x.dtype), x
+    x = _rounded_sum(x, residual)
+    y = _hat(x.float(), eps) * (1.0 + weight.float())
+    return y.to(x.dtype), x
 
 
 def torch_rms(x, weight, eps, residual=None):
-    x = x if residual is None else x + residual
+    x = _rounded_sum(x, residual)
     return F.rms_norm(x, x.shape[-1:], weight, eps), x
 
 
 def vllm_gated_after(x, gate, weight, eps, sigmoid):
     """`RMSNormGated` with ``norm_before_gate``."""
-    z = gate.float()
-    return (
-        _hat(x.float(), eps)
-        * weight.float()
-        * (torch.sigmoid(z) if sigmoid else F.silu(z))
-    ).to(x.dtype)
+    activation = torch.sigmoid if sigmoid else F.silu
+    y = _hat(x.float(), eps) * weight.float()
+    return (y * activation(gate.float())).to(x.dtype)
 
 
 def vllm_gated_before(x, gate, weight, eps, group_size):
     """`Mixer2RMSNormGated`."""
     h = x * F.silu(gate.to(torch.float32))
-    h = _hat(h.unflatten(-1, (-1, group_size)), eps).flatten(-2)
+    groups = h.unflatten(-1, (-1, group_size))
+    h = _hat(groups, eps).flatten(-2)
     return weight * h.to(x.dtype)
 
 

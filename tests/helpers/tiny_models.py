@@ -8,8 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_rmsnorm import convert_checkpoint
 from hf_rmsnorm.fused.norm import fused_part
 
-_COMMON = {
+_TOKENS = {
     "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -17,9 +22,6 @@ _COMMON = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
 # model_type of Transformers -> what its configuration needs besides the common sizes
@@ -74,20 +76,12 @@ def build(family, dtype=torch.float32, seed=0, **config):
         dtype: of all parameters.
         config: changes to its configuration, for example ``num_hidden_layers=4``.
     """
-    sizes = {} if family == "gpt2" else _COMMON
-    options = {
-        **sizes,
-        "vocab_size": 128,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    options = {**options, **FAMILIES.get(family, {}), **config}
+    sizes = {} if family == "gpt2" else _SIZES
+    options = _TOKENS | sizes | FAMILIES.get(family, {}) | config
+    config = AutoConfig.for_model(family, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family, **options), dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         train_norms(model)
     return model.to(dtype).eval()
 
@@ -95,19 +89,15 @@ def build(family, dtype=torch.float32, seed=0, **config):
 def train_norms(model):
     """Spread the weights and biases of norms as training does."""
     with torch.no_grad():
-        for module in model.modules():
-            if "Norm" in type(module).__name__:
-                for parameter in module.parameters(recurse=False):
-                    parameter.add_(0.3 * torch.randn_like(parameter))
+        for _, norm in norms(model):
+            for parameter in norm.parameters(recurse=False):
+                parameter.add_(0.3 * torch.randn_like(parameter))
 
 
 def norms(model):
     """(path, module) of every module whose class is named a norm."""
-    return [
-        (path, module)
-        for path, module in model.named_modules()
-        if "Norm" in type(module).__name__
-    ]
+    named = model.named_modules()
+    return [(path, m) for path, m in named if "Norm" in type(m).__name__]
 
 
 def gradients(model):
@@ -124,6 +114,5 @@ def fused_norms(model):
 
 def token_ids(batch=2, length=12, seed=0):
     """(batch, length) int64 token ids that every family knows."""
-    return torch.randint(
-        3, 128, (batch, length), generator=torch.Generator().manual_seed(seed)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 128, (batch, length), generator=generator)

@@ -20,17 +20,12 @@ def expanded(written):
         return [""]
     pieces = []
     for text, ranges in re.findall(r"([^\[]+)|\[([\d,-]+)\]", written):
-        if text:
-            pieces.append([text])
-            continue
-        bounds = [part.split("-") for part in ranges.split(",")]
-        pieces.append(
-            [
-                str(n)
-                for bound in bounds
-                for n in range(int(bound[0]), int(bound[-1]) + 1)
-            ]
-        )
+        choices = [text] if text else []
+        for part in filter(None, ranges.split(",")):
+            first, _, last = part.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            choices.extend(map(str, numbers))
+        pieces.append(choices)
     return ["".join(choice) for choice in product(*pieces)]
 
 

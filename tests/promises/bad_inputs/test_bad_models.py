@@ -139,3 +139,27 @@ def test_integer_input_goes_to_the_original(dtype):
     for backend in ("auto", "reference"):
         with use_backend(backend):
             assert torch.equal(norm(x), expected)
+
+
+def test_a_path_with_glob_characters_names_itself():
+    model = nn.ModuleDict({"n[0]": LlamaRMSNorm(8), "n[1]": LlamaRMSNorm(8)})
+    report = patch_model(model, include="n[0]")
+    assert [record.path for record in report.swapped] == ["n[0]"]
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    def __init__(self, size):
+        super().__init__(size)
+        self.gate = nn.Linear(size, size)
+
+
+class EncoderStableLayerNorm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+
+
+def test_a_norm_with_children_is_listed_and_a_block_named_after_its_norms_is_not():
+    report = patch_model(nn.Sequential(GatedRMSNorm(16), EncoderStableLayerNorm(16)))
+    assert [(r.path, r.reason) for r in report.skipped] == [("0", "it has submodules")]
+    assert [r.path for r in report.swapped] == ["1.norm"]

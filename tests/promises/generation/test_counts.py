@@ -23,9 +23,7 @@ def test_inference_is_one_launch_and_one_allocation():
     assert operators.counts == {"empty_like": 1}
     with torch.no_grad(), Operators() as eager:
         LlamaRMSNorm(128).to(torch.bfloat16)(x)
-    assert eager.counts.total() >= 7, (
-        "Hugging Face's module dispatches an operator for each step"
-    )
+    assert eager.counts.total() >= 7  # an operator for each step
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
@@ -69,42 +67,35 @@ def saved_by_a_layer(family, memory_efficient, tokens, **config):
     return saved(2) - saved(1)
 
 
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+QWEN_600M = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+SIZES = [
+    ("llama", LLAMA_1B, "LLaMA-3.2-1B"),
+    ("qwen3", QWEN_600M, "Qwen3-0.6B"),
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "sizes", "row"),
-    [
-        (
-            "llama",
-            {
-                "hidden_size": 2048,
-                "intermediate_size": 8192,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 64,
-            },
-            "LLaMA-3.2-1B",
-        ),
-        (
-            "qwen3",
-            {
-                "hidden_size": 1024,
-                "intermediate_size": 3072,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-            },
-            "Qwen3-0.6B",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "sizes", "row"), SIZES)
 def test_bytes_saved_by_a_decoder_layer(family, sizes, row):
     """Per token; the page on training has the figures."""
     tokens = 4
     usual = saved_by_a_layer(family, False, tokens, **sizes) / tokens
     efficient = saved_by_a_layer(family, True, tokens, **sizes) / tokens
-    assert usual - efficient == 2 * sizes["hidden_size"] * 2, (
-        "two norms' inputs in bfloat16"
-    )
+    two_inputs = 2 * sizes["hidden_size"] * 2  # in bfloat16
+    assert usual - efficient == two_inputs
     shown = pages.row("docs/training.md", row)
     assert shown == [f"{usual:,.0f}", f"{efficient:,.0f}"]
 

@@ -38,18 +38,13 @@ def test_an_exported_graph_has_the_modules_own_operators(strict):
     assert "aten.layer_norm.default" in operators(program)
     assert not [name for name in operators(program) if "hf_rmsnorm" in name]
     assert torch.equal(program.module()(X), expected)
-
-
-def test_after_an_export_the_model_runs_the_kernels_again():
-    model, _ = norms()
-    torch.export.export(model, (X,))
     with count_launches() as counts, torch.no_grad(), use_backend("triton"):
         model(X)
-    assert sum(counts.values()) == 2
+    assert counts.total() == 2
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_patched_model_exports_as_the_unpatched_one(family):
     model = tiny_models.build(family)
     ids = tiny_models.token_ids()
@@ -84,17 +79,15 @@ def test_a_file_with_the_operator_loads_once_the_operators_are_imported(tmp_path
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_onnx_has_what_the_unpatched_model_has(family, tmp_path):
-    pytest.importorskip(
-        "onnxscript",
-        reason="torch.onnx.export asks for it; it is of scripts/requirements",
-    )
+    pytest.importorskip("onnxscript", reason="torch.onnx.export asks for it")
     model = tiny_models.build(family)
     ids = tiny_models.token_ids()
-    nodes = []
-    for patch in (lambda model: None, patch_model):
-        patch(model)
-        program = torch.onnx.export(
-            model, (ids,), kwargs={"use_cache": False}, dynamo=True, verbose=False
-        )
-        nodes.append([node.op_type for node in program.model.graph])
-    assert nodes[0] == nodes[1] and "MatMul" in nodes[1]
+    options = {"kwargs": {"use_cache": False}, "dynamo": True, "verbose": False}
+
+    def nodes():
+        program = torch.onnx.export(model, (ids,), **options)
+        return [node.op_type for node in program.model.graph]
+
+    expected = nodes()
+    patch_model(model)
+    assert nodes() == expected and "MatMul" in expected

@@ -95,32 +95,24 @@ def fsdp2(each_norm=False, **options):
     return wrap
 
 
-def prepared():
+def prepared(model):
     """What `accelerator.prepare` makes of a model."""
-
-    def wrap(model):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        return Accelerator(cpu=True).prepare(model)
-
-    return wrap
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=True).prepare(model)
 
 
-def prepared_fsdp2():
+def prepared_fsdp2(model):
     """On a CPU `Accelerator` itself takes DDP whatever the plugin: these are the
     functions that its `prepare` calls.
     """
-
-    def wrap(model):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = Accelerator(cpu=True)
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
-        )
-        return fsdp2_prepare_model(accelerator, model)
-
-    return wrap
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+    )
+    return fsdp2_prepare_model(accelerator, model)
 
 
 def checkpointing(reentrant):
@@ -150,8 +142,8 @@ CASES = {
         ddp(static_graph=True), 2, checkpointing(True), 2
     ),
     "DDP, only norms trained": Case(ddp(), 2, only("norm")),
-    "accelerate": Case(prepared(), 2),
-    "accelerate, FSDP2": Case(prepared_fsdp2(), 2),
+    "accelerate": Case(prepared, 2),
+    "accelerate, FSDP2": Case(prepared_fsdp2, 2),
     "FSDP2": Case(fsdp2(), 2),
     "FSDP2, norms by themselves": Case(fsdp2(each_norm=True), 0),
     "FSDP2, offloaded to the CPU": Case(
@@ -178,9 +170,8 @@ def step(model, rank, accumulate):
     those of the first.
     """
     ids, losses = batch(rank), []
-    optimizer = torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=0.1
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
     for _ in range(2):
         parts = ids.split(1) if accumulate else [ids]
         for part in parts:
@@ -214,7 +205,7 @@ def check(name, case, rank, order):
         report = patch_model(model, strict=True)
     assert not gathers.called, "patching one rank waits for another"
     assert len(report.swapped) == NORMS
-    with counted() as ran:
+    with counted(model) as ran:
         got, fused = step(model, rank, case.accumulate)
     steps, what = len(got), f"{name}, {order}: {dict(ran)}"
     assert ran["sums"] == steps * case.sums * case.forwards, what
@@ -233,7 +224,7 @@ def assert_unpatched(model, types, order):
         assert after == types
     of_fsdp = [n for n, t in after.items() if issubclass(t, FSDPModule)]
     assert of_fsdp == [n for n, t in types.items() if issubclass(t, FSDPModule)]
-    with counted() as ran, torch.no_grad():
+    with counted(model) as ran, torch.no_grad():
         model(input_ids=batch())
     assert not ran
 

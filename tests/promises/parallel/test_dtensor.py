@@ -19,7 +19,6 @@ from hf_rmsnorm.ops import fused_norm
 
 pytestmark = pytest.mark.full
 
-LLAMA = NormSpec(centered=False, eps=1e-6)
 GATED = NormSpec(centered=False, eps=1e-6, gate="silu_after")
 PER_HEAD = NormSpec(centered=True, eps=1e-6, has_bias=True)
 GROUPED = NormSpec(centered=False, eps=1e-6, group_size=16)
@@ -31,67 +30,58 @@ def normal(*shape, seed=0):
 
 
 def distributed(mesh, tensors, placements):
-    return [
-        distribute_tensor(t, mesh, [p])
-        for t, p in zip(tensors, placements, strict=True)
-    ]
+    pairs = zip(tensors, placements, strict=True)
+    return [distribute_tensor(tensor, mesh, [where]) for tensor, where in pairs]
 
 
 def whole(tensors):
     return [tensor.full_tensor() for tensor in tensors]
 
 
-def as_tuple(outputs):
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def step(function, operands, dys):
-    """(outputs, gradients of the operands)."""
+def step(function, operands, dy):
+    """(output, gradients of the operands)."""
     leaves = [t.detach().requires_grad_() for t in operands]
-    outputs = as_tuple(function(*leaves))
-    torch.autograd.backward(outputs, dys)
-    return outputs, [t.grad for t in leaves]
+    y = function(*leaves)
+    y.backward(dy)
+    return y, [t.grad for t in leaves]
 
 
-def check(mesh, function, operands, placements, of_outputs, of_gradients):
-    """Values are those of whole tensors, they lie where they should, and nothing is
-    sent for it.
+def check(mesh, function, operands, placements, of_gradients):
+    """Values are those of whole tensors, outputs and gradients lie where they should,
+    and nothing is sent for it.
 
     Args:
-        placements: of the operands.
-        of_outputs: the placements of the outputs; their gradients come in the same.
+        placements: of the operands. The output is placed as the first one.
         of_gradients: the placements of the operands' gradients.
     """
-    dys = [normal(*y.shape, seed=9) for y in as_tuple(function(*operands))]
-    expected = step(function, operands, dys)
+    rows = placements[0]
+    dy = normal(*operands[0].shape, seed=9)
+    y, expected = step(function, operands, dy)
     parts = distributed(mesh, operands, placements)
-    dy_parts = distributed(mesh, dys, of_outputs)
+    (dy_part,) = distributed(mesh, [dy], [rows])
     with CommDebugMode() as sent:
-        outputs, gradients = step(function, parts, dy_parts)
+        output, gradients = step(function, parts, dy_part)
     assert sent.get_total_counts() == 0, (placements, sent.get_comm_counts())
-    assert [y.placements for y in outputs] == [(p,) for p in of_outputs]
+    assert output.placements == (rows,)
     assert [grad.placements for grad in gradients] == [(p,) for p in of_gradients]
-    assert all(map(torch.equal, whole(outputs), expected[0]))
-    torch.testing.assert_close(whole(gradients), expected[1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(output.full_tensor(), y)
+    torch.testing.assert_close(whole(gradients), expected, rtol=1e-5, atol=1e-5)
 
 
 def norms(mesh):
     weight, bias = normal(64, seed=2), normal(64, seed=3)
     # whole, evenly split, and not
-    for rows, partial, length in (
-        (WHOLE, WHOLE, 4),
-        (Shard(0), Partial(), 4),
-        (Shard(1), Partial(), 3),
-    ):
+    ways = [(WHOLE, WHOLE, 4), (Shard(0), Partial(), 4), (Shard(1), Partial(), 3)]
+    for rows, partial, length in ways:
         operands = [normal(2, length, 64), weight, bias]
-        placements, grads = [rows, WHOLE, WHOLE], [rows, partial, partial]
+        placements, gradients = [rows, WHOLE, WHOLE], [rows, partial, partial]
         with count_launches() as launches:
-            check(mesh, layer_norm, operands, placements, [rows], grads)
-        assert (launches["norm_forward"], launches["norm_backward"]) == (3, 2)
+            check(mesh, layer_norm, operands, placements, gradients)
+        assert launches["norm_forward"] == launches["norm_backward"] == 2
 
 
 def a_split_hidden_size_is_gathered(mesh):
-    x, weight = normal(2, 4, 64), 0.5 + normal(64, seed=2).abs()
+    x, weight = normal(2, 4, 64), normal(64, seed=2)
     parts = distributed(mesh, [x, weight], [Shard(2), WHOLE])
     with CommDebugMode() as sent:
         y = rms_norm(*parts)
@@ -100,33 +90,37 @@ def a_split_hidden_size_is_gathered(mesh):
 
 
 def a_gradient_in_another_placement_moves(mesh):
-    x, dy, weight = normal(4, 6, 64), normal(4, 6, 64, seed=1), torch.full((64,), 0.5)
-    _, expected = step(rms_norm, [x, weight], [dy])
-    parts = distributed(mesh, [x, weight], [Shard(0), WHOLE])
-    _, gradients = step(rms_norm, parts, distributed(mesh, [dy], [Shard(1)]))
+    x, weight, dy = normal(4, 6, 64), normal(64, seed=2), normal(4, 6, 64, seed=1)
+    _, expected = step(rms_norm, [x, weight], dy)
+    placements = Shard(0), WHOLE, Shard(1)
+    *parts, dy = distributed(mesh, [x, weight, dy], placements)
+    _, gradients = step(rms_norm, parts, dy)
     torch.testing.assert_close(whole(gradients), expected, rtol=1e-5, atol=1e-5)
 
 
+def gated(x, weight, gate):
+    return fused_norm(x, weight, None, GATED, gate=gate)
+
+
+def per_head(x, weight, bias):
+    return fused_norm(x, weight, bias, PER_HEAD)
+
+
+def grouped(x, weight):
+    return fused_norm(x, weight, None, GROUPED)
+
+
 def gates_heads_and_groups(mesh):
-    def gated(x, weight, gate):
-        return fused_norm(x, weight, None, GATED, gate=gate)
-
-    def per_head(x, weight, bias):
-        return fused_norm(x, weight, bias, PER_HEAD)
-
-    def grouped(x, weight):
-        return fused_norm(x, weight, None, GROUPED)
-
     x, gate, weight = normal(2, 4, 64), normal(2, 4, 64, seed=1), normal(64, seed=3)
-    rows, operands = Shard(1), [x, weight, gate]
-    of_gradients = [rows, Partial(), rows]
-    check(mesh, gated, operands, [rows, WHOLE, rows], [rows], of_gradients)
+    rows = Shard(1)
+    operands, of_gradients = [x, weight, gate], [rows, Partial(), rows]
+    check(mesh, gated, operands, [rows, WHOLE, rows], of_gradients)
     operands = [normal(2, 3, 4, 16), normal(4, 16, seed=2), normal(4, 16, seed=3)]
     heads = [Shard(2), Shard(0), Shard(0)]
-    check(mesh, per_head, operands, heads, [Shard(2)], heads)
+    check(mesh, per_head, operands, heads, heads)
     # Groups are rows of their own: a hidden size split between them is not gathered.
     groups = [Shard(2), Shard(0)]
-    check(mesh, grouped, [x, weight], groups, [Shard(2)], groups)
+    check(mesh, grouped, [x, weight], groups, groups)
 
 
 def two_dimensions_of_a_mesh():

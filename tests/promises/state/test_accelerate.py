@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 
-ids = tiny_models.token_ids()
+ids = tiny_models.token_ids(1, 4)
 # Every way a norm can lie: on the main device, offloaded with its layer, offloaded as
 # an entry of its own.
 DEVICE_MAPS = {
@@ -65,11 +65,11 @@ def assert_fused_and_hooked(model, fired, expected, exact):
     hooked = [norm for norm in norms if "_hf_hook" in vars(norm)]
     fired.clear()
     with count_launches() as launches, use_backend("triton"):
-        assert_as_accurate(model(ids).logits.cpu(), expected, exact)
+        assert_as_accurate(model(ids).logits, expected, exact)
     assert launches == {"norm_forward": len(norms)}
     assert all(fired[norm] == 1 for norm in hooked)
     with count_launches() as launches, use_backend("reference"):
-        assert torch.equal(model(ids).logits.cpu(), expected)
+        assert torch.equal(model(ids).logits, expected)
     assert not launches and all(fired[norm] == 2 for norm in hooked)
     return hooked
 
@@ -77,8 +77,8 @@ def assert_fused_and_hooked(model, fired, expected, exact):
 @orders
 @device_maps
 def test_dispatch_model(where, order, tmp_path, fired):
-    model, exact = build(), build().double()(ids.cpu()).logits
-    expected = model(ids).logits.detach().cpu()
+    model, exact = build(), build().double()(ids).logits
+    expected = model(ids).logits.detach()
     how = {"main_device": "cpu", "offload_dir": tmp_path, "force_hooks": True}
     if order == "patch first":
         patch_model(model, strict=True)
@@ -94,7 +94,7 @@ def test_dispatch_model(where, order, tmp_path, fired):
 
     assert unpatch_model(model) == 9  # beneath the hooks
     with count_launches() as launches:
-        assert torch.equal(model(ids).logits.cpu(), expected)
+        assert torch.equal(model(ids).logits, expected)
     assert not launches and all(fired[norm] == 3 for norm in hooked)
 
     patch_model(model, strict=True)
@@ -106,25 +106,19 @@ def test_dispatch_model(where, order, tmp_path, fired):
 
 @pytest.mark.parametrize("load", ["from_pretrained", "load_checkpoint_and_dispatch"])
 def test_a_model_loaded_under_a_device_map_with_disk_offload(load, tmp_path, fired):
-    plain, exact = build(), build().double()(ids.cpu()).logits
+    plain, exact = build(), build().double()(ids).logits
     plain.save_pretrained(tmp_path / "model")
-    options = {
-        "device_map": DEVICE_MAPS["disk"],
-        "offload_folder": str(tmp_path / "offload"),
-    }
+    folder, offload = tmp_path / "model", str(tmp_path / "offload")
+    options = {"device_map": DEVICE_MAPS["disk"], "offload_folder": offload}
     if load == "from_pretrained":
-        model = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "model", dtype=torch.float32, **options
-        )
+        options["dtype"] = torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
     else:
         with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(tmp_path / "model")
-            )
+            config = AutoConfig.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_config(config).eval()
         patch_model(model, strict=True)  # before there are any weights
-        model = load_checkpoint_and_dispatch(
-            model.eval(), tmp_path / "model", **options
-        )
+        model = load_checkpoint_and_dispatch(model, folder, **options)
     report = patch_model(model, strict=True)
     assert len(report.swapped) == 9 and len(offloaded(model)) == 9
-    assert_fused_and_hooked(model, fired, plain(ids).logits.detach().cpu(), exact)
+    assert_fused_and_hooked(model, fired, plain(ids).logits.detach(), exact)

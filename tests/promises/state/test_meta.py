@@ -11,6 +11,7 @@ import tiny_models
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -66,14 +67,27 @@ def test_from_pretrained_and_a_state_dict_loaded_into_the_patched_model(
     assert_computes_as(model, other, fused_calls)
 
 
+def test_patching_under_fake_tensors_spoils_nothing():
+    class Fresh(LlamaRMSNorm):
+        pass
+
+    module = Fresh(16)
+    with FakeTensorMode():
+        assert patch_model(module).swapped
+    unpatch_model(module)
+    assert patch_model(module).swapped
+
+
 def test_a_patched_class_is_not_what_from_pretrained_makes_later(tmp_path):
     model = tiny_models.build("llama")
     model.save_pretrained(tmp_path)
     patch_model(model)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(again.model.norm) is LlamaRMSNorm
-    again = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert type(again.model.norm) is LlamaRMSNorm
+    config = AutoConfig.from_pretrained(tmp_path)
+    for again in (
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+        AutoModelForCausalLM.from_config(config),
+    ):
+        assert type(again.model.norm) is LlamaRMSNorm
 
 
 def test_a_parameter_still_empty_at_its_call_fails_as_in_the_original():
@@ -87,9 +101,10 @@ def test_a_parameter_still_empty_at_its_call_fails_as_in_the_original():
     assert str(ours.value) == str(theirs.value) and not launches
 
 
-def state_of(tensor):
-    """What tells that a tensor is the same and was not written to."""
-    return tensor.data_ptr(), tensor._version, tensor.grad
+def tensors_of(model):
+    """Each tensor by its name, with what tells that it was not written to."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {n: (id(t), t.data_ptr(), t._version, t.grad) for n, t in named}
 
 
 def state_of_generators():
@@ -97,22 +112,17 @@ def state_of_generators():
     return torch.get_rng_state().tolist(), random.getstate(), numbers
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@FAMILIES
 def test_memory_and_generators_are_left_alone(family):
     model = tiny_models.build(family)
     # a size that no other test has, so that it is examined
     model.add_module("extra", nn.Sequential(nn.LayerNorm(92), nn.BatchNorm1d(92)))
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    before = {name: state_of(tensor) for name, tensor in tensors.items()}
-    generators = state_of_generators()
+    before, generators = tensors_of(model), state_of_generators()
     report = patch_model(model)
     assert report.swapped and not report.skipped
     unpatch_model(model)
     assert state_of_generators() == generators
-    after = dict([*model.named_parameters(), *model.named_buffers()])
-    assert list(after) == list(before)
-    for name, tensor in after.items():
-        assert tensor is tensors[name] and state_of(tensor) == before[name]
+    assert tensors_of(model) == before
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])

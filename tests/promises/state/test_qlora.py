@@ -19,10 +19,10 @@ pytest.importorskip(
 pytestmark = pytest.mark.full
 
 HALF = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+NF4 = HALF | {"bnb_4bit_quant_type": "nf4"}
 CONFIGS = {
-    "nf4": HALF | {"bnb_4bit_quant_type": "nf4"},
-    "nf4 twice": HALF
-    | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "nf4": NF4,
+    "nf4 twice": NF4 | {"bnb_4bit_use_double_quant": True},
     "8-bit": {"load_in_8bit": True},
 }
 LINEARS = {"nf4": "Linear4bit", "nf4 twice": "Linear4bit", "8-bit": "Linear8bitLt"}
@@ -45,16 +45,11 @@ def prepared(kind, order=None, **how):
     model = load(kind)
     if order == "patch first":
         patch_model(model, strict=True)
-    model = peft.prepare_model_for_kbit_training(
-        model, use_gradient_checkpointing=False
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        targets = ["q_proj", "down_proj"]
-        model = peft.get_peft_model(
-            model,
-            peft.LoraConfig(target_modules=targets, init_lora_weights=False, **how),
-        )
+    prepare = peft.prepare_model_for_kbit_training
+    model = prepare(model, use_gradient_checkpointing=False)
+    how |= {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, peft.LoraConfig(**how))
     if order == "patch last":
         patch_model(model, strict=True)
     return model
@@ -75,19 +70,15 @@ def test_patched_training_has_the_logits_and_gradients_of_the_unpatched(
     logits, gradients = trained(prepared(kind))
     model = prepared(kind, order)
     with use_backend("reference"):
-        ours, found = trained(model)
+        ours_logits, ours = trained(model)
     assert len(fused_calls) == len(tiny_models.norms(model)) == 11
-    assert torch.equal(ours, logits)
-    assert len(found) == 20 and all("lora" in name for name in found)
+    assert torch.equal(ours_logits, logits)
+    assert len(ours) == 20 and all("lora" in name for name in ours)
     for name, expected in gradients.items():
         # bfloat16 and int8 in between: a rounding to the other side moves what comes
         # before it by a step.
-        torch.testing.assert_close(
-            found[name],
-            expected,
-            rtol=2.0**-5,
-            atol=2.0**-6 * expected.abs().max().item(),
-        )
+        atol = 2.0**-6 * expected.abs().max().item()
+        torch.testing.assert_close(ours[name], expected, rtol=2.0**-5, atol=atol)
 
 
 @kinds

@@ -28,24 +28,22 @@ class Int8Linear(nn.Module):
     def __init__(self, linear):
         super().__init__()
         scale = linear.weight.abs().amax(1, keepdim=True).float() / 127
-        self.register_buffer(
-            "weight", (linear.weight.float() / scale).round().to(torch.int8)
-        )
+        codes = (linear.weight.float() / scale).round()
+        self.register_buffer("weight", codes.to(torch.int8))
         self.register_buffer("scale", scale)
 
     def forward(self, x):
-        return nn.functional.linear(
-            x.bfloat16(), (self.weight * self.scale).bfloat16()
-        ).to(x.dtype)
+        weight = (self.weight * self.scale).bfloat16()
+        return nn.functional.linear(x.bfloat16(), weight).to(x.dtype)
 
 
 def quantised(family):
     """A bfloat16 model with its linears replaced and its norms in float32."""
     model = tiny_models.build(family, torch.bfloat16)
-    for path, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            with torch.no_grad():
-                model.set_submodule(path, Int8Linear(module))
+    linears = [(p, m) for p, m in model.named_modules() if type(m) is nn.Linear]
+    for path, linear in linears:
+        with torch.no_grad():
+            model.set_submodule(path, Int8Linear(linear))
     for _, norm in tiny_models.norms(model):
         norm.float()
     return model
@@ -53,17 +51,14 @@ def quantised(family):
 
 def flow(model):
     """The logits, and for every module that was called: path, dtype in, dtype out."""
-    seen, handles = [], []
+    paths = {module: path for path, module in model.named_modules()}
+    seen = []
 
-    def record(path):
-        def hook(module, args, output):
-            tensors = [t for t in (*args, output) if isinstance(t, torch.Tensor)]
-            seen.append((path, *(t.dtype for t in tensors)))
+    def note(module, args, output):
+        tensors = [t for t in (*args, output) if isinstance(t, torch.Tensor)]
+        seen.append((paths[module], *(t.dtype for t in tensors)))
 
-        return hook
-
-    for path, module in model.named_modules():
-        handles.append(module.register_forward_hook(record(path)))
+    handles = [module.register_forward_hook(note) for module in paths]
     output = model(ids).logits
     for handle in handles:
         handle.remove()

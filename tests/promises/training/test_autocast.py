@@ -7,12 +7,12 @@ import copy
 import pytest
 import tiny_models
 import torch
-from fusion_models import IDS
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import count_launches, patch_model, use_backend
 
-FAMILIES = ["llama", "qwen3", "gemma3_text", "gpt2", "phi3", "mixtral"]
+IDS = tiny_models.token_ids(1, 8)
+FAMILIES = ["qwen3", "gemma3_text", "gpt2", "mixtral"]
 
 
 def step(model, dtype, backend="triton"):
@@ -20,7 +20,7 @@ def step(model, dtype, backend="triton"):
     model.zero_grad()
     with use_backend(backend), count_launches() as launches:
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            output = model(IDS, labels=IDS, output_hidden_states=True, use_cache=False)
+            output = model(IDS, labels=IDS, output_hidden_states=True)
         output.loss.backward()
     states = [*output.hidden_states, output.loss]
     return launches, states, tiny_models.gradients(model)
@@ -48,7 +48,7 @@ def distance(gradients, exact):
     return torch.stack(squares).sum().sqrt()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_gradients_under_autocast_are_as_near_to_float64_as_the_unpatched_models(
     family,
 ):

@@ -22,12 +22,8 @@ pytestmark = pytest.mark.full
 
 SHORT = shlex.split("--max-steps 4 --batch-size 2 --block-size 32 --save-every 2")
 PAGE = pages.PAGES["docs/training.md"]
-COMMANDS = {
-    words: shlex.split(command)
-    for command, words in re.findall(
-        r"^(accelerate launch .*?) +# (.*)$", PAGE, re.MULTILINE
-    )
-}
+LINES = re.findall(r"^(accelerate launch .*?) +# (.*)$", PAGE, re.MULTILINE)
+COMMANDS = {words: shlex.split(command) for command, words in LINES}
 KINDS = {
     "one process": "1 process(es) on cpu, not sharded",
     "DDP": "2 process(es) on cpu, not sharded",
@@ -36,28 +32,20 @@ KINDS = {
 }
 
 
-def start(command, *arguments, on_gpu=False) -> subprocess.Popen:
+def run(command, *arguments, on_gpu=False) -> str:
+    """The output of a command that ends well."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment["PATH"] = (
-        f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    )
+    scripts = Path(sys.executable).parent
+    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
     for name in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE"):
         environment.pop(name, None)
-    cpu = ["--cpu"] if torch.accelerator.is_available() and not on_gpu else []
-    return subprocess.Popen(
-        [*command, *cpu, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def output(process: subprocess.Popen) -> str:
-    text, _ = process.communicate()
-    assert process.returncode == 0, text
-    return text
+    words = [*command, *map(str, arguments)]
+    if torch.accelerator.is_available() and not on_gpu:
+        words.append("--cpu")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(words, cwd=ROOT, env=environment, **streams)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def losses(folder):
@@ -70,11 +58,11 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finetune")
 
     @cache
-    def run(name):
-        made = start(COMMANDS[name], *SHORT, "--output-dir", folder / name)
-        return folder / name, output(made)
+    def train(name):
+        where = "--output-dir", folder / name
+        return folder / name, run(COMMANDS[name], *SHORT, *where)
 
-    return run
+    return train
 
 
 # two processes by day, all kinds at night; test_finetune.py runs one process
@@ -113,7 +101,7 @@ def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpo
     whole, _ = trained(name)
     resume = ["--no-patch", "--resume", whole / "checkpoint-2"]
     command = shlex.split(RESUMED[name])
-    text = output(start(command, *SHORT, *resume, "--output-dir", tmp_path))
+    text = run(command, *SHORT, *resume, "--output-dir", tmp_path)
     assert KINDS[name] in text and "RMSNorm(" not in text and "Going on from" in text
     assert losses(tmp_path) == losses(whole)
     weights = (whole / "model.safetensors").read_bytes()
@@ -130,22 +118,22 @@ def test_ddp_and_fsdp2_are_the_same_training_on_two_batches(trained):
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU that Triton serves"
 )
-@pytest.mark.parametrize(
-    "config, wrapper", [("fsdp2", "FSDP2"), ("zero3", "DeepSpeed ZeRO-3")]
-)
-def test_the_configs_for_sharding_train_on_a_gpu_and_go_on(config, wrapper, tmp_path):
+@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+def test_the_configs_for_sharding_train_on_a_gpu_and_go_on(config, tmp_path):
     if config == "zero3":
         pytest.importorskip("deepspeed", reason="ZeRO-3 is DeepSpeed's")
-    launch = f"accelerate launch --config_file examples/accelerate/{config}.yaml --num_processes 1 examples/finetune.py"
+    file = f"examples/accelerate/{config}.yaml"
+    launch = f"accelerate launch --config_file {file} --num_processes 1"
+    command = [*launch.split(), "examples/finetune.py", "--model", demo_path("qwen3")]
 
     def finetune(name, *flags):
-        where = ["--model", demo_path("qwen3"), "--output-dir", tmp_path / name]
-        run = start(launch.split(), *SHORT, *where, *flags, on_gpu=True)
-        assert f"1 process(es) on cuda, {wrapper}" in output(run)
+        where = "--output-dir", tmp_path / name
+        text = run(command, *SHORT, *where, *flags, on_gpu=True)
+        wrapper = "FSDP2" if config == "fsdp2" else "DeepSpeed ZeRO-3"
+        assert f"1 process(es) on cuda, {wrapper}" in text
         return losses(tmp_path / name)
 
     patched, plain = finetune("patched"), finetune("plain", "--no-patch")
     assert patched == pytest.approx(plain, rel=1e-4)
-    assert finetune(
-        "again", "--resume", tmp_path / "patched" / "checkpoint-2"
-    ) == pytest.approx(patched, rel=1e-5)
+    again = finetune("again", "--resume", tmp_path / "patched" / "checkpoint-2")
+    assert again == pytest.approx(patched, rel=1e-5)

@@ -125,8 +125,8 @@ def reward(completions, **kwargs):
 
 
 def run_grpo(folder, callback):
-    options = {name: value for name, value in OPTIONS.items() if name != "max_length"}
-    options |= {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+    options = OPTIONS | {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+    del options["max_length"]
     rows = [{"prompt": line[:12]} for line in LINES]
     torch.manual_seed(0)
     trainer = trl.GRPOTrainer(
@@ -149,9 +149,8 @@ def test_grpo_generates_and_compares_with_its_reference_as_without(
 ):
     """Generation, and the policy without its adapter as the reference of the KL term."""
     _, expected = run_grpo(tmp_path, None)
-    assert len(expected) == STEPS and expected[-1] > 1e-5, (
-        "the policy has not left its reference"
-    )
+    # the policy has left its reference
+    assert len(expected) == STEPS and expected[-1] > 1e-5
     trainer, got = run_grpo(tmp_path, HfRmsNormCallback())
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-7)
     assert len(fused_norms(trainer.model)) == 12
