@@ -4,11 +4,11 @@ How to run: tests/gpu.py.
 
 import pytest
 import torch
-from gpu import BF16, COMPILER, DEVICE, FP16, FP32, GPU, gpu_tests, real_gpu
-from tiny_models import build, gradients, token_ids
+from gpu import BF16, DEVICE, FP16, FP32, GPU, gpu_tests, real_gpu
+from tiny_models import gradients
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_rmsnorm import count_launches, patch_model, patched, verify_equivalence
+from hf_rmsnorm import count_launches, patched, verify_equivalence
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
 
 pytestmark = gpu_tests
@@ -77,18 +77,6 @@ def test_training_step_on_the_gpu():
     with patched(model):
         got, grads = train(model, ids.repeat(2, 1))
     assert got == pytest.approx(loss, rel=1e-5)
-    for name, grad in grads.items():
-        difference = (grad - expected[name]).norm()
-        assert difference <= 1e-4 * expected[name].norm(), f"gradient of {name}"
-
-
-def test_a_patched_model_compiles_into_one_graph():
-    torch._dynamo.reset()
-    model = build("qwen3").to(DEVICE)
-    ids = (token_ids() if GPU else token_ids(1, 4)).to(DEVICE)
-    patch_model(model)
-    with torch.no_grad():
-        expected = model(ids, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True, backend=COMPILER)
-        logits = compiled(ids, use_cache=False).logits
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    for name, right in expected.items():
+        difference = (grads[name] - right).norm()
+        assert difference <= 1e-4 * right.norm(), f"gradient of {name}"

@@ -18,7 +18,8 @@ import torch
 from benchmarks import aot
 from hf_rmsnorm.formula import NormSpec
 
-LLAMA, LAYER_NORM = aot.VARIANTS["llama-bf16"], aot.VARIANTS["layernorm-bf16"]
+LLAMA = aot.VARIANTS["llama-bf16"]
+LAYER_NORM = aot.VARIANTS["layernorm-bf16"]
 BIASED = replace(
     LLAMA, spec=NormSpec(False, 1e-6, has_bias=True, rounding="before_weight")
 )
@@ -39,7 +40,8 @@ def fused_lines(text):
 
 
 if __name__ == "__main__":
-    target, found = sys.argv[1], {}
+    target = sys.argv[1]
+    found = {}
     recorder = aot.compile_for(target)
     for variant in (LLAMA, BIASED, LAYER_NORM, aot.VARIANTS["qk-bf16"]):
         for dtype in (torch.bfloat16, torch.float16):

@@ -21,8 +21,10 @@ class Block(nn.Module):
 
     def __init__(self, size=32):
         super().__init__()
-        self.n1, self.n2 = nn.RMSNorm(size, eps=1e-6), nn.RMSNorm(size, eps=1e-6)
-        self.a, self.b = nn.Linear(size, size), nn.Linear(size, size)
+        self.n1 = nn.RMSNorm(size, eps=1e-6)
+        self.n2 = nn.RMSNorm(size, eps=1e-6)
+        self.a = nn.Linear(size, size)
+        self.b = nn.Linear(size, size)
 
 
 def row(*layers, size=32):

@@ -24,7 +24,6 @@ from hf_rmsnorm import count_launches, patch_model
 GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 REHEARSAL = not GPU and os.environ.get("HF_RMSNORM_REHEARSE_GPU_TESTS") == "1"
 DEVICE = "cuda" if GPU else "cpu"
-COMPILER = "inductor" if GPU else "aot_eager"
 
 gpu_tests = [
     pytest.mark.gpu,

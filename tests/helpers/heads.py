@@ -21,5 +21,6 @@ def fused_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, way=""):
             return launched
     if chosen_backend() == "reference" or (not compiling and under_transform()):
         return reference_qk_norm(*operands, spec, cos, sin, way)
-    q, k = fused_norm(q, q_weight, None, spec), fused_norm(k, k_weight, None, spec)
+    q = fused_norm(q, q_weight, None, spec)
+    k = fused_norm(k, k_weight, None, spec)
     return rotated(q, cos, sin, way), rotated(k, cos, sin, way)

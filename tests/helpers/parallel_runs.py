@@ -99,7 +99,8 @@ def assert_gradients_as_accurate(fused, plain, exact, what=""):
     """RMS error against float64 at most 1.5 times the unpatched run's; both runs are
     far nearer than a wrong sum.
     """
-    ours, theirs = rms_error(fused, exact), rms_error(plain, exact)
+    ours = rms_error(fused, exact)
+    theirs = rms_error(plain, exact)
     size = rms_of(exact.values())
     what = f"{what}: {ours:.2e}, unpatched {theirs:.2e} of {size:.2e}"
     assert theirs < 0.05 * size, what
@@ -109,7 +110,8 @@ def assert_gradients_as_accurate(fused, plain, exact, what=""):
 @contextlib.contextmanager
 def counted(model):
     """What runs in a ``with``: kernels by name, and "sums" computed with a norm."""
-    ran, watched = Counter(), model if is_patched(model) else None
+    ran = Counter()
+    watched = model if is_patched(model) else None
     with use_backend("triton"), count_launches(watched) as launches:
         yield ran
     ran.update(launches)

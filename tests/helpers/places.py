@@ -7,5 +7,6 @@ from pathlib import Path
 
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parents[1]
-EXAMPLES, SCRIPTS = ROOT / "examples", ROOT / "scripts"
+EXAMPLES = ROOT / "examples"
+SCRIPTS = ROOT / "scripts"
 PYTHONPATH = os.pathsep.join([str(ROOT), str(HELPERS)])

@@ -144,7 +144,8 @@ def counted() -> dict:
         driver.active.launches = []
         with use_backend("triton"):
             run()
-        made, driver.active.launches = driver.active.launches, None
+        made = driver.active.launches
+        driver.active.launches = None
         for launch in made:
             kernel, grid, *_ = launch
             all_warps = of_launch(driver.active.machine, launch)

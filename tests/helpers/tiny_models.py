@@ -100,6 +100,11 @@ def norms(model):
     return [(path, m) for path, m in named if "Norm" in type(m).__name__]
 
 
+def types(model):
+    """The class of each module."""
+    return [type(module) for module in model.modules()]
+
+
 def gradients(model):
     """A copy of each gradient that there is, by the parameter's name."""
     named = model.named_parameters()

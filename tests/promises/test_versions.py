@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import transformers
-from tiny_models import gradients
+from tiny_models import gradients, types
 
 from hf_rmsnorm import (
     count_launches,
@@ -38,17 +38,17 @@ def ids_of(text):
 @pytest.mark.parametrize("name", DEMO_MODELS)
 def test_patch_fuse_and_undo(name):
     model = load(name)
-    before, classes = model(ids_of(TEXT)).logits, [type(m) for m in model.modules()]
+    before = model(ids_of(TEXT)).logits
+    classes = types(model)
     report = patch_model(model, strict=True)
-    assert not report.skipped and all(layer.fused for layer in report.layers)
+    assert not report.skipped
+    assert all(layer.fused for layer in report.layers)
     with torch.no_grad(), use_backend("triton"), count_launches() as launches:
         after = model(ids_of(TEXT)).logits
     assert launches.total() > model.config.num_hidden_layers
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-3)
-    assert (
-        unpatch_model(model) == len(report.swapped)
-        and [type(m) for m in model.modules()] == classes
-    )
+    assert unpatch_model(model) == len(report.swapped)
+    assert types(model) == classes
     assert torch.equal(model(ids_of(TEXT)).logits, before)
 
 
@@ -78,7 +78,8 @@ def test_train(tmp_path):
     unpatched one.
     """
     plain = load("qwen3")
-    patched, finished = copy.deepcopy(plain), []
+    patched = copy.deepcopy(plain)
+    finished = []
     patch_model(patched)
     data = [{"input_ids": ids_of(TEXT)[0], "labels": ids_of(TEXT)[0]}] * 2
     for model in (plain, patched):
@@ -107,7 +108,8 @@ def test_compile():
     """A step of a patched model that is compiled is one graph, in which the kernels are
     launched.
     """
-    ids, model = ids_of(TEXT[:16]), load("llama")
+    ids = ids_of(TEXT[:16])
+    model = load("llama")
     loss = model(ids, labels=ids, use_cache=False).loss
     loss.backward()
     expected = gradients(model)

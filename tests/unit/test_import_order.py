@@ -104,7 +104,8 @@ def test_every_file_has_its_layer():
 
 
 def is_downward(each: Import) -> bool:
-    here, there = room(each.path), room(each.target)
+    here = room(each.path)
+    there = room(each.target)
     if there == "__init__":
         if each.dotted in ("hf_rmsnorm", "hf_rmsnorm.__version__"):
             return True

@@ -13,16 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend
 
 
-def types(model):
-    return [type(module) for module in model.modules()]
-
-
 def assert_refused(model, error, match, **options):
-    before = types(model)
+    before = tiny_models.types(model)
     with pytest.raises(error, match=match) as caught:
         patch_model(model, **options)
     assert "\n" not in str(caught.value)
-    assert types(model) == before
+    assert tiny_models.types(model) == before
 
 
 @pytest.mark.parametrize("model", [None, "gpt2", [], nn.Linear, torch.ones(2)])
@@ -121,12 +117,12 @@ def test_a_class_that_refuses_to_be_subclassed():
             raise TypeError("Final is final")
 
     model = nn.ModuleList([LlamaRMSNorm(8), Final(8)])
-    before = types(model)
+    before = tiny_models.types(model)
     report = patch_model(model)
     assert [record.path for record in report.swapped] == ["0"]
     assert "Final is final" in report.skipped[0].reason
     unpatch_model(model)
-    assert types(model) == before
+    assert tiny_models.types(model) == before
     assert_refused(model, ValueError, "Final is final", strict=True)
 
 

@@ -8,7 +8,8 @@ import torch
 
 from hf_rmsnorm import count_launches, layer_norm, rms_norm, use_backend
 
-X, WEIGHT = torch.ones(2, 8), torch.ones(8)
+X = torch.ones(2, 8)
+WEIGHT = torch.ones(8)
 
 
 @pytest.mark.parametrize("function", [rms_norm, layer_norm])

@@ -63,17 +63,15 @@ def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(
     assert all(map(torch.equal, result, expected))
 
 
-def types(model):
-    return [type(module) for module in model.modules()]
-
-
 def fused_layers(model):
-    return sum(layer_part(of_module) is not None for of_module in types(model))
+    return sum(
+        layer_part(of_module) is not None for of_module in tiny_models.types(model)
+    )
 
 
 def test_it_is_undone_exactly():
     model = build("qwen3")
-    before = types(model)
+    before = tiny_models.types(model)
     states = [dict(vars(module)) for module in model.modules()]
     patch_model(model)
     layer = layers_of(model)[0]
@@ -90,7 +88,7 @@ def test_it_is_undone_exactly():
         assert fused_layers(model) == 0
     assert fused_layers(model) == count
     assert unpatch_model(model) == 13
-    assert types(model) == before
+    assert tiny_models.types(model) == before
 
 
 def through_a_pickle(model):

@@ -51,7 +51,8 @@ def test_the_gradient_of_a_sum_is_the_unpatched_models(look):
         return look(kept[0], loss), tiny_models.gradients(model)
 
     with use_backend("triton"):
-        ours, theirs = gradients(model), gradients(plain)
+        ours = gradients(model)
+        theirs = gradients(plain)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -59,7 +60,8 @@ def test_a_hook_on_a_live_models_mlp_finds_the_gradient_of_the_residual():
     """MPT gives its MLP the sum beside the norm of it."""
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2}
     config = MptConfig(**sizes, vocab_size=128, max_seq_len=64)
-    model, kept = MptForCausalLM(config).eval(), []
+    model = MptForCausalLM(config).eval()
+    kept = []
     mlp = model.transformer.blocks[0].ffn
     mlp.register_forward_hook(lambda module, args, output: kept.append(args[1]))
 

@@ -51,7 +51,8 @@ class BehindOtherStatements(Block):
     def forward(self, x, gate, scale, shift):
         y = self.norm(x)
         if scale.ndim == 2:
-            scale, shift = scale.unsqueeze(1), shift.unsqueeze(1)
+            scale = scale.unsqueeze(1)
+            shift = shift.unsqueeze(1)
         y = y * (1 + scale) + shift
         return y
 
@@ -74,7 +75,8 @@ class InFloat32(Block):
     """As Wan writes it."""
 
     def forward(self, x, gate, scale, shift):
-        scale, shift = scale.float(), shift.float()
+        scale = scale.float()
+        shift = shift.float()
         return (self.norm(x.float()) * (scale + 1.0) + shift).type_as(x)
 
 
@@ -88,7 +90,8 @@ class TwoStreams(Block):
         self.other_norm = nn.LayerNorm(SIZE, elementwise_affine=False, eps=1e-6)
 
     def forward(self, x, gate, scale, shift):
-        inner, context = self.inner(x), x * 2
+        inner = self.inner(x)
+        context = x * 2
         other = inner * 3
         x = x + inner * gate
         context = context + other * gate
@@ -104,7 +107,8 @@ class OneOfTwoSums(Block):
     twice = True
 
     def forward(self, x, gate, scale, shift):
-        a, b = self.inner(x), x.sin()
+        a = self.inner(x)
+        b = x.sin()
         x = x + gate * a
         if self.twice:
             x = x + gate * b

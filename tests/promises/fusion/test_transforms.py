@@ -74,8 +74,10 @@ def test_transforms_of_a_whole_model(how):
 
 def bring_weights_in(layer):
     """Only for a layer's forward, by `.data`, as offloading does."""
-    weight, forward = layer.input_layernorm.weight, layer.forward
-    kept, away = weight.detach().clone(), torch.zeros_like(weight)
+    weight = layer.input_layernorm.weight
+    forward = layer.forward
+    kept = weight.detach().clone()
+    away = torch.zeros_like(weight)
     weight.data = away
 
     def run(*args, **kwargs):

@@ -23,4 +23,6 @@ def test_generate_says_the_same_before_and_after_and_proves_it(tmp_path):
     before, text = text.split("--- after the patch\n")
     after, proof = text.split("--- equivalence")
     assert before.strip() == after.strip() != ""
-    assert "the tokens are equal" in proof and "PASS" in proof and "FAIL" not in proof
+    assert "the tokens are equal" in proof
+    assert "PASS" in proof
+    assert "FAIL" not in proof

@@ -207,7 +207,8 @@ def check(name, case, rank, order):
     assert len(report.swapped) == NORMS
     with counted(model) as ran:
         got, fused = step(model, rank, case.accumulate)
-    steps, what = len(got), f"{name}, {order}: {dict(ran)}"
+    steps = len(got)
+    what = f"{name}, {order}: {dict(ran)}"
     assert ran["sums"] == steps * case.sums * case.forwards, what
     assert ran["norm_forward"] + 2 * ran["qk_norm_forward"] >= steps * NORMS, what
     assert (got - losses).abs().max() <= (0.02 if "bf16" in name else 1e-5), what

@@ -69,19 +69,26 @@ def check(mesh, function, operands, placements, of_gradients):
 
 
 def norms(mesh):
-    weight, bias = normal(64, seed=2), normal(64, seed=3)
+    weight = normal(64, seed=2)
+    bias = normal(64, seed=3)
     # whole, evenly split, and not
-    ways = [(WHOLE, WHOLE, 4), (Shard(0), Partial(), 4), (Shard(1), Partial(), 3)]
+    ways = [
+        (WHOLE, WHOLE, 4),
+        (Shard(0), Partial(), 4),
+        (Shard(1), Partial(), 3),
+    ]
     for rows, partial, length in ways:
         operands = [normal(2, length, 64), weight, bias]
-        placements, gradients = [rows, WHOLE, WHOLE], [rows, partial, partial]
+        placements = [rows, WHOLE, WHOLE]
+        gradients = [rows, partial, partial]
         with count_launches() as launches:
             check(mesh, layer_norm, operands, placements, gradients)
         assert launches["norm_forward"] == launches["norm_backward"] == 2
 
 
 def a_split_hidden_size_is_gathered(mesh):
-    x, weight = normal(2, 4, 64), normal(64, seed=2)
+    x = normal(2, 4, 64)
+    weight = normal(64, seed=2)
     parts = distributed(mesh, [x, weight], [Shard(2), WHOLE])
     with CommDebugMode() as sent:
         y = rms_norm(*parts)
@@ -90,7 +97,9 @@ def a_split_hidden_size_is_gathered(mesh):
 
 
 def a_gradient_in_another_placement_moves(mesh):
-    x, weight, dy = normal(4, 6, 64), normal(64, seed=2), normal(4, 6, 64, seed=1)
+    x = normal(4, 6, 64)
+    weight = normal(64, seed=2)
+    dy = normal(4, 6, 64, seed=1)
     _, expected = step(rms_norm, [x, weight], dy)
     placements = Shard(0), WHOLE, Shard(1)
     *parts, dy = distributed(mesh, [x, weight, dy], placements)
@@ -111,9 +120,12 @@ def grouped(x, weight):
 
 
 def gates_heads_and_groups(mesh):
-    x, gate, weight = normal(2, 4, 64), normal(2, 4, 64, seed=1), normal(64, seed=3)
+    x = normal(2, 4, 64)
+    gate = normal(2, 4, 64, seed=1)
+    weight = normal(64, seed=3)
     rows = Shard(1)
-    operands, of_gradients = [x, weight, gate], [rows, Partial(), rows]
+    operands = [x, weight, gate]
+    of_gradients = [rows, Partial(), rows]
     check(mesh, gated, operands, [rows, WHOLE, rows], of_gradients)
     operands = [normal(2, 3, 4, 16), normal(4, 16, seed=2), normal(4, 16, seed=3)]
     heads = [Shard(2), Shard(0), Shard(0)]
@@ -126,7 +138,8 @@ def gates_heads_and_groups(mesh):
 def two_dimensions_of_a_mesh():
     """(data, sequence): each dimension of the mesh splits one of the rows'."""
     mesh = init_device_mesh("cpu", (2, 1))
-    x, weight = normal(4, 6, 64), torch.full((64,), 0.7)
+    x = normal(4, 6, 64)
+    weight = torch.full((64,), 0.7)
     split = Shard(0), Shard(1)
     y = rms_norm(distribute_tensor(x, mesh, split), distribute_tensor(weight, mesh))
     assert y.placements == split

@@ -80,7 +80,8 @@ def exact_step(family):
 def assert_as_accurate(step, plain, exact, what):
     logits, grads = exact
     assert_gradients_as_accurate(step.gradients, plain.gradients, grads, what)
-    ours, theirs = rms_of([step.logits - logits]), rms_of([plain.logits - logits])
+    ours = rms_of([step.logits - logits])
+    theirs = rms_of([plain.logits - logits])
     assert ours <= 1.5 * theirs + 1e-7, what
 
 
@@ -99,9 +100,14 @@ def patched_and_planned(family):
     return model
 
 
+def instance_forwards(model):
+    return [vars(module).get("forward") for module in model.modules()]
+
+
 def tensor_parallel(rank, folder, family, order):
     count = NORMS_OF[family]
-    single, exact = tiny_models.build(family), exact_step(family)
+    single = tiny_models.build(family)
+    exact = exact_step(family)
     if rank == 0:
         single.save_pretrained(folder)
     dist.barrier()
@@ -110,7 +116,7 @@ def tensor_parallel(rank, folder, family, order):
     plain = run(load())
     assert not plain.ran and plain.sent
     model = load() if order == "plan first" else patched_and_planned(family)
-    forwards = {n: vars(m).get("forward") for n, m in model.named_modules()}
+    forwards = instance_forwards(model)
     for memory_efficient in (True, False):
         patch_model(model, strict=True, memory_efficient=memory_efficient)
         step = run(model)
@@ -119,7 +125,7 @@ def tensor_parallel(rank, folder, family, order):
     assert_as_accurate(step, plain, exact, family)
     assert_generates(model, single)
     assert unpatch_model(model) == count
-    assert forwards == {n: vars(m).get("forward") for n, m in model.named_modules()}
+    assert instance_forwards(model) == forwards
     assert_is_plain(model, plain)
 
 
@@ -127,7 +133,8 @@ def assert_is_plain(model, plain, **inputs):
     """An unpatched model computes what it did."""
     assert not tiny_models.fused_norms(model)
     again = run(model, **inputs)
-    assert not again.ran and torch.equal(again.logits, plain.logits)
+    assert not again.ran
+    assert torch.equal(again.logits, plain.logits)
 
 
 def assert_generates(model, single):
@@ -147,7 +154,8 @@ def assert_generates(model, single):
 
 
 def plan_of_a_layer(local):
-    by_columns, norm = ColwiseParallel(), SequenceParallel(use_local_output=local)
+    by_columns = ColwiseParallel()
+    norm = SequenceParallel(use_local_output=local)
     by_rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=local)
     attention = PrepareModuleInput(
         input_kwarg_layouts={"hidden_states": Shard(1)},
@@ -185,7 +193,8 @@ def parallelize(model, local):
 
 
 def sequence_parallel(rank):
-    length, exact = batch().shape[1], exact_step("llama")
+    length = batch().shape[1]
+    exact = exact_step("llama")
     mask = torch.full((length, length), float("-inf")).triu(1)
     inputs = {
         "attention_mask": mask.expand(4, 1, -1, -1),
@@ -218,19 +227,21 @@ def gathered(tensor, dim):
 
 
 def attention(module, query, key, value, mask, scaling, position_ids, **kwargs):
-    groups, here = module.num_key_value_groups, position_ids[0]
+    groups = module.num_key_value_groups
+    here = position_ids[0]
     key = gathered(key, 2).repeat_interleave(groups, 1)
     value = gathered(value, 2).repeat_interleave(groups, 1)
     later = here[:, None] < gathered(here, 0)[None, :]
-    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(later, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2), None
+    scores = query @ key.mT * scaling
+    shares = scores.masked_fill(later, float("-inf")).softmax(-1)
+    return (shares @ value).transpose(1, 2), None
 
 
 def run_of_a_part(model):
     """A step of this rank's part of the sequences, and the positions in it."""
     ids = tiny_models.token_ids(2, 16)
-    labels, positions = ids.roll(-1, 1), torch.arange(16)[None].repeat(2, 1)
-    parts = [ids.clone(), labels, positions]
+    positions = torch.arange(16).expand(2, -1).clone()
+    parts = [ids.clone(), ids.roll(-1, 1), positions]
     mesh = init_device_mesh("cpu", (2,))
     with (
         counted(model) as ran,
@@ -257,11 +268,13 @@ def context_parallelism(rank):
     how = {"attn_implementation": "gathered"}
     plain, positions = run_of_a_part(tiny_models.build("qwen3", **how))
     # PyTorch gives each rank early and late tokens
-    assert positions.tolist() != list(range(8 * rank, 8 * rank + 8))
+    first = 8 * rank
+    assert positions.tolist() != list(range(first, first + 8))
     model = tiny_models.build("qwen3", **how)
     patch_model(model, strict=True)
     step, _ = run_of_a_part(model)
-    assert step.ran["sums"] == 2 and step.ran["qk_norm_forward"] == 2
+    assert step.ran["sums"] == 2
+    assert step.ran["qk_norm_forward"] == 2
     assert_as_accurate(step, plain, (logits.detach()[:, positions], grads), "context")
 
 

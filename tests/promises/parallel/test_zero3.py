@@ -56,7 +56,9 @@ class Zero3:
             for name, p in own.items():
                 full = f"{path}.{name}"
                 self.whole[p] = p.detach().clone()
-                p.ds_id, p.ds_shape, p.ds_numel = len(self.whole), p.shape, p.numel()
+                p.ds_id = len(self.whole)
+                p.ds_shape = p.shape
+                p.ds_numel = p.numel()
                 p.register_post_accumulate_grad_hook(partial(self.reduce, full))
             self.release(path, module)
             module.register_forward_pre_hook(partial(self.before, path))
@@ -113,7 +115,8 @@ def test_weights_that_are_gathered_for_each_call(order, memory_efficient):
     model = tiny_models.build("qwen3")
     loss, plain, events, _ = step(model, Zero3(model))
     norm = ("gather", "model.layers.1.post_attention_layernorm")
-    assert events.count(norm) == 2 and ("release", "model.norm") in events
+    assert events.count(norm) == 2
+    assert ("release", "model.norm") in events
     model = tiny_models.build("qwen3")
     if order != "ZeRO first":
         patch_model(model, strict=True, memory_efficient=memory_efficient)
@@ -129,7 +132,8 @@ def test_weights_that_are_gathered_for_each_call(order, memory_efficient):
         got, fused, fired, ran = step(model, zero3)
         # Every norm is called as a module, so that its hooks have run: nothing is
         # computed ahead of it. Those of q and k are called together.
-        assert sorted(fired) == sorted(events) and not ran["sums"]
+        assert sorted(fired) == sorted(events)
+        assert not ran["sums"]
         assert ran["norm_forward"] == ran["norm_backward"] == NORMS
         torch.testing.assert_close(got, loss)
         assert_gradients_as_accurate(fused, plain, exact, order)

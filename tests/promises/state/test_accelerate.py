@@ -70,14 +70,16 @@ def assert_fused_and_hooked(model, fired, expected, exact):
     assert all(fired[norm] == 1 for norm in hooked)
     with count_launches() as launches, use_backend("reference"):
         assert torch.equal(model(ids).logits, expected)
-    assert not launches and all(fired[norm] == 2 for norm in hooked)
+    assert not launches
+    assert all(fired[norm] == 2 for norm in hooked)
     return hooked
 
 
 @orders
 @device_maps
 def test_dispatch_model(where, order, tmp_path, fired):
-    model, exact = build(), build().double()(ids).logits
+    model = build()
+    exact = build().double()(ids).logits
     expected = model(ids).logits.detach()
     how = {"main_device": "cpu", "offload_dir": tmp_path, "force_hooks": True}
     if order == "patch first":
@@ -90,12 +92,14 @@ def test_dispatch_model(where, order, tmp_path, fired):
     away = offloaded(model)
     assert len(away) == {"all on one": 0, "disk": 9, "some on disk": 4}[where]
     hooked = assert_fused_and_hooked(model, fired, expected, exact)
-    assert len(hooked) == 9 and offloaded(model) == away
+    assert len(hooked) == 9
+    assert offloaded(model) == away
 
     assert unpatch_model(model) == 9  # beneath the hooks
     with count_launches() as launches:
         assert torch.equal(model(ids).logits, expected)
-    assert not launches and all(fired[norm] == 3 for norm in hooked)
+    assert not launches
+    assert all(fired[norm] == 3 for norm in hooked)
 
     patch_model(model, strict=True)
     remove_hook_from_submodules(model)
@@ -106,9 +110,11 @@ def test_dispatch_model(where, order, tmp_path, fired):
 
 @pytest.mark.parametrize("load", ["from_pretrained", "load_checkpoint_and_dispatch"])
 def test_a_model_loaded_under_a_device_map_with_disk_offload(load, tmp_path, fired):
-    plain, exact = build(), build().double()(ids).logits
+    plain = build()
+    exact = build().double()(ids).logits
     plain.save_pretrained(tmp_path / "model")
-    folder, offload = tmp_path / "model", str(tmp_path / "offload")
+    folder = tmp_path / "model"
+    offload = str(tmp_path / "offload")
     options = {"device_map": DEVICE_MAPS["disk"], "offload_folder": offload}
     if load == "from_pretrained":
         options["dtype"] = torch.float32
@@ -120,5 +126,6 @@ def test_a_model_loaded_under_a_device_map_with_disk_offload(load, tmp_path, fir
         patch_model(model, strict=True)  # before there are any weights
         model = load_checkpoint_and_dispatch(model, folder, **options)
     report = patch_model(model, strict=True)
-    assert len(report.swapped) == 9 and len(offloaded(model)) == 9
+    assert len(report.swapped) == 9
+    assert len(offloaded(model)) == 9
     assert_fused_and_hooked(model, fired, plain(ids).logits.detach(), exact)

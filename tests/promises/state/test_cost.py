@@ -18,11 +18,11 @@ from hf_rmsnorm import patch_model
 
 def layered(layers, cls, size=64):
     """As many layers as asked, with two norms and some modules that are none."""
-    blocks = [
-        nn.ModuleList([cls(size), nn.Linear(8, 8), nn.SiLU(), cls(size), nn.Dropout()])
-        for _ in range(layers)
-    ]
-    return nn.ModuleDict({"layers": nn.ModuleList(blocks), "norm": cls(size)})
+    model = nn.ModuleDict({"layers": nn.ModuleList(), "norm": cls(size)})
+    for _ in range(layers):
+        parts = cls(size), nn.Linear(8, 8), nn.SiLU(), cls(size), nn.Dropout()
+        model["layers"].append(nn.ModuleList(parts))
+    return model
 
 
 @pytest.mark.parametrize("base", [LlamaRMSNorm, nn.LayerNorm])

@@ -35,7 +35,8 @@ def assert_computes_as(model, plain, fused_calls):
 
 @FAMILIES
 def test_init_empty_weights_then_patch_then_load(family, fused_calls):
-    plain, model = tiny_models.build(family), empty(family)
+    plain = tiny_models.build(family)
+    model = empty(family)
     report = patch_model(model, strict=True)
     assert not report.devices  # meta is none that anything runs on
     there = patch_model(tiny_models.build(family), strict=True)
@@ -98,7 +99,8 @@ def test_a_parameter_still_empty_at_its_call_fails_as_in_the_original():
         model(torch.randn(2, 8))
     with pytest.raises(RuntimeError) as theirs:
         LlamaRMSNorm.forward(model, torch.randn(2, 8))
-    assert str(ours.value) == str(theirs.value) and not launches
+    assert str(ours.value) == str(theirs.value)
+    assert not launches
 
 
 def tensors_of(model):
@@ -117,7 +119,8 @@ def test_memory_and_generators_are_left_alone(family):
     model = tiny_models.build(family)
     # a size that no other test has, so that it is examined
     model.add_module("extra", nn.Sequential(nn.LayerNorm(92), nn.BatchNorm1d(92)))
-    before, generators = tensors_of(model), state_of_generators()
+    before = tensors_of(model)
+    generators = state_of_generators()
     report = patch_model(model)
     assert report.swapped and not report.skipped
     unpatch_model(model)
@@ -127,7 +130,8 @@ def test_memory_and_generators_are_left_alone(family):
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 def test_a_patched_model_runs_on_meta_with_its_sums_and_attentions(family):
-    model, there = tiny_models.build(family).to("meta"), ids.to("meta")
+    model = tiny_models.build(family).to("meta")
+    there = ids.to("meta")
     model.config.pad_token_id = None  # else Transformers looks for it among the ids
     expected = model(there).logits.shape
     patch_model(model, strict=True)

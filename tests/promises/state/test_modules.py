@@ -47,7 +47,8 @@ def tie(model):
 def test_one_norm_at_several_paths_of_a_model(fused_calls):
     model = tiny_models.build("qwen3")
     tie(model)
-    expected, names = model(ids).logits, list(model.state_dict())
+    expected = model(ids).logits
+    names = list(model.state_dict())
     report = patch_model(model, strict=True)
     assert len(report.swapped) == 9
     assert len({model.get_submodule(r.path) for r in report.swapped}) == 5
@@ -57,7 +58,8 @@ def test_one_norm_at_several_paths_of_a_model(fused_calls):
         assert torch.equal(model(ids).logits, expected)
     assert len(fused_calls) == 9
     assert list(model.state_dict()) == names
-    assert unpatch_model(model) == 5 and torch.equal(model(ids).logits, expected)
+    assert unpatch_model(model) == 5
+    assert torch.equal(model(ids).logits, expected)
 
 
 # Hooks and parametrizations
@@ -105,10 +107,12 @@ def test_every_kind_of_hook_fires_as_often_and_sees_the_same(when, fused_calls):
     hang(norm, seen)
     patch_model(norm)
     y, dx, fired = outcome(norm, seen)
-    assert len(fused_calls) == 1 and len(fired) == 7
+    assert len(fused_calls) == 1
+    assert len(fired) == 7
     unpatch_model(norm)
     expected = outcome(norm, seen)
-    assert fired == expected[2] and torch.equal(y, expected[0])
+    assert fired == expected[2]
+    assert torch.equal(y, expected[0])
     torch.testing.assert_close(dx, expected[1], rtol=1e-5, atol=1e-6)
 
 
@@ -120,10 +124,12 @@ class Halved(nn.Module):
 def test_a_norm_parametrized_before_the_patch_is_left_alone_until_it_is_not(
     fused_calls,
 ):
-    norm, x = LlamaRMSNorm(16), torch.randn(3, 16)
+    norm = LlamaRMSNorm(16)
+    x = torch.randn(3, 16)
     parametrize.register_parametrization(norm, "weight", Halved())
     (record,) = patch_model(nn.Sequential(norm, nn.LayerNorm(16))).skipped
-    assert record.path == "0" and "parametrized" in record.reason
+    assert record.path == "0"
+    assert "parametrized" in record.reason
     parametrize.remove_parametrizations(norm, "weight")
     assert not patch_model(norm, strict=True).skipped
     with use_backend("reference"):
@@ -161,7 +167,8 @@ def test_a_compiled_model(compile, order):
     assert_near(output.logits, expected)
     assert unpatch_model(called) == 9
     output, launches = counted(called, ids)
-    assert launches == 0 and torch.equal(output.logits, expected)
+    assert launches == 0
+    assert torch.equal(output.logits, expected)
 
 
 def test_patching_and_unpatching_do_not_use_up_dynamos_recompilations():
@@ -210,4 +217,5 @@ def test_scripted_and_traced_modules_are_named_and_left_alone(make, fused_calls)
         assert "before torch.jit" in record.cure
     with use_backend("reference"):
         assert torch.equal(model(x), expected)
-    assert len(fused_calls) == 1 and unpatch_model(model) == 1
+    assert len(fused_calls) == 1
+    assert unpatch_model(model) == 1

@@ -17,7 +17,8 @@ class HubRMSNorm(nn.Module):
     """
 
     def forward(self, x):
-        size, eps = self.weight.shape, self.variance_epsilon
+        size = self.weight.shape
+        eps = self.variance_epsilon
         return nn.functional.rms_norm(x, size, self.weight, eps)
 
 
@@ -37,7 +38,8 @@ def test_a_model_of_another_patcher_is_named_and_left_alone(fused_calls):
     expected = model(ids).logits
     with pytest.warns(UserWarning, match="changed no norm"):
         report = patch_model(model)
-    assert not report.swapped and len(report.skipped) == 5
+    assert not report.swapped
+    assert len(report.skipped) == 5
     for record in report.skipped:
         assert record.class_name == "LlamaRMSNorm"
         assert "replaced on the instance by" in record.reason
@@ -55,7 +57,8 @@ def test_a_patcher_that_comes_later_wins_and_is_reported(fused_calls):
     """`use_kernels` comes back at every train() and eval(): the last one runs, and none
     is undone.
     """
-    plain, model = tiny_models.build("llama"), tiny_models.build("llama")
+    plain = tiny_models.build("llama")
+    model = tiny_models.build("llama")
     patch_model(model)
     kernelize(plain), kernelize(model)
     expected = plain(ids).logits

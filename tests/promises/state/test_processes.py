@@ -52,7 +52,7 @@ def test_torch_save_of_whole_models_loads_in_a_new_process(tmp_path):
     for family, model in models.items():  # and back, unpatched there
         again = torch.load(tmp_path / f"{family}.again.pt", weights_only=False)
         unpatch_model(model)
-        assert [type(m) for m in again.modules()] == [type(m) for m in model.modules()]
+        assert tiny_models.types(again) == tiny_models.types(model)
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
@@ -63,7 +63,8 @@ def together(*functions):
     """Run functions in a thread each, started at the same moment; raise what any of
     them raised.
     """
-    start, failures = threading.Barrier(len(functions)), queue.Queue()
+    start = threading.Barrier(len(functions))
+    failures = queue.Queue()
 
     def work(function):
         try:
@@ -94,17 +95,20 @@ def test_two_models_of_new_classes_are_recognised_and_patched_at_once(eager_swit
     class Fresh(LlamaRMSNorm):  # nothing is known of it yet, to either thread
         pass
 
-    models = [nn.Sequential(Fresh(40), Fresh(40), nn.LayerNorm(40)) for _ in range(2)]
+    models = []
+    for _ in range(2):
+        models.append(nn.Sequential(Fresh(40), Fresh(40), nn.LayerNorm(40)))
     reports = {}
 
     def patch(i):
         reports[i] = patch_model(models[i], strict=True)
 
     together(lambda: patch(0), lambda: patch(1))
-    assert reports[0] == reports[1] and len(reports[0].swapped) == 3
+    assert reports[0] == reports[1]
+    assert len(reports[0].swapped) == 3
     # One formula of one class is one class, whichever came first: dynamo and pickle go
     # by that.
-    assert [type(m) for m in models[0]] == [type(m) for m in models[1]]
+    assert tiny_models.types(models[0]) == tiny_models.types(models[1])
     together(lambda: unpatch_model(models[0]), lambda: unpatch_model(models[1]))
     assert not any(tiny_models.fused_norms(model) for model in models)
 

@@ -73,7 +73,8 @@ def test_patched_training_has_the_logits_and_gradients_of_the_unpatched(
         ours_logits, ours = trained(model)
     assert len(fused_calls) == len(tiny_models.norms(model)) == 11
     assert torch.equal(ours_logits, logits)
-    assert len(ours) == 20 and all("lora" in name for name in ours)
+    assert len(ours) == 20
+    assert all("lora" in name for name in ours)
     for name, expected in gradients.items():
         # bfloat16 and int8 in between: a rounding to the other side moves what comes
         # before it by a step.
@@ -86,7 +87,8 @@ def test_a_quantised_model_is_verified(kind):
     model = load(kind)
     with use_backend("reference"):
         report = verify_equivalence(model, inputs=ids, max_new_tokens=2, backward=True)
-    assert report.passed and report.quantised == {LINEARS[kind]: 35}
+    assert report.passed
+    assert report.quantised == {LINEARS[kind]: 35}
     assert 0 < report.noise_floor.reference_max < 1  # of logits up to 20
 
 
@@ -106,6 +108,5 @@ def test_a_wrong_norm_is_noticed_beside_quantised_linears():
     with torch.no_grad():
         candidate.model.layers[1].input_layernorm.weight.mul_(1.05)
     report = verify_equivalence(model, candidate, ids, max_new_tokens=0)
-    assert not report.passed and [norm.path for norm in report.norms] == [
-        "model.layers.1.input_layernorm"
-    ]
+    assert not report.passed
+    assert [norm.path for norm in report.norms] == ["model.layers.1.input_layernorm"]

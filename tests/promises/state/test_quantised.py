@@ -40,10 +40,10 @@ class Int8Linear(nn.Module):
 def quantised(family):
     """A bfloat16 model with its linears replaced and its norms in float32."""
     model = tiny_models.build(family, torch.bfloat16)
-    linears = [(p, m) for p, m in model.named_modules() if type(m) is nn.Linear]
-    for path, linear in linears:
-        with torch.no_grad():
-            model.set_submodule(path, Int8Linear(linear))
+    for path, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            with torch.no_grad():
+                model.set_submodule(path, Int8Linear(module))
     for _, norm in tiny_models.norms(model):
         norm.float()
     return model
@@ -74,11 +74,13 @@ def test_output_and_dtypes_are_those_of_the_unpatched_model(family, fused_calls)
     report = patch_model(model, strict=True)
     with use_backend("reference"):
         logits, now = flow(model)
-    assert now == dtypes and torch.equal(logits, expected)
+    assert now == dtypes
+    assert torch.equal(logits, expected)
     assert len(fused_calls) == len(report.swapped) == len(tiny_models.norms(model))
     with use_backend("triton"), count_launches() as launches:
         _, now = flow(model)
-    assert now == dtypes and launches["norm_forward"] == len(report.swapped)
+    assert now == dtypes
+    assert launches["norm_forward"] == len(report.swapped)
     unpatch_model(model)
     assert torch.equal(model(ids).logits, expected)
 
@@ -98,7 +100,8 @@ def test_torchao_int8_weight_only(family, fused_calls):
     expected, dtypes = flow(plain)
     with use_backend("reference"):
         logits, now = flow(model)
-    assert torch.equal(logits, expected) and now == dtypes
+    assert torch.equal(logits, expected)
+    assert now == dtypes
     assert len(fused_calls) == len(tiny_models.norms(model))
     with use_backend("reference"):
         report = verify_equivalence(model, inputs=ids, max_new_tokens=2)

@@ -53,7 +53,8 @@ def test_accelerate_hook(order, fused_calls):
 
     def assert_runs(fused, calls):
         ran, y = run(norm, fused_calls)
-        assert (ran, hook.calls) == (fused, calls) and torch.equal(y, expected)
+        assert (ran, hook.calls) == (fused, calls)
+        assert torch.equal(y, expected)
 
     assert_runs(fused=True, calls=1)
     unpatch_model(norm)  # beneath the hook
@@ -92,7 +93,8 @@ def test_wrappers_that_hold_the_forward_they_found_run_around_the_fused_one(
         patch(norm)
         fused, y = run(norm, fused_calls)
         assert fused == (patch is patch_model)
-        assert torch.equal(y, expected) and seen == [3.0, 2.0]
+        assert torch.equal(y, expected)
+        assert seen == [3.0, 2.0]
         seen.clear()
 
 
@@ -109,7 +111,8 @@ def test_parametrizing_a_patched_norm(fused_calls):
     for patch in (patch_model, unpatch_model):
         patch(norm)
         fused, y = run(norm, fused_calls)
-        assert fused == (patch is patch_model) and torch.equal(y, expected)
+        assert fused == (patch is patch_model)
+        assert torch.equal(y, expected)
     parametrize.remove_parametrizations(norm, "weight")
     assert type(norm) is LlamaRMSNorm
 
@@ -128,7 +131,8 @@ def test_a_class_put_on_top_later_keeps_its_own_part(fused_calls):
     for patch in (patch_model, unpatch_model) * 2:
         patch(norm)
         fused, _ = run(norm, fused_calls)
-        assert fused == (patch is patch_model) and norm.extra() == "extra"
+        assert fused == (patch is patch_model)
+        assert norm.extra() == "extra"
     assert type(norm).__name__ == "Sharded"
     assert type(norm).__mro__[1:3] == (Mixin, LlamaRMSNorm)
 

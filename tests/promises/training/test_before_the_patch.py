@@ -78,7 +78,8 @@ def train(model, patch_at=None):
 
 @FAMILIES
 def test_an_optimizer_made_before_the_patch_updates_the_same_parameters(family):
-    plain, model = tiny_models.build(family), tiny_models.build(family)
+    plain = tiny_models.build(family)
+    model = tiny_models.build(family)
     before = dict(model.named_parameters())
     with use_backend("reference"):
         # the optimizer has a state by the second step
@@ -115,7 +116,8 @@ def test_trainer_trains_a_patched_model_as_it_trains_the_model(
         "gradient_checkpointing": bool(how),
         "gradient_checkpointing_kwargs": how,
     }
-    plain, model = tiny_models.build("qwen3"), tiny_models.build("qwen3")
+    plain = tiny_models.build("qwen3")
+    model = tiny_models.build("qwen3")
     expected = losses(make_trainer(plain, tmp_path, **options))
     if when == "before":
         patch_model(model, strict=True)

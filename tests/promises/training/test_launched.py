@@ -77,9 +77,11 @@ def test_each_command_trains_with_the_processes_and_the_wrapper_it_asks_for(
     name, trained
 ):
     folder, text = trained(name)
-    assert text.count("process(es)") == 1 and KINDS[name] in text
+    assert text.count("process(es)") == 1
+    assert KINDS[name] in text
     assert "11 x LlamaRMSNorm: RMSNorm(" in text and "100%" in text
-    assert len(losses(folder)) == 4 and losses(folder)[0] != losses(folder)[-1]
+    assert len(losses(folder)) == 4
+    assert losses(folder)[0] != losses(folder)[-1]
     assert (folder / "losses.png").stat().st_size > 1000
     assert len([*folder.glob("checkpoint-[24]")]) == 2
     kind = "adapter_model" if name == "LoRA" else "model"
@@ -102,7 +104,9 @@ def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpo
     resume = ["--no-patch", "--resume", whole / "checkpoint-2"]
     command = shlex.split(RESUMED[name])
     text = run(command, *SHORT, *resume, "--output-dir", tmp_path)
-    assert KINDS[name] in text and "RMSNorm(" not in text and "Going on from" in text
+    assert KINDS[name] in text
+    assert "RMSNorm(" not in text
+    assert "Going on from" in text
     assert losses(tmp_path) == losses(whole)
     weights = (whole / "model.safetensors").read_bytes()
     assert (tmp_path / "model.safetensors").read_bytes() == weights
@@ -111,7 +115,8 @@ def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpo
 @pytest.mark.nightly
 def test_ddp_and_fsdp2_are_the_same_training_on_two_batches(trained):
     ddp, fsdp2, alone = (losses(trained(n)[0]) for n in ("DDP", "FSDP2", "one process"))
-    assert fsdp2 == pytest.approx(ddp, rel=1e-6) and ddp[0] != alone[0]
+    assert fsdp2 == pytest.approx(ddp, rel=1e-6)
+    assert ddp[0] != alone[0]
 
 
 @pytest.mark.gpu
@@ -133,7 +138,8 @@ def test_the_configs_for_sharding_train_on_a_gpu_and_go_on(config, tmp_path):
         assert f"1 process(es) on cuda, {wrapper}" in text
         return losses(tmp_path / name)
 
-    patched, plain = finetune("patched"), finetune("plain", "--no-patch")
+    patched = finetune("patched")
+    plain = finetune("plain", "--no-patch")
     assert patched == pytest.approx(plain, rel=1e-4)
     again = finetune("again", "--resume", tmp_path / "patched" / "checkpoint-2")
     assert again == pytest.approx(patched, rel=1e-5)

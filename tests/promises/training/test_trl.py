@@ -67,13 +67,17 @@ def tokenizer():
     return made
 
 
+def text(line):
+    return {"text": line}
+
+
+def preferred(line):
+    return {"prompt": line[:12], "chosen": line[12:], "rejected": line[::-1]}
+
+
 KINDS = {
-    "SFT": (trl.SFTTrainer, trl.SFTConfig, lambda line: {"text": line}),
-    "DPO": (
-        trl.DPOTrainer,
-        trl.DPOConfig,
-        lambda line: {"prompt": line[:12], "chosen": line[12:], "rejected": line[::-1]},
-    ),
+    "SFT": (trl.SFTTrainer, trl.SFTConfig, text),
+    "DPO": (trl.DPOTrainer, trl.DPOConfig, preferred),
 }
 
 
@@ -107,7 +111,8 @@ def test_the_losses_are_those_of_the_unpatched_run(
     assert not fused_calls
     callback = HfRmsNormCallback()
     trainer, got = run(kind, tmp_path, callback, adapter)
-    assert len(got) == STEPS and got == pytest.approx(expected, rel=1e-5)
+    assert len(got) == STEPS
+    assert got == pytest.approx(expected, rel=1e-5)
     # Two in each of 5 layers and the last, of which an adapter trains a copy.
     norms = 12 if adapter else 11
     assert len(fused_norms(trainer.model)) == len(callback.report.swapped) == norms
@@ -150,7 +155,8 @@ def test_grpo_generates_and_compares_with_its_reference_as_without(
     """Generation, and the policy without its adapter as the reference of the KL term."""
     _, expected = run_grpo(tmp_path, None)
     # the policy has left its reference
-    assert len(expected) == STEPS and expected[-1] > 1e-5
+    assert len(expected) == STEPS
+    assert expected[-1] > 1e-5
     trainer, got = run_grpo(tmp_path, HfRmsNormCallback())
     assert got == pytest.approx(expected, rel=1e-4, abs=1e-7)
     assert len(fused_norms(trainer.model)) == 12
@@ -177,6 +183,7 @@ def test_the_command_of_the_page_patches_and_has_the_losses_of_trls_own(
         lines = capfd.readouterr().err.splitlines()
         said = [line for line in lines if line.startswith("hf_rmsnorm")]
         assert said == ([SWAPPED] if module == words[0] else [])
-    assert len(losses[1]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[1]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     # of 5 layers the norms run again: TRL checkpoints them unless told not to
     assert len(fused_calls) == (11 + 10) * 3

@@ -13,7 +13,8 @@ from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 class Base(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.linear = LlamaRMSNorm(64), nn.Linear(64, 64)
+        self.norm = LlamaRMSNorm(64)
+        self.linear = nn.Linear(64, 64)
 
 
 class AddsInPlace(Base):
