@@ -104,45 +104,37 @@ def the_same_random_numbers_in_any_order():
     torch.manual_seed(0)
 
 
+def watch(monkeypatch, calls, module, name, norms=1):
+    """Note the norms that a function of a module computes."""
+    real = getattr(module, name)
+
+    def spy(*args, **kwargs):
+        made = real(*args, **kwargs)
+        if made is not None:
+            calls.extend([name] * norms)
+        return made
+
+    monkeypatch.setattr(module, name, spy)
+
+
 @pytest.fixture
 def fused_calls(monkeypatch):
-    """The inputs that went through a patched module's fused forward."""
-    from hf_rmsnorm.fused import attention as fused_attention
-    from hf_rmsnorm.fused import norm as layers
-    from hf_rmsnorm.fused import sums as fused_sums
+    """An entry for each norm that went through a patched module's fused forward."""
+    from hf_rmsnorm.fused import attention, norm, sums
 
     calls = []
-
-    def spy_on(module, name, which):
-        real = getattr(module, name)
-
-        def spy(*args, **kwargs):
-            made = real(*args, **kwargs)
-            if made is not None:
-                calls.extend(which(args))
-            return made
-
-        monkeypatch.setattr(module, name, spy)
-
-    spy_on(layers, "fused_norm", lambda args: args[:1])
-    spy_on(layers, "run", lambda args: args[1][:1])
-    spy_on(fused_sums, "run", lambda args: args[1][:1])
-    spy_on(fused_attention, "run_qk", lambda args: args[1][:2])
+    watch(monkeypatch, calls, norm, "fused_norm")
+    watch(monkeypatch, calls, norm, "run")
+    watch(monkeypatch, calls, sums, "run")
+    watch(monkeypatch, calls, attention, "run_qk", norms=2)
     return calls
 
 
 @pytest.fixture
 def fused_sums(monkeypatch):
-    """The sums that were computed with their norm, in one launch."""
+    """An entry for each sum that was computed with its norm, in one launch."""
     from hf_rmsnorm.fused import sums
 
-    made, real = [], sums.run
-
-    def spy(*args):
-        both = real(*args)
-        if both is not None:
-            made.append(both[0].shape)
-        return both
-
-    monkeypatch.setattr(sums, "run", spy)
-    return made
+    calls = []
+    watch(monkeypatch, calls, sums, "run")
+    return calls
