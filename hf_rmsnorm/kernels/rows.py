@@ -163,10 +163,10 @@ def blank(device: torch.device, *shape: int) -> Tensor:
     """A tensor of float32 without memory: ``empty_like`` it is the quickest way to one
     of this shape.
     """
-    one = torch.empty(1, dtype=torch.float32, device=device)
+    t = torch.empty(1, dtype=torch.float32, device=device).expand(shape)
     # A CUDA graph does not let memory of its pool be kept unseen.
-    one.untyped_storage().resize_(0)
-    return one.expand(shape)
+    t.untyped_storage().resize_(0)
+    return t
 
 
 def in_order(t: Tensor, order: Shape | None) -> Tensor:
