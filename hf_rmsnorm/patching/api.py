@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
+from torch.nn import Module
 
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe
@@ -55,7 +55,7 @@ class Options:
 
 
 def patch_model(
-    model: torch.nn.Module,
+    model: Module,
     include: Globs = None,
     exclude: Globs = None,
     strict: bool = False,
@@ -124,7 +124,7 @@ def patch_model(
     return report
 
 
-def is_patched(model: torch.nn.Module) -> bool:
+def is_patched(model: Module) -> bool:
     """Whether the module, or any inside it, is a norm that a report lists as swapped.
 
     Whether a kernel computes it depends on the device and the call: see
@@ -147,7 +147,7 @@ def is_patched(model: torch.nn.Module) -> bool:
     return False
 
 
-def unpatch_model(model: torch.nn.Module) -> int:
+def unpatch_model(model: Module) -> int:
     """Give every patched norm its original class and forward back, exactly; returns how
     many there were.
 
@@ -166,7 +166,7 @@ def unpatch_model(model: torch.nn.Module) -> int:
 
 @contextlib.contextmanager
 def patched(
-    model: torch.nn.Module,
+    model: Module,
     include: Globs = None,
     exclude: Globs = None,
     strict: bool = False,
@@ -213,7 +213,7 @@ def _patch(
     return report, changes
 
 
-def _check_served(model: torch.nn.Module, entries: list[Entry], strict: bool) -> None:
+def _check_served(model: Module, entries: list[Entry], strict: bool) -> None:
     """A ValueError where a norm that has to be swapped is not, or there is none."""
     if strict and not entries:
         raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
@@ -230,7 +230,7 @@ def _check_served(model: torch.nn.Module, entries: list[Entry], strict: bool) ->
             )
 
 
-def _no_change(model: torch.nn.Module, entries: list[Entry]) -> str:
+def _no_change(model: Module, entries: list[Entry]) -> str:
     """That no norm is patched, and none was to be unpatched; "" otherwise."""
     for entry in entries:
         if entry.recipe is not None or (entry.patched and entry.excluded):
@@ -269,6 +269,6 @@ def check_options(
 
 def check_module(function: str, model) -> None:
     """Raise TypeError where something is no module."""
-    if not isinstance(model, torch.nn.Module):
+    if not isinstance(model, Module):
         what = f"{function} needs a torch.nn.Module, got {type(model).__name__}"
         raise TypeError(f"{what}: load the model first")

@@ -10,6 +10,8 @@ from functools import cached_property
 
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
+from torch import Tensor
+from torch.nn import Module
 
 from ..fused.recipe import Recipe
 from ..ops.direct import DIRECT_TYPES
@@ -34,18 +36,18 @@ class Weights(UserDict):
     disk is read when it is asked for. `data`: name -> the model's own name.
     """
 
-    def __init__(self, model: torch.nn.Module, names: dict[str, str]):
+    def __init__(self, model: Module, names: dict[str, str]):
         self.model = model
         super().__init__(names)
 
-    def module_of(self, name: str) -> torch.nn.Module:
+    def module_of(self, name: str) -> Module:
         return self.model.get_submodule(self.data[name].rpartition(".")[0])
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter as the model holds it."""
         return self.model.get_parameter(self.data[name])
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         with align_module_device(self.module_of(name)):
             return self.parameter(name)
 
@@ -61,8 +63,8 @@ class Recorded:
             RMSNorm.
     """
 
-    outer: torch.nn.Module
-    model: torch.nn.Module
+    outer: Module
+    model: Module
     head: str
     record: dict
     norms: dict[str, float]
@@ -184,7 +186,7 @@ class Recorded:
                 return f"{what} {may}; where it does not, patch that model by itself"
         return ""
 
-    def _with_head(self) -> torch.nn.Module:
+    def _with_head(self) -> Module:
         """The converted model with its head: the first of this record by its own class.
         A wrapper, of PEFT say, may only pass the record on.
         """
@@ -195,7 +197,7 @@ class Recorded:
         return self.model
 
 
-def conversion_of(model: torch.nn.Module) -> Recorded | None:
+def conversion_of(model: Module) -> Recorded | None:
     """The conversion that the model's config, or that of a model inside it, records;
     None if there is none.
     """
@@ -216,11 +218,11 @@ def conversion_of(model: torch.nn.Module) -> Recorded | None:
     return None
 
 
-def _record_of(module: torch.nn.Module):
+def _record_of(module: Module):
     return getattr(getattr(module, "config", None), RECORD_KEY, None)
 
 
-def follow_conversion(model: torch.nn.Module, entries: list) -> None:
+def follow_conversion(model: Module, entries: list) -> None:
     """Give the norms of a converted model the formulas that its record says."""
     conversion = conversion_of(model)
     if conversion is None:

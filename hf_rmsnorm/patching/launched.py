@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import Module
 
 from ..fused import watch
 from ..fused.layer import why_called
@@ -81,7 +81,7 @@ class LaunchCount(Counter):
 
 
 @contextmanager
-def count_launches(model: nn.Module | None = None) -> Iterator[LaunchCount]:
+def count_launches(model: Module | None = None) -> Iterator[LaunchCount]:
     """Count this package's kernel launches while the context is open, and list which
     pieces of a model ran fused.
 
@@ -125,10 +125,10 @@ def count_launches(model: nn.Module | None = None) -> Iterator[LaunchCount]:
 class _Watched:
     """A model whose fused pieces are counted."""
 
-    def __init__(self, model: nn.Module, launches: Counter):
+    def __init__(self, model: Module, launches: Counter):
         check_module("count_launches", model)
         self.launches = launches
-        self.norms: dict[nn.Module, str] = {}
+        self.norms: dict[Module, str] = {}
         for path, module in model.named_modules():
             if recipe_of(module) is not None:
                 self.norms[module] = path
@@ -169,7 +169,7 @@ class _Watched:
                 yield Piece(path, watch.NORM, reason=NOT_CALLED)
 
 
-def _why_not_launched(norms: list[nn.Module], x) -> str:
+def _why_not_launched(norms: list[Module], x) -> str:
     """Why no kernel was launched for a piece with these patched norms, of x."""
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
@@ -177,12 +177,12 @@ def _why_not_launched(norms: list[nn.Module], x) -> str:
     changed = why_not_run(norm, recipe)
     if changed is not None:
         return changed[0]
-    reason = _why_not_served(norm, recipe, x) if isinstance(x, torch.Tensor) else ""
+    reason = _why_not_served(norm, recipe, x) if isinstance(x, Tensor) else ""
     called = next(filter(None, map(why_called, norms)), "")
     return reason or called or recipe.notes() or UNKNOWN
 
 
-def _why_not_served(norm: nn.Module, recipe: Recipe, x: torch.Tensor) -> str:
+def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
     """Why the kernels do not serve a norm of x; "" if they do, or its recipe does not."""
     spec = recipe.spec_of(norm)
     rows = recipe.rows_of(x)

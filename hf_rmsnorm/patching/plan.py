@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
+from torch.nn import Module
 
 from ..formula import NormSpec
 from ..fused.norm import recipe_of
@@ -32,7 +32,7 @@ class Entry:
         formula: what it computes now that it is swapped.
     """
 
-    module: torch.nn.Module
+    module: Module
     paths: list[str]
     recipe: Recipe | None = None
     reason: str | None = None
@@ -54,7 +54,7 @@ class Entry:
 
 
 def make_plan(
-    model: torch.nn.Module, include: Globs = None, exclude: Globs = None
+    model: Module, include: Globs = None, exclude: Globs = None
 ) -> list[Entry]:
     """The norms of a model in its order; each glob has to match the path of one.
     Nothing is changed.
@@ -68,11 +68,11 @@ def make_plan(
     return entries
 
 
-def list_norms(model: torch.nn.Module) -> list[Entry]:
+def list_norms(model: Module) -> list[Entry]:
     """The norms of a model with the recipes that they compute, and what only carries a
     norm's name.
     """
-    paths: dict[torch.nn.Module, list[str]] = {}
+    paths: dict[Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     entries = []
@@ -88,7 +88,7 @@ def list_norms(model: torch.nn.Module) -> list[Entry]:
 
 
 def _globs(
-    word: str, globs: Globs, model: torch.nn.Module, entries: list[Entry]
+    word: str, globs: Globs, model: Module, entries: list[Entry]
 ) -> list[str] | None:
     """Globs as a list; raises the errors of those that match no norm."""
     if globs is None:

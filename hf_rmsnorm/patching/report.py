@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
+from torch.nn import Module
 
 from ..formula import NormSpec
 from ..ops.backend import runs_on, where_norms_run
@@ -148,7 +149,7 @@ class PatchReport:
 
 
 def report_on(
-    model: torch.nn.Module, entries: list[Entry], layers: tuple[FusedLayer, ...]
+    model: Module, entries: list[Entry], layers: tuple[FusedLayer, ...]
 ) -> PatchReport:
     """The report of a model that was patched by this plan."""
     swapped, skipped = [], []
@@ -178,7 +179,7 @@ def _notes(entry: Entry) -> str:
     return "; ".join(filter(None, notes))
 
 
-def _devices(model: torch.nn.Module) -> list[torch.device]:
+def _devices(model: Module) -> list[torch.device]:
     """The devices that hold the model, or run its offloaded modules; never meta."""
     held, running = [], []
     for module in model.modules():

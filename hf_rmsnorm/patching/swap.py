@@ -5,7 +5,7 @@ instance.
 import functools
 import types
 
-import torch
+from torch.nn import Module
 
 from ..fused.layer import fused_layer_class, layer_part
 from ..fused.norm import fused_class, fused_part, recipe_of
@@ -17,7 +17,7 @@ from ..fused.subclass import exchanged
 _FORWARD_ATTRIBUTES = ("forward", "_old_forward")
 
 
-def replaced_forward(module: torch.nn.Module) -> str | None:
+def replaced_forward(module: Module) -> str | None:
     """The name of a forward that other code has set on the instance; None if there is
     none.
 
@@ -37,7 +37,7 @@ def replaced_forward(module: torch.nn.Module) -> str | None:
     return f"{where}.{getattr(function, '__qualname__', '?')}"
 
 
-def why_not_run(norm: torch.nn.Module, recipe: Recipe) -> tuple[str, str] | None:
+def why_not_run(norm: Module, recipe: Recipe) -> tuple[str, str] | None:
     """(reason, cure) where a norm with a class for this recipe would run its own
     forward all the same.
     """
@@ -54,7 +54,7 @@ def why_not_run(norm: torch.nn.Module, recipe: Recipe) -> tuple[str, str] | None
     return None
 
 
-def set_recipe(norm: torch.nn.Module, recipe: Recipe | None) -> None:
+def set_recipe(norm: Module, recipe: Recipe | None) -> None:
     """Give a norm the class that computes a recipe, in place of one that it has; None:
     its own class.
 
@@ -70,7 +70,7 @@ def set_recipe(norm: torch.nn.Module, recipe: Recipe | None) -> None:
         _put_on(norm, fused_class(type(norm), recipe))
 
 
-def fuse(layer: torch.nn.Module, fusion):
+def fuse(layer: Module, fusion):
     """Give a layer the class that computes a fusion, or none; returns the fusion that
     it had.
 
@@ -95,9 +95,9 @@ class Changes:
     To begin with no layer is fused, as its norms may change.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Module):
         self.layers = [(layer, fuse(layer, None)) for layer in model.modules()]
-        self.norms: list[tuple[torch.nn.Module, Recipe | None]] = []
+        self.norms: list[tuple[Module, Recipe | None]] = []
 
     def carry_out(self, entry) -> None:
         """Do to a norm what its `plan.Entry` says, or leave it alone with the reason."""
@@ -114,7 +114,7 @@ class Changes:
         else:
             entry.leave(*why_not)
 
-    def _set(self, norm: torch.nn.Module, recipe: Recipe | None):
+    def _set(self, norm: Module, recipe: Recipe | None):
         """`set_recipe`; (reason, cure) where that is impossible."""
         self.norms.append((norm, recipe_of(norm)))
         try:
@@ -134,16 +134,16 @@ class Changes:
             fuse(layer, fusion)
 
 
-def _take_off(module: torch.nn.Module, part: type, base: type) -> None:
+def _take_off(module: Module, part: type, base: type) -> None:
     cls = exchanged(type(module), part, base)
     _change_class(module, cls, part.forward, base.forward)
 
 
-def _put_on(module: torch.nn.Module, cls: type) -> None:
+def _put_on(module: Module, cls: type) -> None:
     _change_class(module, cls, type(module).forward, cls.forward)
 
 
-def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
+def _change_class(module: Module, cls: type, old, new) -> None:
     """Change a module's class, and each forward of the old class that the instance
     holds.
     """
@@ -156,9 +156,7 @@ def _change_class(module: torch.nn.Module, cls: type, old, new) -> None:
             module.__dict__[name] = stored.cell_contents
 
 
-def _cells_of(
-    stored: types.CellType, module: torch.nn.Module, forward
-) -> list[types.CellType]:
+def _cells_of(stored: types.CellType, module: Module, forward) -> list[types.CellType]:
     """Of a cell, and the cells of the wrappers that it leads to, those that hold the
     module's own forward.
     """

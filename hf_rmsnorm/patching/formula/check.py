@@ -2,11 +2,10 @@
 strided ones.
 """
 
-import contextlib
 from dataclasses import replace
 
 from ...fused.recipe import Recipe
-from .inputs import ALL_BF16, Trial
+from .inputs import ALL_BF16, ALL_FP32, Trial
 from .refusals import NotInFamily, Unusable
 
 MOST_DIMS = 6
@@ -35,18 +34,21 @@ def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
     fewest = 1 if probe.head_dim is None else 2
     every = range(fewest, MOST_DIMS + 1)
     taken = []
+    dtypes = [ALL_FP32]
+    if not recipe.only_float32:
+        dtypes.append(ALL_BF16)
     for dims in every:
         probe.dims = dims
         rows = trial.normal(2 ** (dims - fewest), trial.size)
-        with contextlib.suppress(Unusable):
-            agrees = trial.agrees(recipe, rows)
-            if not recipe.only_float32:
-                agrees = agrees and trial.agrees(recipe, rows, ALL_BF16)
-            if not agrees:
-                raise NotInFamily(
-                    f"on {dims}-dimensional input its result is not that of {recipe.spec}"
-                )
-            taken.append(dims)
+        try:
+            agrees = trial.agrees(recipe, rows, dtypes)
+        except Unusable:
+            continue
+        if not agrees:
+            raise NotInFamily(
+                f"on {dims}-dimensional input its result is not that of {recipe.spec}"
+            )
+        taken.append(dims)
     if len(taken) == len(every):
         return None
     return tuple(taken)
@@ -71,7 +73,8 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
         if recipe.layout == "channels_first":
             expected = expected.movedim(-1, 1)
     # the strides of dimensions with one element do not matter
-    keeps = y.squeeze().stride() == expected.squeeze().stride()
-    if not keeps and not y.is_contiguous():
+    if y.squeeze().stride() == expected.squeeze().stride():
+        return True
+    if not y.is_contiguous():
         raise NotInFamily("its output lies in memory in an order of its own")
-    return keeps
+    return False

@@ -1,6 +1,7 @@
 """How near a module's output must be to a formula's to count as the same."""
 
 import torch
+from torch import Tensor
 
 from ...formula import HALF_DTYPES, NormSpec
 
@@ -12,15 +13,16 @@ MAX_ULPS = 4
 MAX_DIFFERING = 8e-3
 
 
-def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """Whether a is b within `tolerance` times the largest magnitude in b."""
     error = (a.double() - b).abs()
     largest = b.double().abs().amax()
-    return bool((error <= tolerance * largest).all())
+    is_close = error <= tolerance * largest
+    return bool(is_close.all())
 
 
 def affine(
-    hat, y, tensors: dict[str, torch.Tensor], tolerance: float
+    hat, y, tensors: dict[str, Tensor], tolerance: float
 ) -> tuple[str | None, str | None, float] | None:
     """(weight, bias, offset) with which ``hat * (offset + weight) + bias`` is close to
     y: names of tensors, or None.
@@ -40,14 +42,12 @@ def affine(
     return None
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether dtype and every element are equal, NaN to NaN."""
-    if a.dtype != b.dtype:
-        return False
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether every element is equal, NaN to NaN; of tensors of one dtype."""
     return torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def nearly(y: torch.Tensor, expected: torch.Tensor, x, bias, spec: NormSpec) -> bool:
+def nearly(y: Tensor, expected: Tensor, x, bias, spec: NormSpec) -> bool:
     """Whether y is the formula's result but for roundings of float32, measured against
     the largest terms that were summed in a row.
     """
@@ -55,29 +55,27 @@ def nearly(y: torch.Tensor, expected: torch.Tensor, x, bias, spec: NormSpec) -> 
         return False
     expected = expected.double()
     error = (y.double() - expected).abs().nan_to_num()
-    terms = expected.abs().amax(-1, keepdim=True)
+    magnitudes = expected.abs()
+    terms = magnitudes.amax(-1, keepdim=True)
     if bias is not None:
         terms = terms + bias.double().abs().amax()
     if spec.centered:
-        ratio = _mean_over_root(x.double(), spec.eps)
-        terms = terms * (1.0 + ratio)
+        # the mean of a row may be much larger than the deviations from it
+        x64 = x.double()
+        variance, mean = torch.var_mean(x64, -1, unbiased=False, keepdim=True)
+        root = (variance + spec.eps).sqrt()
+        terms = terms * (1.0 + mean.abs() / root)
     allowed = MAX_ULPS * EPS32 * terms.nan_to_num()
     is_off = error > allowed
-    halves = {x.dtype, y.dtype} & set(HALF_DTYPES)
-    if not halves:
+    for dtype in (x.dtype, y.dtype):
+        if dtype in HALF_DTYPES:
+            break
+    else:
         return not is_off.any()
-    info = torch.finfo(halves.pop())
-    magnitudes = expected.abs().clamp_min(info.tiny)
-    ulps = info.eps * magnitudes.nan_to_num()
+    info = torch.finfo(dtype)
+    ulps = info.eps * magnitudes.clamp_min(info.tiny).nan_to_num()
     is_far = error > 2 * ulps + allowed
     if is_far.any():
         return False
     most = max(2, MAX_DIFFERING * error.numel())
     return is_off.sum().item() <= most
-
-
-def _mean_over_root(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """How much larger than the deviations from it the mean of each row is."""
-    variance, mean = torch.var_mean(x, -1, unbiased=False, keepdim=True)
-    root = (variance + eps).sqrt()
-    return mean.abs() / root

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ...formula import GATES, ROUNDINGS, NormSpec
 from ...fused.recipe import Recipe
@@ -50,16 +51,19 @@ class Fit(Trial):
         recipe = self._find_functional(recipe)
         recipe = self._find_eps(recipe)
         if gate is not None:
-            recipe = replace(with_spec(recipe, gate=gate), gate=probe.gate)
+            recipe = with_spec(recipe, gate=gate)
+            recipe = replace(recipe, gate=probe.gate)
         recipe = self._find_rounding(recipe)
         if gate is None and probe.gate is not None:
             recipe = self._find_optional_gate(recipe)
         if recipe.gate is not None:
             takes_both = self._agrees_in(recipe, MIXED_GATES)
             recipe = replace(recipe, one_gate_dtype=not takes_both)
-        recipe = prove(self, self._with_settings(recipe))
+        recipe = self._with_settings(recipe)
+        recipe = prove(self, recipe)
         if probe.head_dim is not None:
-            recipe = replace(with_spec(recipe, group_size=None), hidden_size=None)
+            recipe = with_spec(recipe, group_size=None)
+            recipe = replace(recipe, hidden_size=None)
         return recipe
 
     # One step of `recipe` each
@@ -103,17 +107,17 @@ class Fit(Trial):
             spec = NormSpec(centered, 0.0, has_weight=False, group_size=group_size)
             hat = reference_norm(x.double(), None, None, spec)
             operands = affine(hat, y, tensors, 2e-5)
-            if operands is not None:
-                weight, bias, offset = operands
-                spec = replace(
-                    spec,
-                    has_weight=weight is not None,
-                    has_bias=bias is not None,
-                    weight_offset=offset,
-                )
-                size = self._fixed_size(weight)
-                layout = self.probe.layout
-                return Recipe(spec, weight, bias, hidden_size=size, layout=layout)
+            if operands is None:
+                continue
+            weight, bias, offset = operands
+            has_weight = weight is not None
+            has_bias = bias is not None
+            spec = NormSpec(
+                centered, 0.0, has_weight, has_bias, offset, group_size=group_size
+            )
+            size = self._fixed_size(weight)
+            layout = self.probe.layout
+            return Recipe(spec, weight, bias, hidden_size=size, layout=layout)
         raise NotInFamily("its formula is not one that this package knows")
 
     def _fixed_size(self, weight: str | None) -> int | None:
@@ -170,7 +174,9 @@ class Fit(Trial):
         recipe, reading = self._place_eps(recipe)
         for name in self.attributes:
             value = getattr(self.probe.module, name, None)
-            if type(value) not in (int, float) or not _reads_as(reading, value):
+            if type(value) not in (int, float):
+                continue
+            if not _reads_as(reading, value):
                 continue
             other = 2.0 * value + 1e-3
             self.probe.set(**{name: other})
@@ -196,7 +202,9 @@ class Fit(Trial):
             reading = self._read_eps(recipe)
             if reading == 0.0:
                 return recipe, reading
-            scale = reading if eps_outside else math.sqrt(abs(reading))
+            scale = reading
+            if not eps_outside:
+                scale = math.sqrt(abs(reading))
             again = self._read_eps(recipe, 0.5 * scale)
             if abs(again - reading) <= 1e-3 * reading:
                 return recipe, reading
@@ -217,16 +225,17 @@ class Fit(Trial):
                 raise NotInFamily(
                     f"its float32 results are not those of the formula it is closest to, {recipe.spec}"
                 )
-            if all(self.agrees(candidate, half_rows, each) for each in dtypes):
+            if self.agrees(candidate, half_rows, dtypes):
                 return candidate
         self._settle_exactness(recipe, x)
-        if MIXED_DTYPES[0] in dtypes and not self.agrees(recipe, x, MIXED_DTYPES[0]):
+        mixed = dtypes[len(SAME_DTYPES) :]
+        if not self.agrees(recipe, x, mixed[:1]):
             raise NotInFamily(
                 f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}"
             )
         return replace(recipe, only_float32=True)
 
-    def _settle_exactness(self, recipe: Recipe, x: torch.Tensor) -> None:
+    def _settle_exactness(self, recipe: Recipe, x: Tensor) -> None:
         self.exact = True
         self.exact = self.agrees(recipe, x)
 
@@ -246,7 +255,7 @@ class Fit(Trial):
     def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
         x = self.rows(1024, half=True)
         with contextlib.suppress(Unusable):
-            return all(self.agrees(recipe, x, each) for each in dtypes)
+            return self.agrees(recipe, x, dtypes)
         return False
 
     def _with_settings(self, recipe: Recipe) -> Recipe:
@@ -254,19 +263,19 @@ class Fit(Trial):
         without which it may be another.
         """
         module = self.probe.module
-        absent = self.probe.absent
+        absent = tuple(self.probe.absent)
         hidden_size = recipe.hidden_size
         settings = []
         for name in self.attributes:
-            if name in (recipe.weight, recipe.bias, recipe.eps, *absent):
+            is_known = name in (recipe.weight, recipe.bias, recipe.eps, *absent)
+            if is_known or not hasattr(module, name):
                 continue
-            value = getattr(module, name, None)
-            if isinstance(value, torch.Tensor):
+            value = getattr(module, name)
+            if isinstance(value, Tensor):
                 raise NotInFamily(
                     f"its forward reads its attribute {name!r}, which no formula here has"
                 )
-            is_there = hasattr(module, name)
-            if is_there and not self._is_shape(value):
+            if not self._is_shape(value):
                 settings.append((name, value))
             if type(value) is int:
                 # perhaps the length of its rows, or how many groups they have

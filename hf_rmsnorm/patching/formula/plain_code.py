@@ -8,13 +8,14 @@ word that is not on them is refused, and the word is the reason in the report.
 """
 
 import ast
-import enum
 import inspect
 import types
 from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
 
 from ...fused.source import CannotRewrite, definition_of
 from .probe import is_plain, own_values
@@ -37,16 +38,16 @@ REFUSED_KEYWORDS = (None, "out", "inplace")
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 
 
-class Kind(enum.IntEnum):
-    """What the value of an expression depends on."""
+# The kinds of an expression: what its value depends on.
+CONSTANT = 0  # dtypes, numbers of dimensions, plain attributes: may decide a branch
+LENGTH = 1  # of the rows: a number to compute with
+SHAPE = 2  # any sizes of the input: only for the calls of TAKE_SHAPES, and guards
+TENSOR = 3
+# The kinds of ``x.dim()`` and ``x.size(-1)``; another call of `size` is a `SHAPE`.
+SIZES = {"dim()": CONSTANT, "size(-1)": LENGTH}
 
-    CONSTANT = 0  # dtypes, numbers of dimensions, plain attributes: may decide a branch
-    LENGTH = 1  # of the rows: a number to compute with
-    SHAPE = 2  # any sizes of the input: only for the calls of TAKE_SHAPES, and guards
-    TENSOR = 3
 
-
-def attributes_read(module: torch.nn.Module) -> set[str]:
+def attributes_read(module: Module) -> set[str]:
     """Return the names of the module's attributes that its forward reads; they hold its
     own tensors and plain values.
 
@@ -63,7 +64,7 @@ class _Code:
     calls.
     """
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: Module):
         self.module = module
         self.attributes: set[str] = set()
 
@@ -71,7 +72,8 @@ class _Code:
         """Read the method that the first of these classes has under that name."""
         for owner in classes:
             if name in vars(owner):
-                self.read_function(vars(owner)[name], f"self.{name}", owner)
+                function = vars(owner)[name]
+                self.read_function(function, f"self.{name}", owner)
                 return
         raise NotPlain(f"its forward calls self.{name}")
 
@@ -89,9 +91,10 @@ class _Code:
             definition = definition_of(function.__code__)
         except CannotRewrite as error:
             raise NotPlain(f"{error}: {function.__name__}") from error
-        _Body(self, function, definition, owner).read(definition.body)
+        body = _Body(self, function, definition.args, owner)
+        body.read(definition.body)
 
-    def read_attribute(self, name: str) -> Kind:
+    def read_attribute(self, name: str) -> int:
         """Note that the forward reads an attribute; refuse any but a plain value or a
         tensor of the module.
         """
@@ -99,14 +102,14 @@ class _Code:
         value = own_values(self.module).get(name)
         if value is None:
             value = inspect.getattr_static(type(self.module), name, None)
-        if isinstance(value, torch.Tensor):
-            return Kind.TENSOR
+        if isinstance(value, Tensor):
+            return TENSOR
         is_other = value is None and getattr(self.module, name, None) is not None
         if is_other or not is_plain(value):
             raise NotPlain(
                 f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
             )
-        return Kind.CONSTANT
+        return CONSTANT
 
 
 class _Body(ast.NodeVisitor):
@@ -118,43 +121,50 @@ class _Body(ast.NodeVisitor):
         self,
         code: _Code,
         function: types.FunctionType,
-        definition: ast.FunctionDef,
+        parameters: ast.arguments,
         owner: type | None,
     ):
         self.code = code
         self.function = function
         self.owner = owner
-        arguments = definition.args
-        parameters = [a.arg for a in arguments.args + arguments.kwonlyargs]
-        self.itself = parameters[0] if owner is not None else None
-        self.local = dict.fromkeys(parameters, Kind.TENSOR)
+        self.local: dict[str, int] = {}
+        for parameter in parameters.args + parameters.kwonlyargs:
+            self.local[parameter.arg] = TENSOR
+        self.itself = None
+        if owner is not None:
+            self.itself = parameters.args[0].arg
 
     def read(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
             self.visit(statement)
 
-    def generic_visit(self, node: ast.AST) -> Kind:
+    def generic_visit(self, node: ast.AST) -> int:
         raise NotPlain(f"its forward uses {type(node).__name__.lower()}")
 
-    def _visit_all(self, nodes: Iterable[ast.AST]) -> Kind:
-        return max((self.visit(node) for node in nodes), default=Kind.CONSTANT)
+    def _visit_all(self, nodes: Iterable[ast.AST]) -> int:
+        kind = CONSTANT
+        for node in nodes:
+            kind = max(kind, self.visit(node))
+        return kind
 
     # Statements
 
-    def visit_Expr(self, node: ast.Expr | ast.Return) -> None:
-        self.visit(node.value)
+    def visit_Expr(self, node: ast.Expr | ast.Return | ast.Starred) -> int:
+        return self.visit(node.value)
 
     visit_Return = visit_Expr
 
     def visit_If(self, node: ast.If) -> None:
         if not self._is_off(node.test):
-            is_guard = isinstance(node.body[0], ast.Raise)
-            self._check_condition(node.test, Kind.SHAPE if is_guard else Kind.CONSTANT)
+            most = CONSTANT
+            if isinstance(node.body[0], ast.Raise):
+                most = SHAPE
+            self._check_condition(node.test, most)
             self.read(node.body)
         self.read(node.orelse)
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        self._check_condition(node.test, Kind.SHAPE)
+        self._check_condition(node.test, SHAPE)
 
     def visit_Raise(self, node: ast.Raise) -> None:
         pass  # what an error says is no part of a result
@@ -164,18 +174,20 @@ class _Body(ast.NodeVisitor):
         for target in node.targets:
             self._store(target, kind)
 
-    def _store(self, target: ast.expr, kind: Kind) -> None:
+    def _store(self, target: ast.expr, kind: int) -> None:
         if isinstance(target, ast.Tuple):
             *leading, last = target.elts
             for element in leading:
                 self._store(element, kind)
-            # `batch, length, size = x.shape`
-            is_length = kind == Kind.SHAPE and isinstance(last, ast.Name)
-            self._store(last, Kind.LENGTH if is_length else kind)
+            if kind == SHAPE and isinstance(last, ast.Name):
+                kind = LENGTH  # `batch, length, size = x.shape`
+            self._store(last, kind)
             return
-        name = target.value if isinstance(target, ast.Starred) else target
+        name = target
+        if isinstance(target, ast.Starred):
+            name = target.value
         if not isinstance(name, ast.Name):
-            raise NotPlain(f"its forward writes {ast.unparse(target)}")
+            raise _refusal("writes", target)
         before = self.local.get(name.id, kind)
         self.local[name.id] = max(kind, before)
 
@@ -184,29 +196,30 @@ class _Body(ast.NodeVisitor):
 
     # Conditions
 
-    def _check_condition(self, test: ast.expr, most: Kind = Kind.CONSTANT) -> None:
+    def _check_condition(self, test: ast.expr, most: int = CONSTANT) -> None:
         """Refuse a condition that values decide, or sizes where they may not."""
         if self.visit(test) > most:
-            raise NotPlain(f"its forward branches on {ast.unparse(test)}")
+            raise _refusal("branches on", test)
 
-    def _visit_condition(self, node: ast.expr, operands: list[ast.expr]) -> Kind:
+    def _visit_condition(self, node: ast.expr, operands: list[ast.expr]) -> int:
         kind = self._visit_all(operands)
-        if kind == Kind.TENSOR:
-            raise NotPlain(f"its forward branches on {ast.unparse(node)}")
-        # a length is no number to compute with any more
-        return Kind.SHAPE if kind == Kind.LENGTH else kind
+        if kind == TENSOR:
+            raise _refusal("branches on", node)
+        if kind == LENGTH:
+            return SHAPE  # it is no number to compute with any more
+        return kind
 
-    def visit_Compare(self, node: ast.Compare) -> Kind:
+    def visit_Compare(self, node: ast.Compare) -> int:
         operands = [node.left, *node.comparators]
         if all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
             self._visit_all(operands)  # `gate is None`
-            return Kind.CONSTANT
+            return CONSTANT
         return self._visit_condition(node, operands)
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> Kind:
+    def visit_BoolOp(self, node: ast.BoolOp) -> int:
         return self._visit_condition(node, node.values)
 
-    def visit_IfExp(self, node: ast.IfExp) -> Kind:
+    def visit_IfExp(self, node: ast.IfExp) -> int:
         self._check_condition(node.test)
         return self._visit_all((node.body, node.orelse))
 
@@ -222,63 +235,63 @@ class _Body(ast.NodeVisitor):
 
     # Expressions
 
-    def visit_Constant(self, node: ast.Constant) -> Kind:
-        return Kind.CONSTANT
+    def visit_Constant(self, node: ast.Constant) -> int:
+        return CONSTANT
 
-    def visit_Tuple(self, node: ast.Tuple | ast.List) -> Kind:
+    def visit_Tuple(self, node: ast.Tuple | ast.List) -> int:
         return self._visit_all(node.elts)
 
     visit_List = visit_Tuple
+    visit_Starred = visit_Expr
 
-    def visit_Starred(self, node: ast.Starred) -> Kind:
-        return self.visit(node.value)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> Kind:
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> int:
         if isinstance(node.op, ast.Not):
             return self._visit_condition(node, [node.operand])
         return self._number(node.operand)
 
-    def visit_BinOp(self, node: ast.BinOp) -> Kind:
+    def visit_BinOp(self, node: ast.BinOp) -> int:
         return max(self._number(node.left), self._number(node.right))
 
-    def _number(self, node: ast.expr) -> Kind:
+    def _number(self, node: ast.expr) -> int:
         """The kind of an operand; refuse sizes other than the length of the rows."""
         kind = self.visit(node)
-        if kind == Kind.SHAPE:
+        if kind == SHAPE:
             raise NotPlain(
                 f"its forward computes with {ast.unparse(node)}, a size of its input"
             )
         return kind
 
-    def visit_Name(self, node: ast.Name) -> Kind:
+    def visit_Name(self, node: ast.Name) -> int:
         if node.id == self.itself or node.id not in self.local:
             raise NotPlain(
                 f"its forward reads {node.id}, which is neither its input nor a tensor of its own"
             )
         return self.local[node.id]
 
-    def visit_Attribute(self, node: ast.Attribute) -> Kind:
+    def visit_Attribute(self, node: ast.Attribute) -> int:
         if self._is_self(node.value):
             return self.code.read_attribute(node.attr)
         if isinstance(self._resolve(node), torch.dtype):
-            return Kind.CONSTANT
+            return CONSTANT
         if node.attr not in ("shape", "dtype", "ndim"):
-            raise NotPlain(f"its forward reads {ast.unparse(node)}")
+            raise _refusal("reads", node)
         self.visit(node.value)
-        return Kind.SHAPE if node.attr == "shape" else Kind.CONSTANT
+        if node.attr == "shape":
+            return SHAPE
+        return CONSTANT
 
-    def visit_Subscript(self, node: ast.Subscript) -> Kind:
+    def visit_Subscript(self, node: ast.Subscript) -> int:
         kind = self.visit(node.value)
         index = ast.unparse(node.slice)
-        if kind == Kind.SHAPE and index in ("-1", "-1:"):
-            return Kind.LENGTH
-        if kind == Kind.TENSOR and set(index) - set("(None.:, )"):
-            raise NotPlain(f"its forward reads {ast.unparse(node)}")
+        if kind == SHAPE and index in ("-1", "-1:"):
+            return LENGTH
+        if kind == TENSOR and set(index) - set("(None.:, )"):
+            raise _refusal("reads", node)
         return kind
 
     # Calls
 
-    def visit_Call(self, node: ast.Call) -> Kind:
+    def visit_Call(self, node: ast.Call) -> int:
         function = node.func
         text = ast.unparse(function)
         name = text.rpartition(".")[2]
@@ -291,23 +304,28 @@ class _Body(ast.NodeVisitor):
             return self._visit_number(node)
         if isinstance(function, ast.Attribute) and name in ("dim", "size"):
             self._visit_all((function.value, *arguments))
-            return _kind_of_size(node)
+            question = ast.unparse(node).rpartition(".")[2]
+            return SIZES.get(question, SHAPE)
         owner = None
         if node.args and self._is_self(node.args[0]):
             owner = type(self.code.module)  # `nn.LayerNorm.forward(self, x)`
             del arguments[0]
         self._check_function(function, text, owner)
-        read = self.visit if name in TAKE_SHAPES else self._number
+        if name in TAKE_SHAPES:
+            self._visit_all(arguments)
+            return TENSOR
         for argument in arguments:
-            read(argument)
-        return Kind.TENSOR
+            self._number(argument)
+        return TENSOR
 
-    def _visit_number(self, node: ast.Call) -> Kind:
+    def _visit_number(self, node: ast.Call) -> int:
         """The kind of ``len(x.shape)`` or ``int(number)``."""
         kind = self._visit_all(node.args)
-        if kind == Kind.TENSOR:
-            raise NotPlain(f"its forward calls {ast.unparse(node)}")
-        return Kind.CONSTANT if ast.unparse(node.func) == "len" else kind
+        if kind == TENSOR:
+            raise _refusal("calls", node)
+        if node.func.id == "len":
+            return CONSTANT
+        return kind
 
     def _check_function(
         self, function: ast.expr, text: str, owner: type | None
@@ -333,7 +351,7 @@ class _Body(ast.NodeVisitor):
         elif is_method and name in ARITHMETIC:
             self._number(function.value)
         else:
-            raise NotPlain(f"its forward calls {text}")
+            raise _refusal("calls", function)
 
     def _resolve(self, node: ast.expr):
         """Return the value of a name of the file, or of an attribute of one; None if it
@@ -349,9 +367,6 @@ class _Body(ast.NodeVisitor):
         return isinstance(node, ast.Name) and node.id == self.itself
 
 
-def _kind_of_size(call: ast.Call) -> Kind:
-    """The kind of ``x.dim()``, ``x.size(-1)`` or ``x.size()``."""
-    if call.func.attr == "dim":
-        return Kind.CONSTANT
-    is_last = ast.unparse(call).endswith(".size(-1)")
-    return Kind.LENGTH if is_last else Kind.SHAPE
+def _refusal(does: str, node: ast.AST) -> NotPlain:
+    """The refusal of a forward for what a piece of its source does."""
+    return NotPlain(f"its forward {does} {ast.unparse(node)}")

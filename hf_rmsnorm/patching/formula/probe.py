@@ -8,22 +8,17 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .refusals import Unusable
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
-MODULE_STATE = set(vars(torch.nn.Module()))  # what every module's instance holds
+MODULE_STATE = set(vars(Module()))  # what every module's instance holds
 TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 OPEN_GATE = 64.0  # there silu is the identity, sigmoid one
-# Factors of x and of the output that undo an open gate, by the kind of the gate.
-UNGATING = {
-    None: (1.0, 1.0),
-    "silu_before": (1 / OPEN_GATE, 1.0),
-    "silu_after": (1.0, 1 / OPEN_GATE),
-    "sigmoid_after": (1.0, 1.0),
-}
 
 
 class Probe:
@@ -40,17 +35,21 @@ class Probe:
         layout, dims: how rows are put to the module, and in how many dimensions.
     """
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: Module):
         self.module = _copy(module)
         self.shapes: dict[str, torch.Size] = {}
         self.head_dim: int | None = None
         for name, value in vars(self.module).items():
-            if isinstance(value, torch.Tensor) and value.dim() in (1, 2):
+            if not isinstance(value, Tensor):
+                continue
+            if value.dim() == 2:
+                self.head_dim = value.shape[1]
+            if value.dim() in (1, 2):
                 self.shapes[name] = value.shape
-                if value.dim() == 2:
-                    self.head_dim = value.shape[1]
-        parameters = module._parameters.items()
-        self.absent = tuple(name for name, value in parameters if value is None)
+        self.absent: list[str] = []
+        for name, value in module._parameters.items():
+            if value is None:
+                self.absent.append(name)
         self.gate, self.gate_required = second_input(type(module))
         self.gate_kind: str | None = None
         self.layout = "last"
@@ -59,29 +58,33 @@ class Probe:
     def set(self, **values) -> None:
         """Set tensors (as rows) or plain attributes of the copy."""
         for name, value in values.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 value = value.view(self.shapes[name])
             vars(self.module)[name] = value
 
-    def run(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+    def run(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """The output for rows; `Unusable` if that is anything but one tensor of their
         shape.
         """
         before = after = 1.0
         if gate is None and self.gate_required:
             gate = torch.full_like(x, OPEN_GATE)
-            before, after = UNGATING[self.gate_kind]
+            # what undoes it
+            if self.gate_kind == "silu_before":
+                before = 1 / OPEN_GATE
+            elif self.gate_kind == "silu_after":
+                after = 1 / OPEN_GATE
         rows = self.present(x * before)
         if gate is not None:
             gate = self.present(gate)
         y = self.call(rows, gate)
-        if not isinstance(y, torch.Tensor) or y.shape != rows.shape:
+        if not isinstance(y, Tensor) or y.shape != rows.shape:
             raise Unusable("it does not return one tensor of its input's shape")
         if self.layout == "channels_first":
             y = y.movedim(1, -1)
         return y.reshape(x.shape) * after
 
-    def call(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    def call(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """The module's own output for an input of the shape and strides that it is
         given.
         """
@@ -96,7 +99,7 @@ class Probe:
                 f"its forward fails on one input tensor: {type(error).__name__}: {line}"
             ) from error
 
-    def present(self, rows: torch.Tensor) -> torch.Tensor:
+    def present(self, rows: Tensor) -> Tensor:
         """Rows as the module takes them; each dimension but the first and the row's own
         has two.
         """
@@ -121,7 +124,8 @@ class AutocastNorms(TorchFunctionMode):
     called = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        y = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
         if func in TORCH_NORMS and y.dtype != torch.float32:
             self.called = True
             y = y.float()
@@ -140,15 +144,19 @@ def neutral_modes() -> Iterator[None]:
         yield
 
 
-def own_values(module: torch.nn.Module) -> dict[str, object]:
+def own_values(module: Module) -> dict[str, object]:
     """The module's own floating tensors, and its instance's plain values (numbers,
     words, flags, tuples of them), by their names.
     """
     values = {}
     for store in (module._parameters, module._buffers, vars(module)):
         for name, value in store.items():
-            is_tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if name not in MODULE_STATE and (is_tensor or is_plain(value)):
+            if name in MODULE_STATE:
+                continue
+            is_value = is_plain(value)
+            if isinstance(value, Tensor):
+                is_value = value.is_floating_point()
+            if is_value:
                 values[name] = value
     return values
 
@@ -160,7 +168,7 @@ def is_plain(value) -> bool:
     return isinstance(value, PLAIN_TYPES)
 
 
-def true_shape(tensor: torch.Tensor) -> torch.Size:
+def true_shape(tensor: Tensor) -> torch.Size:
     # DeepSpeed ZeRO-3 keeps it in `ds_shape`
     return getattr(tensor, "ds_shape", tensor.shape)
 
@@ -170,31 +178,31 @@ def second_input(cls: type) -> tuple[str | None, bool]:
     one that must be given or is None by default, as a gate is.
     """
     parameters = []
-    needed = []
-    for parameter in list(inspect.signature(cls.forward).parameters.values())[1:]:
+    needed = 0
+    signature = inspect.signature(cls.forward)
+    _, *arguments = signature.parameters.values()
+    for parameter in arguments:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         parameters.append(parameter)
         if parameter.default is parameter.empty:
-            needed.append(parameter)
-    if len(needed) not in (1, 2):
+            needed += 1
+    if needed not in (1, 2):
         raise Unusable(
             "its forward takes something other than one tensor, and perhaps a gate"
         )
-    if len(needed) == 2:
-        return needed[1].name, True
     for second in parameters[1:2]:
-        if second.default is None:
-            return second.name, False
+        if needed == 2 or second.default is None:
+            return second.name, needed == 2
     return None, False
 
 
-def _copy(module: torch.nn.Module) -> torch.nn.Module:
+def _copy(module: Module) -> Module:
     """A module of the same class with the same plain values, and ones for tensors."""
     copied = object.__new__(type(module))
-    torch.nn.Module.__init__(copied)
+    Module.__init__(copied)
     for name, value in own_values(module).items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             value = torch.ones(true_shape(value), dtype=torch.float32)
         vars(copied)[name] = value
     return copied

@@ -6,6 +6,8 @@ import re
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
@@ -34,7 +36,7 @@ NOT_A_NORM = Verdict()
 _known: dict[tuple, Verdict] = {}
 
 
-def recognise(module: torch.nn.Module) -> Verdict:
+def recognise(module: Module) -> Verdict:
     """Recognise one module, on any device, by its arithmetic; it is read, and neither
     run nor changed.
     """
@@ -48,12 +50,12 @@ def recognise(module: torch.nn.Module) -> Verdict:
     return _known[key]
 
 
-def class_name(module: torch.nn.Module) -> str:
+def class_name(module: Module) -> str:
     """The class's name; of a scripted module, that of the class it was made from."""
     return getattr(module, "original_name", type(module).__name__)
 
 
-def _examine(module: torch.nn.Module, is_named: bool) -> Verdict:
+def _examine(module: Module, is_named: bool) -> Verdict:
     try:
         probe = Probe(module)
         attributes = attributes_read(module)
@@ -72,12 +74,12 @@ def _examine(module: torch.nn.Module, is_named: bool) -> Verdict:
     return verdict if is_norm else NOT_A_NORM
 
 
-def _takes_root(module: torch.nn.Module) -> bool:
+def _takes_root(module: Module) -> bool:
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and not ROOTS.isdisjoint(code.co_names)
 
 
-def _refusal(module: torch.nn.Module) -> Verdict | None:
+def _refusal(module: Module) -> Verdict | None:
     """The verdict on a module that must not even be run."""
     if isinstance(module, torch.jit.ScriptModule):
         cure = "patch the model before torch.jit"
@@ -88,13 +90,13 @@ def _refusal(module: torch.nn.Module) -> Verdict | None:
     if next(module.children(), None) is not None:
         return _refusal_of_parent(module)
     for value in own_values(module).values():
-        if isinstance(value, torch.Tensor) and value.numel() > MAX_HIDDEN_SIZE:
+        if isinstance(value, Tensor) and value.numel() > MAX_HIDDEN_SIZE:
             reason = f"its hidden size {value.numel()} is above {MAX_HIDDEN_SIZE}"
             return Verdict(None, reason, NotInFamily.cure)
     return None
 
 
-def _refusal_of_parent(module: torch.nn.Module) -> Verdict:
+def _refusal_of_parent(module: Module) -> Verdict:
     # A module with parameters and children is a norm fused with something; one with
     # children alone is a block.
     in_children = any(list(child.parameters()) for child in module.children())
@@ -106,11 +108,13 @@ def _refusal_of_parent(module: torch.nn.Module) -> Verdict:
     return Verdict(None, "it has submodules", cure)
 
 
-def _signature(module: torch.nn.Module) -> tuple:
+def _signature(module: Module) -> tuple:
     """All that the verdict may depend on."""
     cls = type(module)
     parts = [cls, cls.forward, *module._parameters]
     for name, value in own_values(module).items():
-        is_tensor = isinstance(value, torch.Tensor)
-        parts += [name, true_shape(value) if is_tensor else repr(value)]
+        if isinstance(value, Tensor):
+            parts += [name, true_shape(value)]
+        else:
+            parts += [name, repr(value)]
     return tuple(parts)

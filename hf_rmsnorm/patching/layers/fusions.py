@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn import Module
 
 from ...fused.norm import fusible_recipe
 from ...fused.recipe import Recipe
@@ -105,7 +106,7 @@ def _in_words(pieces: list[str], in_one_launch: bool) -> str:
     return words + (", each in one launch" if len(pieces) > 1 else " in one launch")
 
 
-def fuse_layers(model: nn.Module) -> tuple[FusedLayer, ...]:
+def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     """Compile the forwards of a patched model again where they show what surrounds a
     norm; none is fused yet.
 
@@ -135,7 +136,7 @@ def fuse_layers(model: nn.Module) -> tuple[FusedLayer, ...]:
     return tuple(reversed(records.values()))
 
 
-def _why_no_sum(path: str, module: nn.Module, with_sums: list[str]) -> str:
+def _why_no_sum(path: str, module: Module, with_sums: list[str]) -> str:
     """`NO_SUM` of a layer that holds norms, and no part that is listed already."""
     for other in with_sums:
         if other.startswith(f"{path}."):
@@ -145,7 +146,7 @@ def _why_no_sum(path: str, module: nn.Module, with_sums: list[str]) -> str:
 
 
 def _fused(
-    module: nn.Module, find: Callable, unrounded: bool, is_layer: bool
+    module: Module, find: Callable, unrounded: bool, is_layer: bool
 ) -> tuple[Fusion | None, str]:
     """(the fusion that a module was given, why it could not be given one)."""
     norms = _norms_of(module)
@@ -168,7 +169,7 @@ def _fused(
     return fusion, ""
 
 
-def _norms_of(module: nn.Module) -> Norms:
+def _norms_of(module: Module) -> Norms:
     simple: set[str] = set()
     of_rows: set[str] = set()
     of_heads: set[str] = set()
@@ -185,7 +186,7 @@ def _norms_of(module: nn.Module) -> Norms:
     return Norms(frozenset(simple), frozenset(of_rows), frozenset(of_heads))
 
 
-def _is_of_heads(norm: nn.Module, recipe: Recipe) -> bool:
+def _is_of_heads(norm: Module, recipe: Recipe) -> bool:
     """Whether a norm has one weight for all heads, and no bias; and returns what is laid
     out like its input, as what `F.rms_norm` returns is not.
     """
@@ -197,7 +198,7 @@ def _is_of_heads(norm: nn.Module, recipe: Recipe) -> bool:
     return True
 
 
-def _repeated(model: nn.Module) -> set[nn.Module]:
+def _repeated(model: Module) -> set[Module]:
     """The modules of a model's lists, in their wrappers."""
     repeated = set()
     for row in model.modules():
@@ -208,7 +209,7 @@ def _repeated(model: nn.Module) -> set[nn.Module]:
     return repeated
 
 
-def _inner(module: nn.Module) -> nn.Module:
+def _inner(module: Module) -> Module:
     """The layer in its wrappers (FSDP, activation checkpoints, `torch.compile`): an
     only child by a private name.
     """

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from ...fused.attention import RotaryProof, rotary_proofs
 from ...reference import rotated
@@ -88,7 +89,7 @@ def _results(function: Callable, one: bool, inputs: list, cos, sin) -> Iterable:
     return results
 
 
-def _same(x: torch.Tensor, y: torch.Tensor, expected: torch.Tensor) -> bool:
+def _same(x: Tensor, y: Tensor, expected: Tensor) -> bool:
     """Whether two functions of x are equal, in bits and strides, and have the same
     gradient but for the last bits.
     """
