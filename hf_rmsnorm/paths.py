@@ -30,8 +30,12 @@ def compact_paths(paths: Sequence[str]) -> list[str]:
     """Paths that differ in their numbers written as one,
     ``model.layers.[0-31].input_layernorm``.
     """
-    rows = [tuple(path.split(".")) for path in dict.fromkeys(paths)]
-    longest = max(map(len, rows), default=0)
+    rows = []
+    longest = 0
+    for path in dict.fromkeys(paths):
+        row = tuple(path.split("."))
+        rows.append(row)
+        longest = max(longest, len(row))
     for place in reversed(range(longest)):
         rows = _joined(rows, place)
     return [".".join(row) or "(the model itself)" for row in rows]
@@ -48,21 +52,28 @@ def _joined(rows: list[tuple], place: int) -> list[tuple]:
             alike[row] = []
     joined = []
     for row, numbers in alike.items():
-        text = _ranges(sorted(numbers))
-        joined.append(tuple(text if part is None else part for part in row))
+        parts = list(row)
+        if numbers:
+            parts[place] = _ranges(sorted(numbers))
+        joined.append(tuple(parts))
     return joined
 
 
 def _ranges(numbers: list[int]) -> str:
     """One number, or ascending ones as ``[0-2,5]``."""
-    runs: list[list[int]] = []
+    texts = []
+    last = None
     for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+        if last is None or number != last + 1:
+            first = number
+            texts.append(str(number))
         else:
-            runs.append([number])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"[{','.join(texts)}]" if len(numbers) > 1 else ",".join(texts)
+            texts[-1] = f"{first}-{number}"
+        last = number
+    ranges = ",".join(texts)
+    if len(numbers) > 1:
+        return f"[{ranges}]"
+    return ranges
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -70,4 +81,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     any.
     """
     close = difflib.get_close_matches(word.lower(), known, 1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    if close:
+        return f"; did you mean {close[0]}?"
+    return ""

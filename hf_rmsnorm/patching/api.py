@@ -36,20 +36,21 @@ class Options:
 
     def applied(self, entry: Entry) -> Recipe:
         """A norm's recipe with the options of this call. Others stay as they are."""
-        recipe = entry.recipe
-        options = {}
+        named = {}
         for name, value in vars(self).items():
-            options[name] = getattr(recipe, name) if value is None else value
+            if value is not None:
+                named[name] = value
+        wanted = replace(entry.recipe, **named)
         try:
-            rounded = as_rounded_by(options["numerics"], recipe)
+            rounded = as_rounded_by(wanted.numerics, entry.recipe)
         except ValueError as error:
             what = f"numerics={self.numerics!r}: {error}, as {entry.paths[0]!r} is"
             raise ValueError(f"{what}: list it in exclude") from None
-        fuses = options["fuse_residual"]
+        fuses = wanted.fuse_residual
         plain = replace(
             rounded, fuse_residual=fuses, memory_efficient=False, input_needed=""
         )
-        if options["memory_efficient"]:
+        if wanted.memory_efficient:
             return plain.saving_memory(entry.module)
         return plain
 
@@ -246,12 +247,16 @@ def _missed_sums(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> str:
     same; "" otherwise.
     """
     missed = [layer for layer in layers if layer.reason]
+    if not missed:
+        return ""
     for entry in entries:
         recipe = entry.recipe
-        if missed and recipe and recipe.fuse_residual and not recipe.rounds_sum:
-            server = f"numerics={recipe.numerics!r} reads sums unrounded"
-            paths = ", ".join(compact_paths([layer.path for layer in missed]))
-            return f"{server}; rounded first are those of {paths}: {missed[0].reason}"
+        if recipe is None or recipe.rounds_sum or not recipe.fuse_residual:
+            continue
+        server = f"numerics={recipe.numerics!r} reads sums unrounded"
+        paths = compact_paths([layer.path for layer in missed])
+        which = ", ".join(paths)
+        return f"{server}; rounded first are those of {which}: {missed[0].reason}"
     return ""
 
 

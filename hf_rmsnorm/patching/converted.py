@@ -112,7 +112,9 @@ class Recorded:
         residual_weights = ResidualWeights(self.record, self.own)
         added = {}
         for name, inner in self.weights.data.items():
-            change = None if inner in own else residual_weights.changed_by(name)
+            if inner in own:
+                continue
+            change = residual_weights.changed_by(name)
             if change is not None:
                 added[name] = change
         return added
@@ -137,7 +139,9 @@ class Recorded:
             why_not = self.not_here() or self.in_the_way() or self.moved()
         except ValueError as error:
             why_not = str(error)
-        return why_not and STAYS + why_not
+        if why_not:
+            return f"{STAYS}{why_not}"
+        return ""
 
     def not_here(self) -> str:
         """That a parameter is not here whole; "" if all are."""
@@ -159,13 +163,17 @@ class Recorded:
         why_not = explain_violation(self.own, self.record)
         if why_not:
             return why_not
-        parameters, how = {}, {}
-        for name, (weight, how[name]) in self.added().items():
+        parameters = {}
+        residual_weights = {}
+        for name, (weight, how) in self.added().items():
             dtype = self.own[weight].dtype  # in which it writes
             parameters[name] = self.weights[name].to(dtype)
-        record = {**self.record, "residual_weights": how}
+            residual_weights[name] = how
+        record = {**self.record, "residual_weights": residual_weights}
         why_not = explain_violation(parameters, record)
-        return why_not and f"{why_not}; merge the adapter, and convert the merged model"
+        if why_not:
+            return f"{why_not}; merge the adapter, and convert the merged model"
+        return ""
 
     def in_the_way(self) -> str:
         """Why something besides the weights may give the residual stream a mean: a hook
@@ -175,7 +183,8 @@ class Recorded:
             module = self.own.module_of(name)
             hooks = {**module._forward_hooks, **module._forward_pre_hooks}
             for hook in hooks.values():
-                if not str(hook.__module__).startswith(_HARMLESS):
+                file = str(hook.__module__)
+                if not file.startswith(_HARMLESS):
                     what = f"{name.rpartition('.')[0]} has a hook"
                     return f"{what}, which may change what it writes to the residual stream"
         inside = {id(parameter) for parameter in self._with_head().parameters()}
@@ -211,15 +220,21 @@ def conversion_of(model: Module) -> Recorded | None:
         for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
             paths = {head + inner: inner for inner, _ in module.named_modules()}
             norms = matching(record["rms_norms"], paths)
-            if norms:
-                before = f"{path}." if path else ""
-                eps = {before + paths[name]: how["eps"] for name, how in norms.items()}
-                return Recorded(model, module, head, record, eps)
+            if not norms:
+                continue
+            before = ""
+            if path:
+                before = f"{path}."
+            eps = {}
+            for name, how in norms.items():
+                eps[before + paths[name]] = how["eps"]
+            return Recorded(model, module, head, record, eps)
     return None
 
 
 def _record_of(module: Module):
-    return getattr(getattr(module, "config", None), RECORD_KEY, None)
+    config = getattr(module, "config", None)
+    return getattr(config, RECORD_KEY, None)
 
 
 def follow_conversion(model: Module, entries: list) -> None:
@@ -245,10 +260,11 @@ def _as_recorded(
     if not (own.spec.centered or own.as_rms):
         return recipe, ""
     note = conversion.why_not
-    if eps != own.spec.eps:
-        note = note or (f"{STAYS}its eps is {own.spec.eps:g}, the record says {eps:g}")
+    if not note and eps != own.spec.eps:
+        note = f"{STAYS}its eps is {own.spec.eps:g}, the record says {eps:g}"
     as_rms = not note
     if as_rms and conversion.trained:
         note = TRAINED
     spec = replace(own.spec, centered=not as_rms)
-    return replace(recipe, own=replace(own, spec=spec, as_rms=as_rms)), note
+    own = replace(own, spec=spec, as_rms=as_rms)
+    return replace(recipe, own=own), note

@@ -54,22 +54,57 @@ class Piece:
 class LaunchCount(Counter):
     """Kernel name -> launches; for a model also its fused `pieces`. Printed, a short table."""
 
-    _watched: "_Watched | None" = None
+    def __init__(self, counts=()):
+        super().__init__(counts)
+        self._norms: dict[Module, str] = {}  # the patched ones of the model
+        self._noted: dict[tuple[str, str], Piece] = {}
+        self._called: set[Module] = set()
+        self._launched_before = 0
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """A record for each fused piece of the model; empty without one."""
-        return () if self._watched is None else tuple(self._watched.pieces())
+        """A record for each fused piece of the model; empty without one. Those that
+        were called, in the order of their calls; then those that were not.
+        """
+        pieces = list(self._noted.values())
+        for norm, path in self._norms.items():
+            if norm not in self._called:
+                pieces.append(Piece(path, watch.NORM, reason=NOT_CALLED))
+        return tuple(pieces)
+
+    def note(self, what: str, norms: tuple, x, reason: str) -> None:
+        """Count a call of a piece: by a kernel if one was launched since the last call."""
+        norms = [norm for norm in norms if norm in self._norms]
+        if not norms:  # of another model
+            return
+        self._called.update(norms)
+        path = self._norms[norms[0]]
+        if len(norms) > 1:
+            path = path.rpartition(".")[0]
+        piece = self._noted.setdefault((path, what), Piece(path, what))
+        launched = 0
+        for name, count in self.items():
+            if name.endswith("_forward"):
+                launched += count
+        if launched > self._launched_before:
+            piece.launched += 1
+        else:
+            piece.missed += 1
+            piece.reason = reason or _why_not_launched(norms, x)
+        self._launched_before = launched
 
     def __str__(self) -> str:
         kernels = []
         for name, count in sorted(self.items()):
             kernels.append(f"{count} {name}")
         names = ", ".join(kernels) or "none"
-        if self._watched is None:
+        if not self._norms:
             return f"kernels launched: {names}"
         pieces = self.pieces
-        fused = sum(piece.has_run and not piece.missed for piece in pieces)
+        fused = 0
+        for piece in pieces:
+            if piece.has_run and not piece.missed:
+                fused += 1
         head = f"{fused} of {len(pieces)}"
         if fused == len(pieces):
             head = f"all {fused}"
@@ -116,70 +151,40 @@ def count_launches(model: Module | None = None) -> Iterator[LaunchCount]:
     launches = LaunchCount()
     with counting_into(launches), ExitStack() as stack:
         if model is not None:
-            launches._watched = _Watched(model, launches)
-            watch.watchers.append(launches._watched.note)
-            stack.callback(watch.watchers.remove, launches._watched.note)
+            launches._norms = _patched_norms(model)
+            watch.watchers.append(launches.note)
+            stack.callback(watch.watchers.remove, launches.note)
         yield launches
 
 
-class _Watched:
-    """A model whose fused pieces are counted."""
-
-    def __init__(self, model: Module, launches: Counter):
-        check_module("count_launches", model)
-        self.launches = launches
-        self.norms: dict[Module, str] = {}
-        for path, module in model.named_modules():
-            if recipe_of(module) is not None:
-                self.norms[module] = path
-        if not self.norms:
-            what = f"no norm of this {type(model).__name__} is patched"
-            raise ValueError(f"{what}: call patch_model(model) first")
-        self.noted: dict[tuple[str, str], Piece] = {}
-        self.called: set[str] = set()
-        self._launched_before = 0
-
-    def note(self, what: str, norms: tuple, x, reason: str) -> None:
-        """Count a call of a piece: by a kernel if one was launched since the last call."""
-        norms = [norm for norm in norms if norm in self.norms]
-        if not norms:  # of another model
-            return
-        paths = [self.norms[norm] for norm in norms]
-        self.called.update(paths)
-        path = paths[0] if len(paths) == 1 else paths[0].rpartition(".")[0]
-        piece = self.noted.setdefault((path, what), Piece(path, what))
-        launched = 0
-        for name, count in self.launches.items():
-            if name.endswith("_forward"):
-                launched += count
-        if launched > self._launched_before:
-            piece.launched += 1
-        else:
-            piece.missed += 1
-            piece.reason = reason or _why_not_launched(norms, x)
-        self._launched_before = launched
-
-    def pieces(self) -> Iterator[Piece]:
-        """Those that were called, in the order of their calls; then those that were
-        not.
-        """
-        yield from self.noted.values()
-        for path in self.norms.values():
-            if path not in self.called:
-                yield Piece(path, watch.NORM, reason=NOT_CALLED)
+def _patched_norms(model: Module) -> dict[Module, str]:
+    """The patched norms of a model, and their paths."""
+    check_module("count_launches", model)
+    norms = {}
+    for path, module in model.named_modules():
+        if recipe_of(module) is not None:
+            norms[module] = path
+    if not norms:
+        what = f"no norm of this {type(model).__name__} is patched"
+        raise ValueError(f"{what}: call patch_model(model) first")
+    return norms
 
 
 def _why_not_launched(norms: list[Module], x) -> str:
     """Why no kernel was launched for a piece with these patched norms, of x."""
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
-    norm, recipe = norms[0], recipe_of(norms[0])
+    norm = norms[0]
+    recipe = recipe_of(norm)
     changed = why_not_run(norm, recipe)
     if changed is not None:
         return changed[0]
-    reason = _why_not_served(norm, recipe, x) if isinstance(x, Tensor) else ""
-    called = next(filter(None, map(why_called, norms)), "")
-    return reason or called or recipe.notes() or UNKNOWN
+    reason = ""
+    if isinstance(x, Tensor):
+        reason = _why_not_served(norm, recipe, x)
+    for norm in norms:
+        reason = reason or why_called(norm)
+    return reason or recipe.notes() or UNKNOWN
 
 
 def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
@@ -189,20 +194,25 @@ def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
     parameters = parameters_of(norm, recipe)
     if rows is None or parameters is None:
         return ""
-    gate = None if spec.gate is None else x
+    gate = None
+    if spec.gate is not None:
+        gate = x
     return why_not(spec, rows, *parameters, gate) or ""
 
 
 def _lines(what: str, group: list[Piece]) -> list[str]:
     """The lines for pieces of a kind with the same result, with their paths below."""
-    launched = sum(piece.launched for piece in group)
-    missed = sum(piece.missed for piece in group)
+    launched = 0
+    missed = 0
+    for piece in group:
+        launched += piece.launched
+        missed += piece.missed
     reason = group[0].reason
-    kind, result = "not fused", reason
-    if launched:
-        kind, result = "fused", f"launched {launched}x"
+    if not launched:
         if missed:
-            result += f"; not fused {missed}x: {reason}"
-    elif missed:
-        result += f" ({missed}x)"
-    return group_lines(kind, what, result, group)
+            reason += f" ({missed}x)"
+        return group_lines("not fused", what, reason, group)
+    result = f"launched {launched}x"
+    if missed:
+        result += f"; not fused {missed}x: {reason}"
+    return group_lines("fused", what, result, group)

@@ -27,18 +27,22 @@ def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
     own = recipe.own or recipe
     if numerics == "model":
         return own
-    is_plain = own.layout == "last" and not own.other_input
-    served = _formula(numerics, own.spec) if is_plain else None
+    served = None
+    where = ""
+    if own.layout != "last":
+        where = f" {own.notes()}"
+    elif not own.other_input:
+        served = _formula(numerics, own.spec)
     if served is None:
-        where = "" if own.layout == "last" else f" {own.notes()}"
         raise ValueError(f"{SERVERS[numerics]} has no {own.spec}{where}")
     spec, rounds_sum = served
+    # what follows may count on the order in memory of torch's own norms
+    loses_order = own.spec.functional and not spec.functional
     return replace(
         own,
         spec=spec,
         own=own,
-        # what follows may count on it
-        row_major=own.row_major or (own.spec.functional and not spec.functional),
+        row_major=own.row_major or loses_order,
         numerics=numerics,
         rounds_sum=rounds_sum,
     )
@@ -48,34 +52,35 @@ def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
     """(the formula in the server's order of rounding, whether a residual sum in front
     of it is rounded first).
     """
+    has_offset = own.weight_offset != 0.0
     if own.eps_outside or own.weight_offset not in (0.0, 1.0):
         return None
     if own.gate is not None or own.group_size is not None:
-        gated = _gated_formula(own) if numerics == "vllm" else None
-        return None if gated is None else (gated, True)
-    plain = replace(own, rounding="once", functional=False)
+        if numerics != "vllm" or own.centered or has_offset or own.has_bias:
+            return None
+        return _gated_formula(own)
+    spec = replace(own, rounding="once", functional=False)
     if own.centered or numerics == "torch":
-        unknown = own.weight_offset or (own.has_bias and not own.centered)
-        return None if unknown else (replace(plain, functional=True), True)
-    return None if own.has_bias else _server_formula(numerics, plain)
-
-
-def _server_formula(numerics: str, plain: NormSpec) -> tuple[NormSpec, bool]:
+        if has_offset or (own.has_bias and not own.centered):
+            return None
+        return replace(spec, functional=True), True
+    if own.has_bias:
+        return None
     if numerics == "sglang":
-        return plain, plain.weight_offset != 0.0
-    if plain.has_weight and not plain.weight_offset:
-        plain = replace(plain, rounding="before_weight")
-    return plain, False
+        return spec, has_offset
+    if own.has_weight and not has_offset:
+        spec = replace(spec, rounding="before_weight")
+    return spec, False
 
 
-def _gated_formula(own: NormSpec) -> NormSpec | None:
+def _gated_formula(own: NormSpec) -> tuple[NormSpec, bool] | None:
     """vLLM's `Mixer2RMSNormGated`, with the gate before the norm; else its
     `RMSNormGated` with ``norm_before_gate``.
     """
-    before = own.gate == "silu_before"
-    if own.centered or own.weight_offset or own.has_bias:
+    rounding = "once"
+    if own.gate == "silu_before":
+        if own.has_weight:
+            rounding = "before_weight"
+    elif own.group_size:
         return None
-    if own.group_size and not before:
-        return None
-    rounding = "before_weight" if before and own.has_weight else "once"
-    return replace(own, rounding=rounding, functional=False)
+    return replace(own, rounding=rounding, functional=False), True

@@ -50,7 +50,9 @@ class Entry:
 
     def leave(self, reason: str, cure: str = "") -> None:
         """Have its own forward run."""
-        self.recipe, self.reason, self.cure = None, reason, cure
+        self.recipe = None
+        self.reason = reason
+        self.cure = cure
 
 
 def make_plan(
@@ -93,15 +95,18 @@ def _globs(
     """Globs as a list; raises the errors of those that match no norm."""
     if globs is None:
         return None
-    is_list = isinstance(globs, Iterable) and not isinstance(globs, str)
-    chosen = list(globs) if is_list else [globs]
+    chosen = [globs]
+    if isinstance(globs, Iterable) and not isinstance(globs, str):
+        chosen = list(globs)
     for glob in chosen:
         if not isinstance(glob, str):
             cure = "pass a glob over module paths, or a list of them"
             raise TypeError(f"{word} is {globs!r}: {cure}")
         if not any(_matches(entry, glob) for entry in entries):
             what = f"{word}={glob!r} matches the path of no norm"
-            example = f", for example {entries[0].paths[0]!r}" if entries else ""
+            example = ""
+            if entries:
+                example = f", for example {entries[0].paths[0]!r}"
             raise ValueError(f"{what} in this {type(model).__name__}{example}")
     return chosen
 

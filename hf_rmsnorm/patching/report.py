@@ -42,7 +42,9 @@ class Swapped:
     @property
     def text(self) -> str:
         """The formula and the notes, in words."""
-        return f"{self.formula}; {self.notes}" if self.notes else str(self.formula)
+        if self.notes:
+            return f"{self.formula}; {self.notes}"
+        return str(self.formula)
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,10 @@ class PatchReport:
         and ``"devices"``.
         """
         data = {kind: list(records) for kind, records in asdict(self).items()}
-        for plain, record in zip(data["swapped"], self.swapped, strict=True):
+        for at, record in enumerate(self.swapped):
             formula = record.formula.to_dict()
-            plain["formula"] = {**formula, "text": str(record.formula)}
+            formula["text"] = str(record.formula)
+            data["swapped"][at]["formula"] = formula
         return data
 
     def to_text(self) -> str:
@@ -113,7 +116,8 @@ class PatchReport:
         lines = [self.counts]
         for (text,), records in alike(self.swapped, "text"):
             names = dict.fromkeys(record.class_name for record in records)
-            lines += group_lines("swapped", ", ".join(names), text, records)
+            name = ", ".join(names)
+            lines += group_lines("swapped", name, text, records)
         groups = alike(self.skipped, "class_name", "reason", "cure")
         for (name, reason, cure), records in groups:
             lines += group_lines("skipped", name, reason, records)
@@ -121,7 +125,9 @@ class PatchReport:
                 lines.append(f"      what to do: {cure}")
         groups = alike(self.layers, "class_name", "fused", "text")
         for (name, fused, text), records in groups:
-            kind = "fused" if fused else "not fused"
+            kind = "not fused"
+            if fused:
+                kind = "fused"
             lines += group_lines(kind, name, text, records)
         lines += self._runs_on()
         return fitted("\n".join(lines), 10)
@@ -136,11 +142,12 @@ class PatchReport:
     def _runs_on(self) -> list[str]:
         """The lines that say where the norms run."""
         lines = [f"  runs on   {text}" for text in where_norms_run(self.devices)]
-        backends = {record["backend"] for record in self.devices}
+        backends = [record["backend"] for record in self.devices]
+        names = [record["device"] for record in self.devices]
         if "triton" in backends:
             compiled = WHILE_COMPILING[settings.while_compiling]
             lines.append(f"  compiled  {compiled}")
-        elif {record["device"] for record in self.devices} == {"cpu"}:
+        elif names == ["cpu"]:
             lines[-1] += "; on an NVIDIA GPU the norms run fused"
         return lines
 
@@ -152,19 +159,22 @@ def report_on(
     model: Module, entries: list[Entry], layers: tuple[FusedLayer, ...]
 ) -> PatchReport:
     """The report of a model that was patched by this plan."""
-    swapped, skipped = [], []
+    swapped = []
+    skipped = []
     for entry in entries:
+        name = entry.class_name
+        recipe = entry.recipe
         for path in entry.paths:
-            named = path, entry.class_name
-            if entry.formula is None:
-                skipped.append(Skipped(*named, entry.reason, entry.cure))
-            else:
-                kind = entry.recipe.as_rms, entry.recipe.numerics
-                swapped.append(Swapped(*named, entry.formula, _notes(entry), *kind))
-    devices = ()
+            if recipe is None:
+                skipped.append(Skipped(path, name, entry.reason, entry.cure))
+                continue
+            notes = _notes(entry)
+            how = (recipe.as_rms, recipe.numerics)
+            swapped.append(Swapped(path, name, entry.formula, notes, *how))
+    devices = []
     if swapped:
-        devices = tuple(map(runs_on, _devices(model)))
-    return PatchReport(tuple(swapped), tuple(skipped), layers, devices)
+        devices = [runs_on(device) for device in _devices(model)]
+    return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(devices))
 
 
 def _notes(entry: Entry) -> str:
@@ -181,7 +191,8 @@ def _notes(entry: Entry) -> str:
 
 def _devices(model: Module) -> list[torch.device]:
     """The devices that hold the model, or run its offloaded modules; never meta."""
-    held, running = [], []
+    held = []
+    running = []
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         execution_device = getattr(hook, "execution_device", None)

@@ -28,13 +28,14 @@ def replaced_forward(module: Module) -> str | None:
     stored = module.__dict__.get("forward")
     if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
         stored = module.__dict__.get("_old_forward")
-    if stored is None or _cells_of(
-        types.CellType(stored), module, type(module).forward
-    ):
+    if stored is None:
         return None
-    function = getattr(stored, "__func__", stored)
-    where = getattr(function, "__module__", type(function).__module__)
-    return f"{where}.{getattr(function, '__qualname__', '?')}"
+    cell = types.CellType(stored)
+    if _cells_of(cell, module, type(module).forward):
+        return None
+    where = getattr(stored, "__module__", "?")
+    name = getattr(stored, "__qualname__", "?")
+    return f"{where}.{name}"
 
 
 def why_not_run(norm: Module, recipe: Recipe) -> tuple[str, str] | None:
@@ -48,7 +49,8 @@ def why_not_run(norm: Module, recipe: Recipe) -> tuple[str, str] | None:
         return reason, cure
     if recipe.spec_of(norm) is None:
         changed = recipe.changes(norm)
-        changed = changed or [f"{recipe.eps} is now {getattr(norm, recipe.eps)}"]
+        if not changed:
+            changed = [f"{recipe.eps} is now {getattr(norm, recipe.eps)}"]
         reason = f"it runs its own forward: {', '.join(changed)}"
         return reason, "set it back, or unpatch the model and patch it again"
     return None
@@ -79,7 +81,9 @@ def fuse(layer: Module, fusion):
             fusion.
     """
     part = layer_part(type(layer))
-    before = None if part is None else part._hf_rmsnorm_fusion
+    before = None
+    if part is not None:
+        before = part._hf_rmsnorm_fusion
     if fusion == before:
         return before
     if part is not None:
@@ -101,7 +105,8 @@ class Changes:
 
     def carry_out(self, entry) -> None:
         """Do to a norm what its `plan.Entry` says, or leave it alone with the reason."""
-        norm, recipe = entry.module, entry.recipe
+        norm = entry.module
+        recipe = entry.recipe
         if recipe is None:
             if entry.patched:
                 self._set(norm, None)
@@ -161,7 +166,9 @@ def _cells_of(stored: types.CellType, module: Module, forward) -> list[types.Cel
     module's own forward.
     """
     own = types.MethodType(forward, module)
-    cells, waiting, seen = [], [stored], set()
+    cells = []
+    waiting = [stored]
+    seen = set()
     while waiting:
         cell = waiting.pop()
         try:

@@ -28,17 +28,18 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
 
 def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
     """The numbers of dimensions that the module takes; None for any."""
-    probe = trial.probe
     if recipe.layout == "channels_first":
-        return (probe.dims,)
-    fewest = 1 if probe.head_dim is None else 2
+        return (trial.dims,)
+    fewest = 1
+    if trial.head_dim is not None:
+        fewest = 2
     every = range(fewest, MOST_DIMS + 1)
     taken = []
     dtypes = [ALL_FP32]
     if not recipe.only_float32:
         dtypes.append(ALL_BF16)
     for dims in every:
-        probe.dims = dims
+        trial.dims = dims
         rows = trial.normal(2 ** (dims - fewest), trial.size)
         try:
             agrees = trial.agrees(recipe, rows, dtypes)
@@ -60,11 +61,11 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
     """
     trial.draw_tensors()
     rows = trial.normal(8, trial.size)
-    x = trial.probe.present(rows).contiguous()
+    x = trial.present(rows).contiguous()
     if recipe.layout == "last":
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     gate = trial.gate_for(x, recipe)
-    y = trial.probe.call(x, gate)
+    y = trial.call(x, gate)
     expected = x
     if recipe.spec.functional:
         # torch's own norms give row-major rows

@@ -22,10 +22,10 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 def affine(
-    hat, y, tensors: dict[str, Tensor], tolerance: float
+    hat: Tensor, y: Tensor, tensors: dict[str, Tensor]
 ) -> tuple[str | None, str | None, float] | None:
     """(weight, bias, offset) with which ``hat * (offset + weight) + bias`` is close to
-    y: names of tensors, or None.
+    y: names of tensors, or None; all are float64.
     """
     weights = [(None, 0.0)]
     for name in tensors:
@@ -33,11 +33,12 @@ def affine(
     for weight, offset in weights:
         scaled = hat
         if weight is not None:
-            scaled = hat * (tensors[weight].double() + offset)
-        if close(scaled, y, tolerance):
-            return weight, None, offset
-        for bias, tensor in tensors.items():
-            if close(scaled + tensor.double(), y, tolerance):
+            scaled = hat * (tensors[weight] + offset)
+        for bias in [None, *tensors]:
+            shifted = scaled
+            if bias is not None:
+                shifted = scaled + tensors[bias]
+            if close(shifted, y, 2e-5):
                 return weight, bias, offset
     return None
 

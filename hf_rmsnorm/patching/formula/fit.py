@@ -41,8 +41,7 @@ class Fit(Trial):
             raise NotInFamily(str(error)) from error
 
     def _find_formula(self) -> Recipe:
-        probe = self.probe
-        if probe.head_dim is not None and self.group != probe.head_dim:
+        if self.head_dim is not None and self.group != self.head_dim:
             raise NotInFamily(
                 "it normalises over more than the last dimension, or a part of it"
             )
@@ -52,16 +51,16 @@ class Fit(Trial):
         recipe = self._find_eps(recipe)
         if gate is not None:
             recipe = with_spec(recipe, gate=gate)
-            recipe = replace(recipe, gate=probe.gate)
+            recipe = replace(recipe, gate=self.gate)
         recipe = self._find_rounding(recipe)
-        if gate is None and probe.gate is not None:
+        if gate is None and self.gate is not None:
             recipe = self._find_optional_gate(recipe)
         if recipe.gate is not None:
             takes_both = self._agrees_in(recipe, MIXED_GATES)
             recipe = replace(recipe, one_gate_dtype=not takes_both)
         recipe = self._with_settings(recipe)
         recipe = prove(self, recipe)
-        if probe.head_dim is not None:
+        if self.head_dim is not None:
             recipe = with_spec(recipe, group_size=None)
             recipe = replace(recipe, hidden_size=None)
         return recipe
@@ -70,43 +69,43 @@ class Fit(Trial):
 
     def _find_needed_gate(self) -> str | None:
         """Which gate, where one must be given; it is open in the runs until then."""
-        if not self.probe.gate_required:
+        if not self.gate_required:
             return None
         x = self.large_rows()
         gate = 3.0 * self.normal(*x.shape)
         sigmoid = torch.sigmoid(gate)
         silu = gate * sigmoid / OPEN_GATE
-        ungated = self.probe.run(x)
+        ungated = self.run(x)
         results = {
             "silu_after": ungated * silu,
             "sigmoid_after": ungated * sigmoid,
             # their product is normalised, so a constant gate changes nothing
-            "silu_before": self.probe.run(x * silu),
+            "silu_before": self.run(x * silu),
         }
-        y = self.probe.run(x, gate)
+        y = self.run(x, gate)
         for kind, result in results.items():
             if close(y, result, 1e-4):
-                self.probe.gate_kind = kind
+                self.gate_kind = kind
                 return kind
         raise NotInFamily(
-            f"its second input, {self.probe.gate!r}, is no gate that this package knows"
+            f"its second input, {self.gate!r}, is no gate that this package knows"
         )
 
     def _find_operands(self) -> Recipe:
         """The recipe but for eps and rounding."""
         x = self.large_rows()
-        y = self.probe.run(x).double()
+        y = self.run(x).double()
         tensors = {}
         for name, tensor in self.tensors.items():
             if len(tensor) == self.size:
-                tensors[name] = tensor
+                tensors[name] = tensor.double()
         group_size = None
         if self.group != self.size:
             group_size = self.group
         for centered in (False, True):
             spec = NormSpec(centered, 0.0, has_weight=False, group_size=group_size)
             hat = reference_norm(x.double(), None, None, spec)
-            operands = affine(hat, y, tensors, 2e-5)
+            operands = affine(hat, y, tensors)
             if operands is None:
                 continue
             weight, bias, offset = operands
@@ -116,7 +115,7 @@ class Fit(Trial):
                 centered, 0.0, has_weight, has_bias, offset, group_size=group_size
             )
             size = self._fixed_size(weight)
-            layout = self.probe.layout
+            layout = self.layout
             return Recipe(spec, weight, bias, hidden_size=size, layout=layout)
         raise NotInFamily("its formula is not one that this package knows")
 
@@ -126,7 +125,7 @@ class Fit(Trial):
             return self.size
         if weight is None:
             try:
-                self.probe.run(self.normal(4, self.size + 8))
+                self.run(self.normal(4, self.size + 8))
             except Unusable:
                 return self.size
         return None
@@ -136,8 +135,8 @@ class Fit(Trial):
         self.in_dtype(BF16)
         x = self.normal(4, self.size).bfloat16()
         with AutocastNorms() as norms:
-            y = self.probe.run(x)
-        functional = norms.called and not self.probe.gate_required
+            y = self.run(x)
+        functional = norms.called and not self.gate_required
         recipe = with_spec(recipe, functional=functional)
         differs = functional and y.dtype != FP32
         return replace(recipe, not_under_autocast=differs)
@@ -152,9 +151,9 @@ class Fit(Trial):
             neutral[recipe.weight] = torch.full((self.size,), one, dtype=FP32)
         if recipe.bias is not None:
             neutral[recipe.bias] = torch.zeros(self.size, dtype=FP32)
-        self.probe.set(**neutral)
+        self.set(**neutral)
         x = scale * (1.0 + self.normal(4, self.size))
-        y = self.probe.run(x)
+        y = self.run(x)
         y = y[0, : self.group].double()
         h = x[0, : self.group].double()
         if recipe.spec.centered:
@@ -173,15 +172,15 @@ class Fit(Trial):
     def _find_eps(self, recipe: Recipe) -> Recipe:
         recipe, reading = self._place_eps(recipe)
         for name in self.attributes:
-            value = getattr(self.probe.module, name, None)
+            value = getattr(self.module, name, None)
             if type(value) not in (int, float):
                 continue
             if not _reads_as(reading, value):
                 continue
             other = 2.0 * value + 1e-3
-            self.probe.set(**{name: other})
+            self.set(**{name: other})
             is_eps = _reads_as(self._read_eps(recipe), other)
-            self.probe.set(**{name: value})
+            self.set(**{name: value})
             if is_eps:
                 recipe = with_spec(recipe, eps=float(value))
                 return replace(recipe, eps=name, eps_value=value)
@@ -246,11 +245,11 @@ class Fit(Trial):
             dtypes += [*SAME_DTYPES, *MIXED_DTYPES]
         for kind in GATES:
             gated = with_spec(recipe, gate=kind)
-            gated = replace(gated, gate=self.probe.gate, gate_optional=True)
+            gated = replace(gated, gate=self.gate, gate_optional=True)
             if self._agrees_in(gated, dtypes):
                 return gated
         # a call that gives it runs the module's own forward
-        return replace(recipe, other_input=self.probe.gate)
+        return replace(recipe, other_input=self.gate)
 
     def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
         x = self.rows(1024, half=True)
@@ -262,8 +261,8 @@ class Fit(Trial):
         """The recipe with what else the forward reads of the module: plain values,
         without which it may be another.
         """
-        module = self.probe.module
-        absent = tuple(self.probe.absent)
+        module = self.module
+        absent = tuple(self.absent)
         hidden_size = recipe.hidden_size
         settings = []
         for name in self.attributes:
@@ -287,7 +286,7 @@ class Fit(Trial):
     def _is_shape(self, value) -> bool:
         if not isinstance(value, tuple):
             return False
-        sizes = (self.size, self.probe.head_dim)
+        sizes = (self.size, self.head_dim)
         return not value or value[-1] in sizes
 
 

@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, nearly, same_bits
+from .plain_code import attributes_read
 from .probe import Probe
 from .refusals import Unusable
 
@@ -35,8 +37,8 @@ ALL_FP32 = Dtypes()
 ALL_BF16 = Dtypes(torch.bfloat16, torch.bfloat16, torch.bfloat16)
 
 
-class Trial:
-    """One probed module, and the inputs and tensors that it is tried with.
+class Trial(Probe):
+    """A probed module with the inputs and tensors that it is tried with.
 
     Attributes:
         attributes: names of those that the forward reads.
@@ -46,9 +48,9 @@ class Trial:
         exact: whether results are to be equal to the last bit, or only `nearly`.
     """
 
-    def __init__(self, probe: Probe, attributes: set[str]):
-        self.probe = probe
-        self.attributes = sorted(attributes)
+    def __init__(self, module: Module):
+        super().__init__(module)
+        self.attributes = sorted(attributes_read(module))
         self.generator = torch.Generator().manual_seed(0)
         self.size = self.group = 0
         self.tensors: dict[str, Tensor] = {}
@@ -88,7 +90,7 @@ class Trial:
         """Give the module other tensors; if `uneven`, with elements that are large,
         tiny, negative or zero.
         """
-        for name, shape in self.probe.shapes.items():
+        for name, shape in self.shapes.items():
             size = shape.numel()
             tensor = 0.7 + 0.4 * self.normal(size)
             if uneven:
@@ -97,14 +99,14 @@ class Trial:
                 tensor[chance < -1.0] *= 1e-3
                 tensor[chance < -1.5] = 0.0
             self.tensors[name] = tensor
-        self.probe.set(**self.tensors)
+        self.set(**self.tensors)
 
     def in_dtype(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors in a dtype, which the module has from now on."""
         tensors = {}
         for name, tensor in self.tensors.items():
             tensors[name] = tensor.to(dtype)
-        self.probe.set(**tensors)
+        self.set(**tensors)
         return tensors
 
     def find_input(self) -> None:
@@ -114,20 +116,20 @@ class Trial:
         try:
             self._find_layout()
         except Unusable:
-            if self.probe.gate is None or self.probe.gate_required:
+            if self.gate is None or self.gate_required:
                 raise
             # a forward may need its second input though None is that input's default
-            self.probe.gate_required = True
+            self.gate_required = True
             self._find_layout()
 
     def _find_layout(self) -> None:
         layouts = [("last", 3), ("channels_first", 4), ("channels_first", 3)]
-        if self.probe.head_dim:
+        if self.head_dim:
             layouts = [("last", 4)]
         failures = []
         for layout, dims in layouts:
-            self.probe.layout = layout
-            self.probe.dims = dims
+            self.layout = layout
+            self.dims = dims
             for size in self._row_sizes():
                 self.size = size
                 try:
@@ -141,12 +143,12 @@ class Trial:
         or what attributes name.
         """
         sizes = []
-        for shape in self.probe.shapes.values():
+        for shape in self.shapes.values():
             sizes.append(shape.numel())
         if sizes:
             return sorted(set(sizes), reverse=True)
         for name in self.attributes:
-            value = getattr(self.probe.module, name, None)
+            value = getattr(self.module, name, None)
             if isinstance(value, tuple) and value:
                 value = value[-1]  # as in `normalized_shape`
             if type(value) is int and 1 < value <= MAX_HIDDEN_SIZE:
@@ -159,13 +161,13 @@ class Trial:
         """
         self.draw_tensors()
         x = self.large_rows()
-        y = self.probe.run(x)
+        y = self.run(x)
         scales = torch.tensor([[1], [2], [64], [1024]])
-        y_scaled = self.probe.run(x * scales)
+        y_scaled = self.run(x * scales)
         moved = x.clone()
         # so that the sign of a difference changes, all that a row of two may show
         moved[0, 0] = 2 * x[0, -1] - x[0, 0]
-        change = self.probe.run(moved) != y
+        change = self.run(moved) != y
         in_row = change[0]
         if not close(y_scaled, y, 1e-3) or not in_row[1:].any():
             raise Unusable("it does not normalise over the last dimension")
@@ -181,7 +183,7 @@ class Trial:
             rows = x.to(each.x)
             gate = self.gate_for(rows, recipe, each.gate)
             tensors = self.in_dtype(each.weight)
-            y = self.probe.run(rows, gate)
+            y = self.run(rows, gate)
             weight = tensors.get(recipe.weight)
             bias = tensors.get(recipe.bias)
             expected = reference_norm(rows, weight, bias, recipe.spec, gate)

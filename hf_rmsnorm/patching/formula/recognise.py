@@ -12,8 +12,7 @@ from torch.nn import Module
 from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from .fit import Fit
-from .plain_code import attributes_read
-from .probe import Probe, neutral_modes, own_values, true_shape
+from .probe import neutral_modes, own_values, true_shape
 from .refusals import NotInFamily, NotPlain, Refused
 
 # A name only makes a module worth a line in the report when it is not swapped.
@@ -57,10 +56,8 @@ def class_name(module: Module) -> str:
 
 def _examine(module: Module, is_named: bool) -> Verdict:
     try:
-        probe = Probe(module)
-        attributes = attributes_read(module)
         with neutral_modes():
-            return Verdict(Fit(probe, attributes).recipe())
+            return Verdict(Fit(module).recipe())
     except Refused as error:
         verdict = Verdict(None, str(error), error.cure)
         is_norm = is_named or isinstance(error, NotInFamily)
@@ -102,10 +99,7 @@ def _refusal_of_parent(module: Module) -> Verdict:
     in_children = any(list(child.parameters()) for child in module.children())
     if in_children and not module._parameters:
         return NOT_A_NORM
-    cure = NotInFamily.cure
-    if in_children:
-        cure = "nothing: a norm among them is listed by itself"
-    return Verdict(None, "it has submodules", cure)
+    return Verdict(None, "it has submodules", NotInFamily.cure)
 
 
 def _signature(module: Module) -> tuple:

@@ -87,7 +87,8 @@ def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
         CannotRewrite: the forward has no source that can be compiled again.
     """
     function, definition = forward_source(cls)
-    definition, itself = copy.deepcopy(definition), name_of_self(function)
+    definition = copy.deepcopy(definition)
+    itself = name_of_self(function)
     pieces = fuse_sums(definition, cls, itself, norms.simple, norms.of_rows)
     is_modulated = any("*" in piece for piece in pieces)
     keeps = unrounded and keep_summands(definition, itself)
@@ -96,14 +97,18 @@ def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
     if pieces:
         return Fusion(norms, _in_words(pieces, is_modulated), unrounded=keeps)
     pieces = fuse_qk(definition, cls, itself, norms.of_heads)
-    return Fusion(norms, _in_words(pieces, True), rotates=True) if pieces else None
+    if not pieces:
+        return None
+    return Fusion(norms, _in_words(pieces, True), rotates=True)
 
 
 def _in_words(pieces: list[str], in_one_launch: bool) -> str:
     words = ", ".join(pieces)
     if not in_one_launch:
         return words
-    return words + (", each in one launch" if len(pieces) > 1 else " in one launch")
+    if len(pieces) > 1:
+        words += ", each"
+    return f"{words} in one launch"
 
 
 def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
@@ -116,8 +121,11 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     """
     find = functools.cache(find_fusion)  # most layers of a model are alike
     modules = dict(model.named_modules())
-    recipes = filter(None, map(fusible_recipe, modules.values()))
-    unrounded = any(not recipe.rounds_sum for recipe in recipes)
+    unrounded = False
+    for module in modules.values():
+        recipe = fusible_recipe(module)
+        if recipe is not None and not recipe.rounds_sum:
+            unrounded = True
     repeated = _repeated(model)
     records: dict[str, FusedLayer] = {}
     with_sums: list[str] = []
@@ -142,7 +150,9 @@ def _why_no_sum(path: str, module: Module, with_sums: list[str]) -> str:
         if other.startswith(f"{path}."):
             return ""
     _, *parts = module.modules()
-    return NO_SUM if any(map(fusible_recipe, parts)) else ""
+    if any(map(fusible_recipe, parts)):
+        return NO_SUM
+    return ""
 
 
 def _fused(
@@ -155,7 +165,8 @@ def _fused(
     is_wrapper = _inner(module) is not module
     if is_wrapper or not (norms.of_rows or (unrounded and is_layer)):
         return None, ""
-    if other := replaced_forward(module):
+    other = replaced_forward(module)
+    if other is not None:
         return None, f"its forward was replaced on the instance by {other}"
     try:
         fusion = find(type(module), norms, unrounded)

@@ -61,11 +61,14 @@ class Modulations(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """``self.norm(x) * (1 + scale) + shift`` in any order."""
-        product, shift = node, []
+        product = node
+        shift = []
         if is_sum(node):
-            product, shift = node.left, [node.right]
+            product = node.left
+            shift = [node.right]
             if not is_product(product):
-                product, shift = node.right, [node.left]
+                product = node.right
+                shift = [node.left]
         if not is_product(product) or not all(map(self._computes, shift)):
             return self.generic_visit(node)
         for norm, factor in itertools.permutations((product.left, product.right)):
@@ -84,8 +87,8 @@ class Modulations(ast.NodeTransformer):
             if not self._computes(other):
                 return node
         if is_helper(node.func, self.cls, self.itself):
-            rows, helper = norm.args[0], copy.deepcopy(node.func)
-            node.args[0] = call(later, norm, rows, norm.func, helper)
+            helper = copy.deepcopy(node.func)
+            node.args[0] = call(later, norm, norm.args[0], norm.func, helper)
         return node
 
     def _join_block(self, body: Statements, after: Statements) -> None:
@@ -133,7 +136,9 @@ class Modulations(ast.NodeTransformer):
         joined = self.visit(copy.deepcopy(reader))
         Replace(norm, read[0]).visit(reader)
         effect = first_effect(joined)
-        return joined if is_modulated(effect) or is_later(effect) else None
+        if is_modulated(effect) or is_later(effect):
+            return joined
+        return None
 
     def _may_pass(self, norm: ast.Call, name: str, statement: ast.stmt) -> bool:
         """Whether a norm, assigned to this name, may be computed behind a statement."""
@@ -162,13 +167,13 @@ def _prepared_factors(statement: ast.AST) -> set[str]:
     """The names to which a statement assigns ``1 + scale``."""
     match statement:
         case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
-            pass
-        case ast.Assign(targets, value):
-            values = [value]
+            pairs = zip(targets, values, strict=False)
+        case ast.Assign([target], value):
+            pairs = [(target, value)]
         case _:
             return set()
     factors = set()
-    for target, value in zip(targets, values, strict=False):
+    for target, value in pairs:
         if isinstance(target, ast.Name) and _scale_in(value) is not None:
             factors.add(target.id)
     return factors
@@ -183,6 +188,6 @@ def _scale_in(factor: ast.expr) -> ast.expr | None:
             return scale
         case ast.Subscript(inner, index):
             scale = _scale_in(inner)
-            view = ast.Subscript(scale, index, ast.Load())
-            return None if scale is None else ast.copy_location(view, factor)
+            if scale is not None:
+                return ast.Subscript(scale, index, ast.Load())
     return None

@@ -35,11 +35,17 @@ def is_rotary(function: Callable | None, one: bool = False) -> bool:
     for in_part, dtypes_differ in itertools.product((False, True), repeat=2):
         case = one, in_part, dtypes_differ
         if case not in proof.ways:
-            ways = (way for way in WAYS if _rotates(function, way, *case))
-            proof.ways[case] = next(ways, None)
+            proof.ways[case] = _way(function, case)
     whole = proof.ways[one, False, False]
     part = proof.ways[one, True, False]
     return whole is not None or part is not None
+
+
+def _way(function: Callable, case: tuple[bool, bool, bool]) -> str | None:
+    for way in WAYS:
+        if _rotates(function, way, *case):
+            return way
+    return None
 
 
 def _rotates(
@@ -60,7 +66,9 @@ def _rotates(
         if (dtype != table_dtype) != dtypes_differ:
             continue
         length, head_dim = size
-        columns = head_dim // 2 if in_part else head_dim
+        columns = head_dim
+        if in_part:
+            columns = head_dim // 2
         cos = random(2, length, columns, dtype=table_dtype)
         sin = random(2, length, columns, dtype=table_dtype)
         inputs = []
@@ -71,7 +79,8 @@ def _rotates(
             with torch.enable_grad():
                 results = _results(function, one, inputs, cos, sin)
                 for x, y in zip(inputs, results, strict=True):
-                    if not _same(x, y, rotated(x, cos, sin, way=way)):
+                    expected = rotated(x, cos, sin, way=way)
+                    if not _same(x, y, expected):
                         return False
         except Exception:  # a function of something else may raise anything
             return False
@@ -93,11 +102,12 @@ def _same(x: Tensor, y: Tensor, expected: Tensor) -> bool:
     """Whether two functions of x are equal, in bits and strides, and have the same
     gradient but for the last bits.
     """
-    if (y.dtype, y.stride()) != (expected.dtype, expected.stride()):
+    if y.dtype != expected.dtype or y.stride() != expected.stride():
         return False
     if not torch.equal(y, expected):
         return False
     ones = torch.ones_like(y)
     (ours,) = torch.autograd.grad(y, x, ones)
     (theirs,) = torch.autograd.grad(expected, x, ones)
-    return bool((ours - theirs).abs().max() <= 0.05 * theirs.abs().max())
+    error = (ours - theirs).abs().max()
+    return bool(error <= 0.05 * theirs.abs().max())

@@ -61,18 +61,15 @@ def fuse_sums(
         norms: the names of the children that one launch may compute with a sum.
         rows: the names of those that one launch may compute with a modulation.
     """
-    _, *inner = filter(_is_function, ast.walk(definition))
-    if inner:  # they may read any variable
-        return []
+    for node in ast.walk(definition):
+        is_function = isinstance(node, (ast.FunctionDef, ast.Lambda))
+        if is_function and node is not definition:
+            return []  # it may read any variable
     Modulations(cls, itself, rows).visit(definition)
     exchange = _Exchange(itself, norms)
     exchange.block(definition.body, [])
     exchange.visit(definition)
     return list(dict.fromkeys(exchange.sites))
-
-
-def _is_function(node: ast.AST) -> bool:
-    return isinstance(node, (ast.FunctionDef, ast.Lambda))
 
 
 def keep_summands(definition: ast.FunctionDef, itself: str) -> bool:
@@ -130,8 +127,7 @@ class _Exchange(ast.NodeTransformer):
         if inputs and is_sum(inputs[0]):
             self._note(node, "+ ")
             both = _of_both(inputs[0], node)
-            last = ast.Subscript(both, ast.Constant(1), ast.Load())
-            return ast.copy_location(last, node)
+            return ast.Subscript(both, ast.Constant(1), ast.Load())
         if is_modulated(node) or is_later(node):
             self._note(node, "")
         return node
@@ -143,10 +139,11 @@ class _Exchange(ast.NodeTransformer):
             match body[at]:
                 case ast.Assign([ast.Name(name)], total) if is_sum(total):
                     self._behind(body, at, name, after)
-            if isinstance(body[at], ast.If):
-                rest = [*body[at + 1 :], *after]
-                self.block(body[at].body, rest)
-                self.block(body[at].orelse, rest)
+            match body[at]:
+                case ast.If(_, inside, otherwise):
+                    rest = [*body[at + 1 :], *after]
+                    self.block(inside, rest)
+                    self.block(otherwise, rest)
             at += 1
 
     def _behind(self, body: Statements, at: int, name: str, after: Statements) -> None:
@@ -160,35 +157,33 @@ class _Exchange(ast.NodeTransformer):
             return
         self._note(reader.norm, "+ ")
         normed = f"_hf_rmsnorm_normed_{len(self.sites)}"
-        use = ast.copy_location(ast.Name(normed, ast.Load()), reader.norm)
+        use = ast.Name(normed, ast.Load())
         changed = Replace(reader.norm, use).visit(following[reader.at])
         body[at + 1 + reader.at] = changed
         if is_modulated(reader.norm) and at:
-            self._take_product(body, at, [*following, *after])
+            self._take_product(body, at, following + after)
         both = _of_both(adds.value, reader.norm)
         later = [changed, *following[reader.at + 1 :], *after]
         if not only_adds_and_scales(later, reader.names):
-            both.keywords.append(ast.keyword("seen", ast.Constant(True)))
+            seen = ast.keyword("seen", ast.Constant(True))
+            both.keywords.append(seen)
         names = [*adds.targets, ast.Name(normed, ast.Store())]
-        targets = ast.Tuple(names, ast.Store())
-        adds.targets = [ast.copy_location(targets, adds)]
+        adds.targets = [ast.Tuple(names, ast.Store())]
         adds.value = both
 
     def _take_product(self, body: Statements, at: int, later: Statements) -> None:
         """Make ``h = h + gate * y`` of ``y = gate * y`` and ``h = h + y``, where
         nothing reads that y later.
         """
-        match body[at - 1], body[at].value:
+        total = body[at].value
+        match body[at - 1], total:
             case (
                 ast.Assign([ast.Name(name)], product),
                 ast.BinOp(ast.Name(left), _, ast.Name(right)),
             ) if is_product(product) and left != name == right:
-                pass
-            case _:
-                return
-        if is_dead_behind(body[at], name, later):
-            body[at].value.right = product
-            body[at - 1] = ast.copy_location(ast.Pass(), body[at - 1])
+                if is_dead_behind(body[at], name, later):
+                    total.right = product
+                    body[at - 1] = ast.Pass()
 
     def _on_both_ways(self, body: Statements, at: int, reader: _Reader) -> None:
         """Put a sum that an `if` reads first, and the norm if it comes behind that, on
@@ -207,14 +202,17 @@ class _Exchange(ast.NodeTransformer):
             tail = behind[: next_reader.at + 1]
         elif self._reader(inside, reader.names).norm is None:
             return
-        if is_plain_test(test, bound(*head)):
-            branch.body = [*copy.deepcopy(head), *inside, *copy.deepcopy(tail)]
-            branch.orelse = [*head, *tail]
-            body[at : if_at + 1 + len(tail)] = [branch]
+        if not is_plain_test(test, bound(*head)):
+            return
+        end = if_at + 1 + len(tail)
+        branch.orelse = head + tail
+        branch.body = copy.deepcopy(head) + inside + copy.deepcopy(tail)
+        body[at:end] = [branch]
 
     def _reader(self, statements: Statements, names: set[str]) -> _Reader:
         """The first statement behind a sum that is no alias and does more than compute."""
-        names, at = set(names), 0
+        names = set(names)
+        at = 0
         while at < len(statements) and self._may_pass(statements[at], names):
             names |= alias_of(statements[at], names)
             at += 1
@@ -246,13 +244,17 @@ class _Exchange(ast.NodeTransformer):
         if is_modulated(node):
             return [node.args[0], *node.args[2:]]
         rows = norm_input(node, self.itself, self.norms)
-        return None if rows is None else [rows]
+        if rows is None:
+            return None
+        return [rows]
 
     def _note(self, norm: ast.Call, before: str) -> None:
         """Note a norm in words."""
-        child, behind = norm.func, ""
+        child = norm.func
+        behind = ""
         if is_modulated(norm) or is_later(norm):
-            child, behind = norm.args[1], " * (1 + scale) + shift"
+            child = norm.args[1]
+            behind = " * (1 + scale) + shift"
         self.sites.append(f"{before}{child.attr}{behind}")
 
 
