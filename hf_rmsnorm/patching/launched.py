@@ -94,9 +94,7 @@ class LaunchCount(Counter):
         self._launched_before = launched
 
     def __str__(self) -> str:
-        kernels = []
-        for name, count in sorted(self.items()):
-            kernels.append(f"{count} {name}")
+        kernels = [f"{count} {name}" for name, count in sorted(self.items())]
         names = ", ".join(kernels) or "none"
         if not self._norms:
             return f"kernels launched: {names}"

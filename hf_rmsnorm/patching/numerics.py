@@ -53,7 +53,7 @@ def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
     of it is rounded first).
     """
     has_offset = own.weight_offset != 0.0
-    if own.eps_outside or own.weight_offset not in (0.0, 1.0):
+    if own.eps_outside:
         return None
     if own.gate is not None or own.group_size is not None:
         if numerics != "vllm" or own.centered or has_offset or own.has_bias:

@@ -191,17 +191,16 @@ def _notes(entry: Entry) -> str:
 
 def _devices(model: Module) -> list[torch.device]:
     """The devices that hold the model, or run its offloaded modules; never meta."""
-    held = []
-    running = []
+    devices = []
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         execution_device = getattr(hook, "execution_device", None)
         for parameter in module.parameters(recurse=False):
             if not parameter.is_meta:
-                held.append(parameter.device)
+                devices.append(parameter.device)
             elif execution_device is not None:
-                running.append(torch.device(execution_device))
-    return list(dict.fromkeys([*held, *running]))
+                devices.append(torch.device(execution_device))
+    return list(dict.fromkeys(devices))
 
 
 def group_lines(kind: str, name: str, text: str, records: list) -> list[str]:

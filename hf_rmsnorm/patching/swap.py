@@ -100,7 +100,10 @@ class Changes:
     """
 
     def __init__(self, model: Module):
-        self.layers = [(layer, fuse(layer, None)) for layer in model.modules()]
+        self.layers = []
+        for layer in model.modules():
+            fusion = fuse(layer, None)
+            self.layers.append((layer, fusion))
         self.norms: list[tuple[Module, Recipe | None]] = []
 
     def carry_out(self, entry) -> None:

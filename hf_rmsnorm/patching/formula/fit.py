@@ -279,8 +279,9 @@ class Fit(Trial):
             if type(value) is int:
                 # perhaps the length of its rows, or how many groups they have
                 hidden_size = self.size
+        settings = tuple(settings)
         return replace(
-            recipe, settings=tuple(settings), absent=absent, hidden_size=hidden_size
+            recipe, settings=settings, absent=absent, hidden_size=hidden_size
         )
 
     def _is_shape(self, value) -> bool:

@@ -96,9 +96,10 @@ def _refusal(module: Module) -> Verdict | None:
 def _refusal_of_parent(module: Module) -> Verdict:
     # A module with parameters and children is a norm fused with something; one with
     # children alone is a block.
-    in_children = any(list(child.parameters()) for child in module.children())
-    if in_children and not module._parameters:
-        return NOT_A_NORM
+    if not module._parameters:
+        for child in module.children():
+            if list(child.parameters()):
+                return NOT_A_NORM
     return Verdict(None, "it has submodules", NotInFamily.cure)
 
 

@@ -127,8 +127,8 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
         if recipe is not None and not recipe.rounds_sum:
             unrounded = True
     repeated = _repeated(model)
-    records: dict[str, FusedLayer] = {}
-    with_sums: list[str] = []
+    records = {}
+    with_sums = []
     for path, module in reversed(modules.items()):
         is_layer = module in repeated
         fusion, reason = _fused(module, find, unrounded, is_layer)
@@ -181,9 +181,9 @@ def _fused(
 
 
 def _norms_of(module: Module) -> Norms:
-    simple: set[str] = set()
-    of_rows: set[str] = set()
-    of_heads: set[str] = set()
+    simple = set()
+    of_rows = set()
+    of_heads = set()
     for name, norm in module.named_children():
         recipe = fusible_recipe(norm)
         if recipe is None:

@@ -55,7 +55,7 @@ class Modulations(ast.NodeTransformer):
 
     def visit_FunctionDef(self, definition: ast.FunctionDef) -> ast.FunctionDef:
         for statement in ast.walk(definition):
-            self.factors |= _prepared_factors(statement)
+            self._note_factors(statement)
         self._join_block(definition.body, [])
         return self.generic_visit(definition)
 
@@ -162,21 +162,14 @@ class Modulations(ast.NodeTransformer):
             return None
         return scale
 
-
-def _prepared_factors(statement: ast.AST) -> set[str]:
-    """The names to which a statement assigns ``1 + scale``."""
-    match statement:
-        case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
-            pairs = zip(targets, values, strict=False)
-        case ast.Assign([target], value):
-            pairs = [(target, value)]
-        case _:
-            return set()
-    factors = set()
-    for target, value in pairs:
-        if isinstance(target, ast.Name) and _scale_in(value) is not None:
-            factors.add(target.id)
-    return factors
+    def _note_factors(self, statement: ast.AST) -> None:
+        """Note the names to which a statement assigns ``1 + scale``."""
+        match statement:
+            case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)):
+                for target, value in zip(targets, values, strict=False):
+                    self._note_factors(ast.Assign([target], value))
+            case ast.Assign([ast.Name(name)], value) if _scale_in(value) is not None:
+                self.factors.add(name)
 
 
 def _scale_in(factor: ast.expr) -> ast.expr | None:

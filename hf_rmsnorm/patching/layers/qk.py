@@ -149,7 +149,9 @@ def _rotation(statement: ast.stmt) -> _Rotation | None:
     for table in tables:
         if reads(table, names):
             return None
-    return _Rotation(statement, names) if len(tables) == 2 else None
+    if len(tables) != 2:
+        return None
+    return _Rotation(statement, names)
 
 
 class _Search:
@@ -163,7 +165,9 @@ class _Search:
     def rotations(self, body: Statements) -> Iterator[_Rotation]:
         for at, statement in enumerate(body):
             is_branch = isinstance(statement, ast.If)
-            rotation = self._under(statement) if is_branch else _rotation(statement)
+            rotation = _rotation(statement)
+            if is_branch:
+                rotation = self._under(statement)
             if rotation is not None and self._are_normed(rotation, body[:at]):
                 yield rotation
             elif is_branch:
@@ -249,7 +253,7 @@ def _given_to_children_alone(definition: ast.FunctionDef, itself: str) -> set[st
     """The arguments of a forward that nothing but its children, and a question for a
     shape, gets hold of: no variable is a view of them.
     """
-    passed: set[ast.AST] = set()
+    passed = set()
     for node in ast.walk(definition):
         match node:
             case ast.Call(ast.Attribute(ast.Name(owner)), arguments) if owner == itself:
@@ -279,7 +283,8 @@ def _put_off(rotation: _Rotation) -> None:
     for branch in first.branches:
         target = ast.Name(_NORMS, ast.Store())
         branch.orelse = [ast.Assign([target], ast.Constant(None))]
-    statement, rotated = rotation.statement, rotation.call
+    statement = rotation.statement
+    rotated = rotation.call
     if rotation.branch is not None:
         unrotated = copy.deepcopy(statement)
         tensors = rotated.args[: len(norms)]

@@ -34,18 +34,16 @@ def is_rotary(function: Callable | None, one: bool = False) -> bool:
         rotary_proofs[function] = proof
     for in_part, dtypes_differ in itertools.product((False, True), repeat=2):
         case = one, in_part, dtypes_differ
-        if case not in proof.ways:
-            proof.ways[case] = _way(function, case)
+        if case in proof.ways:
+            continue
+        proof.ways[case] = None
+        for way in WAYS:
+            if _rotates(function, way, *case):
+                proof.ways[case] = way
+                break
     whole = proof.ways[one, False, False]
     part = proof.ways[one, True, False]
     return whole is not None or part is not None
-
-
-def _way(function: Callable, case: tuple[bool, bool, bool]) -> str | None:
-    for way in WAYS:
-        if _rotates(function, way, *case):
-            return way
-    return None
 
 
 def _rotates(
@@ -62,10 +60,10 @@ def _rotates(
     def random(*shape, dtype):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    for dtype, table_dtype, size in itertools.product(_DTYPES, _DTYPES, _SIZES):
+    cases = itertools.product(_DTYPES, _DTYPES, _SIZES)
+    for dtype, table_dtype, (length, head_dim) in cases:
         if (dtype != table_dtype) != dtypes_differ:
             continue
-        length, head_dim = size
         columns = head_dim
         if in_part:
             columns = head_dim // 2

@@ -105,7 +105,7 @@ def names_in(node: ast.AST) -> list[ast.Name]:
 
 def bound(*statements: ast.stmt) -> set[str]:
     """The names that statements bind."""
-    names: set[str] = set()
+    names = set()
     for statement in statements:
         for name in names_in(statement):
             if isinstance(name.ctx, ast.Store):
@@ -196,8 +196,8 @@ def only_adds_and_scales(statements: Statements, names: set[str]) -> bool:
 
 def _other_uses(statement: ast.stmt) -> set[str]:
     """The variables that are read other than as an operand, or written to in place."""
-    operands: set[ast.AST] = set()
-    written: set[str] = set()
+    operands = set()
+    written = set()
     for node in ast.walk(statement):
         match node:
             case ast.BinOp(left, _, right):

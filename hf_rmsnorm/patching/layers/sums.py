@@ -260,10 +260,11 @@ class _Exchange(ast.NodeTransformer):
 
 def _of_both(total: ast.BinOp, norm: ast.Call) -> ast.Call:
     """``(a + b, norm(a + b))`` in one call, of a norm that may be modulated."""
-    left, right = total.left, total.right
+    left = total.left
+    right = total.right
     if not is_modulated(norm):
         return call(add_and_norm, total, left, right, norm.func)
-    factors = [right, ast.Constant(None)]
+    factors = [right, None]
     if is_product(right):
         factors = [right.left, right.right]
     return call(add_and_modulate, total, left, *factors, *norm.args[1:])
