@@ -39,7 +39,7 @@ def recognise(module: Module) -> Verdict:
     """Recognise one module, on any device, by its arithmetic; it is read, and neither
     run nor changed.
     """
-    is_named = bool(NORM_NAME.search(class_name(module)))
+    is_named = _is_named(module)
     verdict = _refusal(module)
     if verdict is not None:
         return verdict if is_named else NOT_A_NORM
@@ -47,6 +47,12 @@ def recognise(module: Module) -> Verdict:
     if key not in _known:
         _known[key] = _examine(module, is_named)
     return _known[key]
+
+
+def _is_named(module: Module) -> bool:
+    """Whether its class is called a norm, or is derived from one of torch's."""
+    of_torch = torch.nn.LayerNorm, torch.nn.RMSNorm
+    return isinstance(module, of_torch) or bool(NORM_NAME.search(class_name(module)))
 
 
 def class_name(module: Module) -> str:
