@@ -7,9 +7,9 @@ and those do not move the last dimension, along which both work. A norm that has
 is called at its own place, because the hook sees its input there.
 """
 
-import types
 import weakref
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,15 +29,15 @@ class RotaryProof(NamedTuple):
             than there are; the tables have another dtype).
     """
 
-    code: types.CodeType
+    code: CodeType
     defaults: tuple | None
-    ways: dict[tuple[bool, bool, bool], str | None]
+    ways: dict
 
     def still_holds(self, function: Callable) -> bool:
         return function.__code__ is self.code and function.__defaults__ is self.defaults
 
 
-rotary_proofs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+rotary_proofs = weakref.WeakKeyDictionary()
 
 
 class Waiting(NamedTuple):
@@ -127,7 +127,7 @@ def _in_one_launch(
     _, k_weight, _, k_spec = norms.ahead[-1]
     if spec != k_spec or spec.functional or spec.has_bias:
         return None
-    if type(rotate) is not types.FunctionType:
+    if type(rotate) is not FunctionType:
         return None
     proof = rotary_proofs.get(rotate)
     if proof is None or not proof.still_holds(rotate):

@@ -6,17 +6,16 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import Module
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..formula import NormSpec
 from .recipe import operands
 from .source import CannotRewrite, guarded, wrappers
 from .subclass import derive, marked
 
-_any_global_hook = torch.nn.modules.module._has_any_global_hook
-_is_compiling = torch.compiler.is_compiling
 _CALL = Module.__call__
 
 
@@ -42,7 +41,7 @@ def operands_ahead(norm, restricted: bool = False) -> Ahead | None:
     or if it takes a second input. Unless `restricted`, it has to be called too if more
     than the shape of its input decides whether a kernel serves it.
     """
-    if _is_compiling() or not isinstance(norm, Module):
+    if is_compiling() or not isinstance(norm, Module):
         return None
     if type(norm).__call__ is not _CALL:
         return None
@@ -76,7 +75,7 @@ def why_called(norm: Module) -> str:
         return "the norm's forward is wrapped, by accelerate for example"
     if "parametrizations" in norm._modules:
         return "the norm's weight is parametrized: a call computes it"
-    if _any_global_hook():
+    if _has_any_global_hook():
         return "torch has a hook on every module"
     return ""
 

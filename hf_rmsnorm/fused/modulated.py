@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from types import CodeType
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 from torch.nn import Module
 
+from ..ops.direct import present
 from ..ops.modulated import modulated_norm, why_apart
 from .layer import operands_ahead
 from .watch import MODULATED_SUM, MODULATION, note, watchers
@@ -33,7 +34,7 @@ def later(x, norm, helper):
     for that helper.
     """
     shifts = HELPERS.get(getattr(helper, "__code__", None))
-    if shifts is None or torch.compiler.is_compiling():
+    if shifts is None or is_compiling():
         return norm(x)
     return _Later(x, norm, shifts)
 
@@ -80,7 +81,7 @@ def add_and_modulate(left, right, gate, norm, scale, shift=None, seen=False) -> 
         gate: None where the forward adds no product.
         seen: as of `sums.add_and_norm`.
     """
-    if not (seen and torch.is_grad_enabled()):
+    if not (seen and is_grad_enabled()):
         factors = right, gate
         if type(right) is type(gate) is Tensor and _size(gate) > _size(right):
             factors = gate, right
@@ -88,7 +89,9 @@ def add_and_modulate(left, right, gate, norm, scale, shift=None, seen=False) -> 
         both = _in_one_launch(MODULATED_SUM, norm, x, scale, shift, smaller, left)
         if both is not None:
             return both
-    total = left + (right if gate is None else right * gate)
+    if gate is not None:
+        right = right * gate
+    total = left + right
     return total, modulated(total, norm, scale, shift)
 
 
@@ -106,12 +109,14 @@ def _in_one_launch(
     Watchers hear of it.
     """
     one_plus = type(scale) is not OnePlusScale
-    scale = scale if one_plus else scale.value
-    both, reason = None, ""
+    if not one_plus:
+        scale = scale.value
+    both = None
     call = _call_of(norm, x, scale, shift, gate, residual)
     if call is not None:
         both = modulated_norm(*call, one_plus)
     if watchers:
+        reason = ""
         if call is not None and both is None:
             reason = why_apart(*call)
         note(piece, (norm,), x, reason)
@@ -122,9 +127,9 @@ def _call_of(norm, x, scale, shift, gate, residual) -> tuple | None:
     """The formula and the operands that `modulated_norm` takes; None where the norm has
     to be called, or is another formula of this x.
     """
-    others = [t for t in (shift, gate, residual) if t is not None]
-    if any(type(t) is not Tensor for t in (x, scale, *others)):
-        return None
+    for t in (x, scale, *present(shift, gate, residual)):
+        if type(t) is not Tensor:
+            return None
     ahead = operands_ahead(norm, restricted=True)
     if ahead is None:
         return None

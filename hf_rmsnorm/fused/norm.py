@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import Module
 
 from ..formula import NormSpec
@@ -24,8 +25,6 @@ from .recipe import Recipe, operands, parameters_of, shapes_fit
 from .subclass import derive, marked
 from .summands import summands_of
 from .watch import NORM, note, watchers
-
-_is_compiling = torch.compiler.is_compiling
 
 
 def fused_class(base: type, recipe: Recipe) -> type:
@@ -101,7 +100,8 @@ class PatchedNorm:
     def run_own(self, module: Module, args: tuple, kwargs: dict):
         """`compute_own`, which `count_launches` hears of."""
         if watchers:
-            note(NORM, (module,), next(iter((*args, *kwargs.values())), None))
+            inputs = [*args, *kwargs.values(), None]
+            note(NORM, (module,), inputs[0])
         return self.compute_own(module, args, kwargs)
 
     def compute_own(self, module: Module, args: tuple, kwargs: dict):
@@ -115,7 +115,7 @@ class PatchedNorm:
 
 def _forward_of(norm: PatchedNorm):
     def forward(self, *args, **kwargs):
-        is_compiled = _is_compiling()
+        is_compiled = is_compiling()
         if is_compiled and compiles_original():
             return norm.compute_own(self, args, kwargs)
         call = read(norm, self, args, kwargs)
@@ -207,7 +207,8 @@ def run_by_backend(norm: PatchedNorm, call: tuple):
     is to compute it.
     """
     launches, (x, weight, bias, gate, *_), keep_output = call
-    spec, recipe = launches.spec, norm.recipe
+    spec = launches.spec
+    recipe = norm.recipe
     if left_alone(x) and not recipe.replaces:
         return None
     if not recipe.suits(x, weight, bias, gate):

@@ -14,7 +14,7 @@ from torch.nn import Module
 from ..formula import NormSpec
 from ..ops import input_needed
 from ..ops.backend import autocasts_functional
-from ..ops.direct import autocast_enabled
+from ..ops.direct import autocast_enabled, present
 
 InputLayout = Literal["last", "channels_first"]
 
@@ -72,7 +72,7 @@ class Recipe:
     eps: str | None = None
     eps_value: Any = None
     hidden_size: int | None = None
-    settings: tuple[tuple[str, Any], ...] = ()
+    settings: tuple = ()
     absent: tuple[str, ...] = ()
     gate: str | None = None
     gate_optional: bool = False
@@ -163,7 +163,7 @@ class Recipe:
             return False
         if self.hidden_size is not None and x.shape[-1:] != (self.hidden_size,):
             return False
-        dtypes = {p.dtype for p in (weight, bias) if p is not None}
+        dtypes = {p.dtype for p in present(weight, bias)}
         if len(dtypes) > 1:
             return False
         # torch's own operators refuse some mixtures of dtypes: leave those to torch,
@@ -212,8 +212,7 @@ class Recipe:
         """Return this recipe under `memory_efficient`, for a module with the parameters
         that it has now.
         """
-        weight = None if self.weight is None else getattr(module, self.weight)
-        bias = None if self.bias is None else getattr(module, self.bias)
+        weight, bias = parameters_of(module, self) or (None, None)
         needed = input_needed(weight, bias, self.spec)
         return replace(self, memory_efficient=True, input_needed=needed)
 
@@ -266,6 +265,6 @@ def shapes_fit(x, weight, bias, gate, spec: NormSpec) -> bool:
         return False
     if spec.group_size is not None and x.shape[-1] % spec.group_size:
         return False
-    shapes = [p.shape for p in (weight, bias) if p is not None]
-    are_rows = all(shape == x.shape[-1:] for shape in shapes)
-    return are_rows or all(shape == x.shape[-2:] for shape in shapes)
+    parameters = present(weight, bias)
+    are_rows = all(p.shape == x.shape[-1:] for p in parameters)
+    return are_rows or all(p.shape == x.shape[-2:] for p in parameters)

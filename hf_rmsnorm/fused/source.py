@@ -14,16 +14,15 @@ import inspect
 import linecache
 import textwrap
 import threading
-import types
 from collections.abc import Callable, Mapping
+from types import CodeType
 
-import torch
+from torch.compiler import is_compiling
 
 from ..ops.backend import left_alone
 
 _FACTORY = "_hf_rmsnorm_make"
 _GUARD = "stepping_aside"
-_is_compiling = torch.compiler.is_compiling
 # Python 3.11 raises SystemError where two threads make syntax trees at once
 _syntax_trees = threading.Lock()
 
@@ -52,7 +51,7 @@ def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
 
 
 @functools.lru_cache(maxsize=1_024)  # the layers of a model are many of the same
-def definition_of(code: types.CodeType) -> ast.FunctionDef:
+def definition_of(code: CodeType) -> ast.FunctionDef:
     """Return the syntax of a function, which is everybody's: copy it to change it.
 
     Raises:
@@ -64,9 +63,8 @@ def definition_of(code: types.CodeType) -> ast.FunctionDef:
     try:
         with _syntax_trees:
             tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-        now = _compiled("".join(linecache.getlines(code.co_filename))).get(
-            (code.co_name, code.co_firstlineno)
-        )
+        lines = linecache.getlines(code.co_filename)
+        functions = _compiled("".join(lines))
     except (OSError, TypeError, SyntaxError) as error:
         raise CannotRewrite("the source of its forward is not there") from error
     definition = tree.body[0] if len(tree.body) == 1 else None
@@ -76,6 +74,7 @@ def definition_of(code: types.CodeType) -> ast.FunctionDef:
         used = getattr(node, "attr", getattr(node, "id", ""))
         if isinstance(used, str) and used.startswith("__") and not used.endswith("__"):
             raise CannotRewrite(f"its forward uses the private name {used}")
+    now = functions.get((code.co_name, code.co_firstlineno))
     if now is None or _gist(now) != _gist(code):
         raise CannotRewrite(
             "the source of its forward has changed since it was imported"
@@ -99,23 +98,23 @@ def _is_repeatable(decorator: ast.expr) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(text: str) -> dict[tuple[str, int], types.CodeType]:
+def _compiled(text: str) -> dict:
     """The functions of a module's text by name and line. The whole is compiled: its
     imports decide on some bytecode.
     """
-    found: dict[tuple[str, int], types.CodeType] = {}
+    functions = {}
     waiting = [compile(text, "", "exec", dont_inherit=True)]
     while waiting:
         for const in waiting.pop().co_consts:
-            if isinstance(const, types.CodeType):
-                found[const.co_name, const.co_firstlineno] = const
+            if isinstance(const, CodeType):
+                functions[const.co_name, const.co_firstlineno] = const
                 waiting.append(const)
-    return found
+    return functions
 
 
 def _gist(code) -> tuple:
     consts = tuple(
-        _gist(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts
+        _gist(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts
     )
     return code.co_code, code.co_names, code.co_varnames, consts
 
@@ -136,7 +135,7 @@ def guarded(
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
-        if _is_compiling() and not always:
+        if is_compiling() and not always:
             # Dynamo does not trace `base.forward` of a class that is allowed in graphs,
             # as many of diffusers' are.
             return super(owner[0], self).forward(*args, **kwargs)
@@ -199,8 +198,12 @@ def compiled_again(
     )
     tree = ast.fix_missing_locations(ast.Module([factory], []))
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    owners = [c for c in cls.__mro__ if "forward" in c.__dict__]
-    owner = next((c for c in owners if inspect.unwrap(c.forward) is function), cls)
+    owner = cls
+    for ancestor in reversed(cls.__mro__):
+        if "forward" not in ancestor.__dict__:
+            continue
+        if inspect.unwrap(ancestor.forward) is function:
+            owner = ancestor
     made: dict = {}
     try:
         with _syntax_trees:

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -17,14 +16,12 @@ from ..formula import HALF_DTYPES
 from ..ops.direct import DIRECT_TYPES, under_transform, version
 
 _HELD = "_hf_rmsnorm_summands"
-_readers: weakref.WeakSet = weakref.WeakSet()  # norms that have read an unrounded sum
-_warned: weakref.WeakSet = weakref.WeakSet()
+_readers = weakref.WeakSet()  # norms that have read an unrounded sum
+_warned = weakref.WeakSet()
 
 
 class _Summands(NamedTuple):
-    version: int | None
-    # shape, strides and offset of the sum
-    place: tuple[torch.Size, tuple[int, ...], int]
+    state: tuple  # of the sum
     left: Tensor
     right: Tensor
     returned: bool
@@ -50,12 +47,10 @@ def keep_summands(
         if before is not None and not (before.returned and again):
             delattr(storage, _HELD)
     if total.dtype in HALF_DTYPES:  # a sum in float32 is not rounded
-        parts = (t.detach().expand(total.shape) for t in (left, right))
-        setattr(
-            total.untyped_storage(),
-            _HELD,
-            _Summands(version(total), _place(total), *parts, returned),
-        )
+        left = left.detach().expand(total.shape)
+        right = right.detach().expand(total.shape)
+        summands = _Summands(_state(total), left, right, returned)
+        setattr(total.untyped_storage(), _HELD, summands)
 
 
 def summands_of(norm: Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -65,7 +60,7 @@ def summands_of(norm: Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     if x.dtype not in HALF_DTYPES or type(x) not in DIRECT_TYPES or under_transform():
         return None
     kept = vars(x.untyped_storage()).get(_HELD)
-    if kept is None or (kept.version, kept.place) != (version(x), _place(x)):
+    if kept is None or kept.state != _state(x):
         if norm in _readers and norm not in _warned:
             _warned.add(norm)
             warnings.warn(
@@ -78,5 +73,5 @@ def summands_of(norm: Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     return kept.left, kept.right
 
 
-def _place(t: Tensor) -> tuple:
-    return t.shape, t.stride(), t.storage_offset()
+def _state(t: Tensor) -> tuple:
+    return version(t), t.shape, t.stride(), t.storage_offset()

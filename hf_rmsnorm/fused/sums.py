@@ -5,8 +5,8 @@ A forward calls these functions once it was compiled again from its own source, 
 `patching.layers.sums`.
 """
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 from torch.nn import Module
 
 from ..formula import HALF_DTYPES
@@ -17,8 +17,6 @@ from .norm import recipe_of
 from .summands import keep_summands
 from .watch import SUM, note, watchers
 
-_is_compiling = torch.compiler.is_compiling
-
 
 def add_and_norm(left, right, norm, seen: bool = False):
     """(``left + right``, ``norm(left + right)``).
@@ -28,7 +26,7 @@ def add_and_norm(left, right, norm, seen: bool = False):
             where gradients are asked for: in one launch a hook on the sum would see a
             gradient without the part that comes through the norm.
     """
-    apart = seen and torch.is_grad_enabled()
+    apart = seen and is_grad_enabled()
     both = None if apart else _in_one_launch(left, right, norm)
     if watchers:
         reason = "something else reads the sum, and gradients are on" if apart else ""
@@ -58,8 +56,8 @@ def add_unrounded(left, right, module: Module, returned: bool = True):
     """
     total = left + right
     plain = type(left) is type(right) is type(total) is Tensor
-    if plain and not (_is_compiling() or under_transform()):
-        again = module.training or torch.is_grad_enabled()
+    if plain and not (is_compiling() or under_transform()):
+        again = module.training or is_grad_enabled()
         keep_summands(total, left, right, returned, again)
     elif getattr(total, "dtype", None) in HALF_DTYPES:
         raise RuntimeError(

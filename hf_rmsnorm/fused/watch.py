@@ -4,7 +4,7 @@ context nothing is told.
 
 from collections.abc import Callable
 
-import torch
+from torch.compiler import is_compiling
 
 NORM = "norm"
 SUM = "residual add + norm"
@@ -14,7 +14,6 @@ MODULATED_SUM = "residual add + norm + scale and shift"
 
 # a caller asks first whether there are any, so that others pay nothing
 watchers: list[Callable] = []
-_is_compiling = torch.compiler.is_compiling
 
 
 def note(piece: str, norms: tuple, x, reason: str = "") -> None:
@@ -27,7 +26,7 @@ def note(piece: str, norms: tuple, x, reason: str = "") -> None:
         reason: why it was not one launch, where that does not follow from the norms and
             x.
     """
-    if _is_compiling():
+    if is_compiling():
         return
     for watcher in list(watchers):
         watcher(piece, norms, x, reason)

@@ -13,12 +13,14 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id, _is_tracing
+from torch.compiler import assume_constant_result, is_compiling, is_exporting
 
 from ..formula import TORCH_RELEASE, NormSpec, promoted
 from ..kernels.failure import KernelUnavailable, failed
 from ..kernels.serves import unserved
 from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE
-from .direct import autocast_enabled
+from .direct import autocast_enabled, present
 from .launches import forget_launches
 from .settings import chosen, insists, settings
 
@@ -28,8 +30,6 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**30 - 2**15
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 
-_is_compiling = torch.compiler.is_compiling
-_is_tracing = torch._C._is_tracing
 _lists_rms_norm = TORCH_RELEASE >= (2, 12)
 # devices whose kernels cannot be loaded, (type, index), and why
 _left: dict[tuple, str] = {}
@@ -58,12 +58,14 @@ def _nvidia_refusal(index: int | None) -> str | None:
     if capability == (7, 0) and "sm_70" in torch.cuda.get_arch_list():
         # a V100: newer builds of torch leave it out
         return None
-    number = ".".join(map(str, capability))
-    served = "7.5 (T4, RTX 20) and newer, and a V100 with a torch built for sm_70"
-    return f"this GPU has compute capability {number}; the kernels serve {served}"
+    major, minor = capability
+    return (
+        f"this GPU has compute capability {major}.{minor}; the kernels serve 7.5 (T4, RTX 20) and newer, "
+        "and a V100 with a torch built for sm_70"
+    )
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def device_refusal(device_type: str, index: int | None = None) -> str | None:
     """Why Triton kernels cannot run on a device, or None where they can."""
     return _left.get((device_type, index)) or _device_refusal(device_type, index)
@@ -85,16 +87,17 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
     with _failing:
         first = device not in failed
         failed.setdefault(device, str(error))
-    if torch._C._current_graph_task_id() == -1:
+    if _current_graph_task_id() == -1:
         _leave(device)
     else:
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(_leave, device))
     if first:
-        then = "patched modules run their own forward from now on"
-        cure = "after the cure, start Python again."
-        text = f"hf_rmsnorm: {error}\nOn {device} {then}; {cure}"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(
+            f"hf_rmsnorm: {error}\nOn {device} patched modules run their own forward from now on; "
+            "after the cure, start Python again.",
+            stacklevel=2,
+        )
 
 
 def _leave(device: torch.device) -> None:
@@ -121,9 +124,11 @@ def runs_on(device: torch.device | str) -> dict[str, str]:
     """
     device = torch.device(device)
     refusal = device_refusal(device.type, device.index)
-    backend, reason = "triton", "fused Triton kernels"
+    backend = "triton"
+    reason = "fused Triton kernels"
     if refusal is not None:
-        backend, reason = "original", f"plain PyTorch ({refusal})"
+        backend = "original"
+        reason = f"plain PyTorch ({refusal})"
     elif os.environ.get("TRITON_INTERPRET") == "1":
         reason = "Triton kernels in Triton's interpreter, exact but slow"
     return {"device": str(device), "backend": backend, "reason": reason}
@@ -139,25 +144,26 @@ def where_norms_run(records: Iterable[dict[str, str]]) -> list[str]:
         devices.append(record["device"])
     sentences = []
     for reason, devices in by_reason.items():
-        sentences.append(f"{', '.join(devices)}: {reason}")
+        names = ", ".join(devices)
+        sentences.append(f"{names}: {reason}")
     return sentences
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 # asked of Dynamo itself, before torch 2.13, it is True in whatever is compiled
 def _is_exporting() -> bool:
-    return torch.compiler.is_exporting()
+    return is_exporting()
 
 
 def _is_exported() -> bool:
     """Whether a graph is made that runs elsewhere, perhaps without this package."""
-    return _is_exporting() if _is_compiling() else _is_tracing()
+    return _is_exporting() if is_compiling() else _is_tracing()
 
 
 def compiles_original() -> bool:
     """Whether a graph is being compiled that holds the model's own code."""
     return (
-        _is_compiling()
+        is_compiling()
         and settings.while_compiling == "original"
         and chosen.backend == "auto"
     )
@@ -203,8 +209,9 @@ def _why_not_operands(x, weight, bias, gate, residual) -> str | None:
         if t is None:
             continue
         if t.dtype not in KERNEL_DTYPES:
-            served = "float32, float16 and bfloat16"
-            return f"{name} is {t.dtype}; the kernels serve {served}"
+            return (
+                f"{name} is {t.dtype}; the kernels serve float32, float16 and bfloat16"
+            )
         if t.device != x.device:
             return f"{name} is on {t.device} and x on {x.device}: move one of them"
         expected = x.shape
@@ -222,7 +229,7 @@ def _why_not_operands(x, weight, bias, gate, residual) -> str | None:
 
 def _why_not_rows(spec: NormSpec, x, weight, bias, residual) -> str | None:
     """Why not so many rows, or not with a row of parameters for each head."""
-    dimensions = {p.dim() for p in (weight, bias) if p is not None}
+    dimensions = {p.dim() for p in present(weight, bias)}
     if len(dimensions) > 1:
         return "weight and bias differ in shape"
     if dimensions == {2}:
@@ -231,7 +238,7 @@ def _why_not_rows(spec: NormSpec, x, weight, bias, residual) -> str | None:
         heads = x.shape[-2]
         if not 0 < heads <= MAX_HEADS or spec.group_size is not None:
             return f"parameters of {heads} heads"
-    if _is_compiling():
+    if is_compiling():
         # it would bound a dynamic batch, and the operator asks again at run time
         return None
     columns = spec.group_size or x.shape[-1]
@@ -277,7 +284,7 @@ def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
 
 def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
     """Whether one launch norms and rotates q and k."""
-    weights = [w for w in (q_weight, k_weight) if w is not None]
+    weights = present(q_weight, k_weight)
     if unserved(spec, "queries and keys") is not None:
         return False
     if q.dtype != k.dtype or cos.dtype != sin.dtype:
@@ -287,9 +294,9 @@ def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
             return False
     if device_refusal(q.device.type, q.device.index) is not None:
         return False
-    if not (_are_heads(q, k) and _are_tables(q, cos, sin)):
-        return False
-    return _are_weights(spec, q, weights)
+    return (
+        _are_heads(q, k) and _are_tables(q, cos, sin) and _are_weights(spec, q, weights)
+    )
 
 
 def _are_weights(spec: NormSpec, q, weights: list) -> bool:

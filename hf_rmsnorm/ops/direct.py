@@ -4,17 +4,20 @@ nothing watches the operators.
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_dispatch_mode,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .settings import chosen
 
 DIRECT_TYPES = (Tensor, Parameter)
-
-_functorch_active = torch._C._are_functorch_transforms_active
-_is_tracing = torch._C._is_tracing
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_count_modes = torch._C._len_torch_dispatch_stack
 
 
 def autocast_enabled(device_type: str) -> bool:
@@ -31,19 +34,22 @@ def is_recorded() -> bool:
     """Whether a mode that records or fakes operators is active; one that merely watches
     them does not count.
     """
-    if not _count_modes():
+    if not _len_torch_dispatch_stack():
         return False
-    keys = torch._C._TorchDispatchModeKey
-    mode_of = torch._C._get_dispatch_mode
-    modes = mode_of(keys.FAKE), mode_of(keys.PROXY), mode_of(keys.FUNCTIONAL)
-    return modes != (None, None, None)
+    keys = _TorchDispatchModeKey
+    recording = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
+    return any(_get_dispatch_mode(key) is not None for key in recording)
 
 
 def under_transform() -> bool:
     """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need
     operators they can see through.
     """
-    return _functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
+    return (
+        _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _is_tracing()
+    )
 
 
 def starts_kernels(x: Tensor) -> bool:
@@ -52,7 +58,9 @@ def starts_kernels(x: Tensor) -> bool:
     """
     if chosen.backend == "reference" or is_recorded() or under_transform():
         return False
-    return not _is_wrapped(x)  # what functorch has left behind, which has no memory
+    return not is_functorch_wrapped_tensor(
+        x
+    )  # what functorch has left behind, which has no memory
 
 
 def any_requires_grad(tensors: tuple) -> bool:
@@ -62,6 +70,11 @@ def any_requires_grad(tensors: tuple) -> bool:
         if t.requires_grad:
             return True
     return False
+
+
+def present(*tensors: Tensor | None) -> list:
+    """The tensors that are there."""
+    return [t for t in tensors if t is not None]
 
 
 def row_major(*tensors: Tensor | None) -> list:

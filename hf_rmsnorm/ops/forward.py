@@ -6,6 +6,7 @@ import torch
 
 from ..formula import NormSpec
 from .backend import why_not
+from .direct import present
 from .from_output import serves_as_input
 from .gradients import norm_gradients
 from .launches import Launches
@@ -27,7 +28,9 @@ class NormFunction(torch.autograd.Function):
         kept = x if h is None else h
         strides = launch.strides
         if keep_output and serves_as_input(y, kept, launches.spec):
-            kept, strides, mean = y, y.stride(), None
+            kept = y
+            strides = y.stride()
+            mean = None
         saved = kept, weight, bias, gate, rstd, mean
         if factor is None:
             ctx.save_for_backward(*saved)
@@ -47,8 +50,10 @@ class NormFunction(torch.autograd.Function):
         needed = ctx.needs_input_grad
         _, need_x, *of_norm, need_shift, need_factor, need_residual = needed
         kept = ctx.saved_tensors  # once: a checkpoint gives them once
-        saved, factors = kept[:6], kept[6:]
-        dx, dparameters = dh, (None, None, None)
+        saved = kept[:6]
+        factors = kept[6:]
+        dx = dh
+        dparameters = None, None, None
         if dy is not None:
             need = need_x or need_factor or need_residual, *of_norm
             dx, *dparameters = norm_gradients(ctx.kept, saved, dy, dh, need)
@@ -82,8 +87,8 @@ def forward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bo
     if spec.group_size is not None or why_not_launched(spec, operands) is not None:
         return None
     x, weight, bias, gate, _, _, residual = operands
-    for parameter in (weight, bias):
-        if parameter is not None and not parameter.is_contiguous():
+    for parameter in present(weight, bias):
+        if not parameter.is_contiguous():
             return None  # `fused_norm` copies them
     total = x
     if residual is not None and residual.element_size() > x.element_size():
@@ -108,14 +113,14 @@ def why_not_launched(spec: NormSpec, operands: tuple) -> str | None:
 
 def _why_not_modulated(x, weight, bias, gate, shift, factor, residual) -> str | None:
     others = weight, bias, gate, shift, factor, residual
-    dtypes = {t.dtype for t in others if t is not None} - {x.dtype}
+    dtypes = {t.dtype for t in present(*others)} - {x.dtype}
     if dtypes:
         return f"x is {x.dtype}, and what is computed with it {dtypes.pop()}"
     if weight is not None and weight.dim() != 1:
         return "its weight is one of heads"
     if residual is not None and not (x.is_contiguous() and residual.is_contiguous()):
         return "a summand has gaps"
-    strides = {t.stride() for t in (gate, shift, factor) if t is not None}
+    strides = {t.stride() for t in present(gate, shift, factor)}
     if len(strides) > 1 or gate.stride(-1) != 1:
         return "scale, shift and gate lie differently in memory, or have gaps"
     return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formula import NormSpec
 from ..kernels.serves import unserved
-from .direct import DIRECT_TYPES
+from .direct import DIRECT_TYPES, present
 
 LEAST_SCALE = 1e-3  # of the largest
 SMALLEST_SCALE = 2.0**-14  # below it float16 keeps fewer bits of y than of xhat
@@ -35,11 +35,12 @@ def input_needed(weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> 
         return "" if bias is None else "it has a bias alone"
     if bias is not None and bias.shape[-1] > MOST_COLUMNS_WITH_BIAS:
         return f"it has a bias and more than {MOST_COLUMNS_WITH_BIAS:,} columns"
-    parameters = [weight] if bias is None else [weight, bias]
-    if not all(_has_values(t) for t in parameters):
-        return ""
+    for t in present(weight, bias):
+        if not _has_values(t):
+            return ""
     scale = (weight.detach().float() + spec.weight_offset).abs()
-    least, largest = scale.min().item(), scale.max().item()
+    least = scale.min().item()
+    largest = scale.max().item()
     if not least >= max(LEAST_SCALE * largest, SMALLEST_SCALE):
         # so too where one is NaN
         return f"a weight is below {LEAST_SCALE:g} of the largest"

@@ -8,29 +8,28 @@ from functools import partial
 from operator import is_
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.compiler import is_compiling
 
 from ..formula import NormSpec
 from ..kernels.rows import by_row, heads_of
 from ..reference import input_of_output, reference_backward
 from .backend import why_not
-from .direct import is_recorded, row_major, under_transform
+from .direct import is_recorded, present, row_major, under_transform
 from .launches import Launches
 from .launching import OnCopies, by_kernel, require_unchanged
 from .loading import kernels
-
-_is_compiling = torch.compiler.is_compiling
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def seen_through(*gradients: Tensor | None) -> bool:
     """Whether what runs this backward needs operators it can see through: a compiler,
     another differentiation, functorch, vmap, a mode.
     """
-    if _is_compiling() or torch.is_grad_enabled():
+    if is_compiling() or is_grad_enabled():
         return True
     for gradient in gradients:
-        if gradient is not None and _is_batched(gradient):
+        if gradient is not None and is_legacy_batchedtensor(gradient):
             return True
     return under_transform() or is_recorded()
 
@@ -39,8 +38,9 @@ def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -
     """The gradients of ``formula(*inputs)``, a tuple; differentiable where gradients
     are on, as for `create_graph`.
     """
-    create_graph = torch.is_grad_enabled()
-    operands, leaves = [], []
+    create_graph = is_grad_enabled()
+    operands = []
+    leaves = []
     with torch.enable_grad():
         for t, needed in zip(inputs, need, strict=True):
             if t is not None and create_graph:
@@ -119,7 +119,7 @@ def _as_read(strides: tuple, operands: tuple) -> tuple:
     dy, x, weight, bias, gate, dh, rstd, mean = operands
     shape = dy.shape
     of_stats = (math.prod(shape[:-1]),)
-    dimensions = [p.dim() for p in (weight, bias) if p is not None]
+    dimensions = [p.dim() for p in present(weight, bias)]
     of_parameter = shape[-max(dimensions, default=1) :]
     expected = {
         "x": (x, shape),
@@ -145,7 +145,7 @@ def by_formula(launches: Launches, operands, dy, dh, need):
     x, weight, bias, gate = operands
     spec = launches.spec
     is_modulated = gate is not None and spec.gate is None
-    if torch.is_grad_enabled() or is_modulated:
+    if is_grad_enabled() or is_modulated:
 
         def formula(*operands):
             return (launches.in_plain_torch(*operands),)
@@ -161,7 +161,7 @@ def by_formula(launches: Launches, operands, dy, dh, need):
 
 def _input_of(spec: NormSpec, operands: list, rstd: Tensor) -> Tensor:
     """The input of a norm whose output is saved in its place."""
-    if not _is_compiling() and torch.is_grad_enabled():
+    if not is_compiling() and is_grad_enabled():
         raise RuntimeError(
             "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
             "instead: call patch_model(model, memory_efficient=False) first"

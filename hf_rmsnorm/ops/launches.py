@@ -15,7 +15,6 @@ from ..reference import reference_norm
 from .direct import DIRECT_TYPES
 
 MISSING = object()
-_ABSENT = (None,)
 _HIP = torch.version.hip is not None
 _all: weakref.WeakSet = weakref.WeakSet()
 
@@ -101,7 +100,7 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
     pointers = 0
     for t in operands:
         if t is None:
-            key += _ABSENT
+            key += (None,)
             continue
         if type(t) not in DIRECT_TYPES:
             return None

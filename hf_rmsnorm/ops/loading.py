@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from types import SimpleNamespace
 
-import torch
+from torch.compiler import assume_constant_result
 
 from ..kernels.failure import unavailable
 
@@ -30,7 +30,7 @@ def kernels() -> SimpleNamespace:
     )
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def load_sharding_rules() -> bool:
     """Register how DTensors are split, once one can exist."""
     if "torch.distributed.tensor" in sys.modules:

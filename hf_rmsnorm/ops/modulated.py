@@ -31,10 +31,13 @@ def modulated_norm(
     operands = _broadcast(*operands)
     if operands is None:
         return None
-    launches = launches_of(spec, "modulate_after" if one_plus else "multiply_after")
+    modulation = "modulate_after" if one_plus else "multiply_after"
+    launches = launches_of(spec, modulation)
     made = run(launches, operands)
-    has_sum = operands[-1] is not None
-    return made if made is None or has_sum else (None, made)
+    residual = operands[-1]
+    if made is None or residual is not None:
+        return made
+    return None, made
 
 
 def why_apart(spec: NormSpec, operands: tuple) -> str:

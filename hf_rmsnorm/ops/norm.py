@@ -9,7 +9,8 @@ an operator that it can see.
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from ..formula import NormSpec, Rounding
 from ..reference import in_groups, reference_norm
@@ -21,8 +22,6 @@ from .launching import by_kernel
 from .loading import load_sharding_rules
 from .operators import norm_forward_op, spec_args
 
-_is_compiling = torch.compiler.is_compiling
-_is_grad_enabled = torch.is_grad_enabled
 # a fifth of the question for a device
 _autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -50,7 +49,7 @@ def run(launches: Launches, operands: tuple, keep_output: bool = False):
         operands = _autocast(spec, operands)
         if operands is None:
             return None
-    if _is_grad_enabled() and any_requires_grad(operands):
+    if is_grad_enabled() and any_requires_grad(operands):
         x, _, _, _, _, factor, residual = operands
         if residual is not None and not any_requires_grad((x, factor, residual)):
             # In one launch the sum would ask for gradients too.
@@ -76,8 +75,10 @@ def _autocast(spec: NormSpec, operands: tuple) -> tuple | None:
         x = x.float()
     elif torch.float32 not in (x.dtype, residual.dtype):
         return None
-    weight = None if weight is None else weight.float()
-    bias = None if bias is None else bias.float()
+    if weight is not None:
+        weight = weight.float()
+    if bias is not None:
+        bias = bias.float()
     return x, weight, bias, *others, residual
 
 
@@ -109,7 +110,7 @@ def fused_norm(
         backend = resolve_backend(x, weight, bias, spec, gate)
     if spec.functional:
         x, weight, bias, _ = _autocast(spec, (x, weight, bias, None))
-    is_compiled = _is_compiling()
+    is_compiled = is_compiling()
     if backend != "triton" or (not is_compiled and under_transform()):
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
@@ -122,7 +123,7 @@ def fused_norm(
         if y is not None:
             return y
     load_sharding_rules()
-    stats = _is_grad_enabled() and any_requires_grad((x, weight, bias, gate))
+    stats = is_grad_enabled() and any_requires_grad((x, weight, bias, gate))
     return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
 
 
@@ -161,7 +162,8 @@ def rms_norm(
         tensor([ 1.0954, -0.3651,  1.4606, -0.7303])
     """
     if weight is None:
-        weight_offset, rounding = 0.0, "once"
+        weight_offset = 0.0
+        rounding = "once"
     return _compute(x, weight, bias, eps, weight_offset, rounding)
 
 
@@ -195,10 +197,12 @@ def _compute(
     if not isinstance(eps, (int, float)):
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
     _check(x, weight, bias)
-    has_weight, has_bias = weight is not None, bias is not None
-    fields = functional, float(eps), has_weight, has_bias
-    fields = *fields, weight_offset, rounding, functional
-    if _is_compiling():
+    centered = functional
+    has_weight = weight is not None
+    has_bias = bias is not None
+    of_parameters = has_weight, has_bias, weight_offset, rounding
+    fields = centered, float(eps), *of_parameters, functional
+    if is_compiling():
         return fused_norm(x, weight, bias, NormSpec(*fields))
     launches = _launches(*fields)
     y = run(launches, (x, weight, bias, None, None, None, None))
@@ -213,7 +217,7 @@ def _launches(*fields) -> Launches:
 
 
 def _check(x, weight, bias) -> None:
-    _check_floating("x", x, ", for example x.float()")
+    _check_floating("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(
             f"x has shape {tuple(x.shape)}: the last dimension must hold at least one element"
@@ -232,12 +236,10 @@ def _check(x, weight, bias) -> None:
             )
 
 
-def _check_floating(name: str, t, cure: str = "") -> None:
+def _check_floating(name: str, t) -> None:
     if not isinstance(t, Tensor):
-        raise TypeError(
-            f"{name} is {type(t).__name__}: pass a floating-point tensor{cure}"
-        )
+        raise TypeError(f"{name} is {type(t).__name__}: pass a floating-point tensor")
     if not t.is_floating_point():
         raise TypeError(
-            f"{name} is a tensor of {t.dtype}: pass a floating-point tensor{cure}"
+            f"{name} is a tensor of {t.dtype}: pass a floating-point tensor, for example {name}.float()"
         )

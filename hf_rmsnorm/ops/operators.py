@@ -5,7 +5,9 @@ see of the kernels.
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
+from torch.library import Library, register_autograd, register_fake
 
 from ..formula import NormSpec
 from ..kernels.rows import as_numbered, by_row, heads_of
@@ -24,10 +26,10 @@ _SPEC = (
     "bool eps_outside, str gating"
 )
 _X = "Tensor x, Tensor? weight, Tensor? bias, Tensor? gate"
-_library = torch.library.Library("hf_rmsnorm", "DEF")
+_library = Library("hf_rmsnorm", "DEF")
 _library.define(f"norm_forward({_X}, {_SPEC}, bool stats) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"norm_backward(Tensor dy, {_X}, Tensor? dh, Tensor rstd, Tensor mean, {_SPEC}, bool[] need)"
+    f"norm_backward(Tensor dy, {_X}, Tensor rstd, Tensor mean, {_SPEC}, bool[] need)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 norm_forward_op = torch.ops.hf_rmsnorm.norm_forward.default
@@ -91,7 +93,7 @@ def _forward(x, weight, bias, gate, *arguments):
     return y, *_or_empty(x, rstd, mean)
 
 
-def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
+def _backward(dy, x, weight, bias, gate, rstd, mean, *arguments):
     *formula, need = arguments
     spec = spec_from(*formula)
     weight, bias = row_major(weight, bias)
@@ -99,15 +101,13 @@ def _backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
     rstd = as_numbered(rstd, x, spec, heads)
     mean = as_numbered(mean, x, spec, heads) if spec.centered else None
     kind = "backward", x.stride(), tuple(need), False
-    operands = dy, x, weight, bias, gate, dh, rstd, mean
+    operands = dy, x, weight, bias, gate, None, rstd, mean
     grads = by_kernel(launches_of(spec), kind, operands, backward_launch)
     if grads is None:
-        plain = reference_backward(dy, x, weight, bias, spec, need, gate)
-        dx, dweight, dbias, dgate = plain
-        if dx is not None and dh is not None:
-            dx = dh + dx
-        dx, dgate = _laid_out(dx, x, spec), _laid_out(dgate, x, spec)
-        grads = dx, dweight, dbias, dgate
+        dx, *others, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
+        dx = _laid_out(dx, x, spec)
+        dgate = _laid_out(dgate, x, spec)
+        grads = dx, *others, dgate
     return tuple(_or_empty(x, *grads))
 
 
@@ -128,7 +128,7 @@ def _fake_forward(x, weight, bias, gate, *arguments):
     return y, *_or_empty(x, rstd, mean)
 
 
-def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
+def _fake_backward(dy, x, weight, bias, gate, rstd, mean, *arguments):
     *formula, (need_x, need_weight, need_bias, need_gate) = arguments
     spec = spec_from(*formula)
     dx = _empty_output(x, spec, x.dtype) if need_x else None
@@ -138,16 +138,15 @@ def _fake_backward(dy, x, weight, bias, gate, dh, rstd, mean, *arguments):
     return tuple(_or_empty(x, dx, dweight, dbias, dgate))
 
 
-for _name, _implementation, _fake in (
-    ("norm_forward", _forward, _fake_forward),
-    ("norm_backward", _backward, _fake_backward),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hf_rmsnorm::{_name}", _fake, lib=_library)
+_library.impl("norm_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("norm_backward", _backward, "CompositeExplicitAutograd")
+register_fake("hf_rmsnorm::norm_forward", _fake_forward, lib=_library)
+register_fake("hf_rmsnorm::norm_backward", _fake_backward, lib=_library)
 
 
 def _keep(ctx, inputs, output) -> None:
-    operands, ctx.formula = inputs[:4], inputs[4:-1]
+    operands = inputs[:4]
+    ctx.formula = inputs[4:-1]
     ctx.save_for_backward(*operands, *output[1:])
 
 
@@ -155,9 +154,8 @@ def _gradients(ctx, dy, *_):
     """Those of the operator, in compiled code and of tensors that are not plain."""
     *operands, rstd, mean = ctx.saved_tensors
     need = ctx.needs_input_grad[:4]
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        arguments = dy, *operands, None, rstd, mean, *ctx.formula, list(need)
-        made = norm_backward_op(*arguments)
+    if is_compiling() or not is_grad_enabled():
+        made = norm_backward_op(dy, *operands, rstd, mean, *ctx.formula, list(need))
         grads = []
         for gradient, needed in zip(made, need, strict=True):
             grads.append(gradient if needed else None)
@@ -167,6 +165,6 @@ def _gradients(ctx, dy, *_):
     return *grads, *[None] * (len(ctx.formula) + 1)
 
 
-torch.library.register_autograd(
+register_autograd(
     "hf_rmsnorm::norm_forward", _gradients, setup_context=_keep, lib=_library
 )

@@ -5,6 +5,7 @@ them.
 from operator import is_
 
 import torch
+from torch import is_grad_enabled
 
 from ..reference import reference_qk_norm
 from .backend import serves_qk
@@ -80,8 +81,7 @@ def _as_read(operands: tuple) -> tuple:
         if t.stride(-1) != 1:
             rows[at] = t.contiguous()
     q_weight, k_weight, rstd = row_major(q_weight, k_weight, rstd)
-    is_addressed = cos.stride(-1) == 1 and cos.stride() == sin.stride()
-    if not is_addressed:
+    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = row_major(cos, sin)
     return *rows, q_weight, k_weight, cos, sin, rstd
 
@@ -106,7 +106,7 @@ def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
     q, *_, cos, sin = operands
     if not starts_kernels(q):
         return None
-    graded = torch.is_grad_enabled() and any_requires_grad(operands)
+    graded = is_grad_enabled() and any_requires_grad(operands)
     if graded and any_requires_grad((cos, sin)):
         return None
     kind = "queries and keys", graded, way

@@ -5,7 +5,7 @@ calls of one thread.
 import threading
 from dataclasses import dataclass
 
-import torch
+from torch._C import _current_graph_task_id
 
 CHOICES = {"while_compiling": ("original", "operator")}
 BACKENDS = ("auto", "triton", "reference")
@@ -63,7 +63,7 @@ def insists() -> bool:
     """Whether the kernels are insisted on. A backward may run in a thread of autograd's
     own, so there any thread's.
     """
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = _current_graph_task_id() != -1
     return bool(_insisting) if in_backward else chosen.backend == "triton"
 
 

@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
+from .direct import present
+
 _operators = torch.ops.hf_rmsnorm
 
 
@@ -23,7 +25,7 @@ def _ways(x, *parameters) -> list[tuple]:
     each way to place rows.
     """
     whole = Replicate()
-    dimensions = {p.ndim for p in parameters if p is not None}
+    dimensions = {p.ndim for p in present(*parameters)}
     per_head = 2 in dimensions
     of_rows = x.ndim - 1
     if per_head:
@@ -68,7 +70,7 @@ def norm_forward(x, weight, bias, gate, centered, *others):
 
 
 @register_sharding(_operators.norm_backward.default)
-def norm_backward(dy, x, weight, bias, gate, dh, *others):
+def norm_backward(dy, x, weight, bias, gate, *others):
     _, _, centered, *_, need = others
     need_x, need_weight, need_bias, need_gate = need
     no_placements = [None] * (len(others) - 2)
@@ -86,7 +88,6 @@ def norm_backward(dy, x, weight, bias, gate, dh, *others):
             _if(weight, of_parameters),
             _if(bias, of_parameters),
             _if(gate, rows),
-            _if(dh, rows),
             rows,
             _made(centered, rows),
         ]

@@ -3,7 +3,7 @@ own reads the rounded sum.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from ..formula import NormSpec
 from ..reference import reference_norm
@@ -27,7 +27,7 @@ class _NormOfSummands(torch.autograd.Function):
     def backward(ctx, dy):
         total, left, right, weight, bias, rstd, mean = ctx.saved_tensors
         h = left.float() + right.float()
-        if torch.is_grad_enabled():  # create_graph, for which it is one of the sum
+        if is_grad_enabled():  # create_graph, for which it is one of the sum
             h = total + (h - total).detach()
         saved = h, weight, bias, None, rstd, mean
         need = *ctx.needs_input_grad[:3], False
@@ -53,7 +53,7 @@ def norm_of_summands(total, left, right, weight, bias, spec: NormSpec) -> Tensor
         (..., hidden_size) in ``spec.output_dtype``.
     """
     weight, bias = row_major(weight, bias)
-    if torch.is_grad_enabled() and any_requires_grad((total, weight, bias)):
+    if is_grad_enabled() and any_requires_grad((total, weight, bias)):
         return _NormOfSummands.apply(total, weight, bias, left, right, spec)
     return _computed(total, left, right, weight, bias, spec, False)[0]
 

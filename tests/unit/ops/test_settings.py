@@ -37,7 +37,7 @@ def test_a_setting_is_one_of_its_choices(restored):
 def test_compiled_code_holds_the_modules_own_arithmetic(
     compiling, restored, monkeypatch
 ):
-    monkeypatch.setattr(backend, "_is_compiling", lambda: compiling)
+    monkeypatch.setattr(backend, "is_compiling", lambda: compiling)
     served = "triton" if backend.device_refusal("cpu") is None else "original"
     assert resolve_backend(X, W, None, SPEC) == ("original" if compiling else served)
     settings.while_compiling = "operator"
