@@ -61,7 +61,9 @@ def waiting(*norms) -> Waiting | None:
 
 def norm_now(norms: Waiting | None, norm, rows):
     """``norm(rows)``; the rows, where the norms wait for the rotation."""
-    return norm(rows) if norms is None else rows
+    if norms is None:
+        return norm(rows)
+    return rows
 
 
 def norm_and_rotate(

@@ -56,7 +56,9 @@ def operands_ahead(norm, restricted: bool = False) -> Ahead | None:
     if why_called(norm):
         return None
     held = operands(norm, recipe)
-    return None if held is None else Ahead(patched, *held)
+    if held is None:
+        return None
+    return Ahead(patched, *held)
 
 
 def why_called(norm: Module) -> str:
@@ -98,14 +100,14 @@ def fused_layer_class(base: type, fusion) -> type:
 @cache
 def _made(base: type, own: Callable, fusion) -> type:
     marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
-    always = fusion.unrounded
     owner: list[type] = []
-    forward = guarded(fusion.rewrite(base), base, owner, always)
+    forward = guarded(fusion.rewrite(base), base, owner, fusion.unrounded)
     cls = derive(base, forward, marks, fused_layer_class, fusion)
     owner.append(cls)
     if wrappers(cls.forward) != wrappers(own):
-        what = "something has wrapped its forward that its source does not show"
-        raise CannotRewrite(what)
+        raise CannotRewrite(
+            "something has wrapped its forward that its source does not show"
+        )
     return cls
 
 

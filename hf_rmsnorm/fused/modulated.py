@@ -6,7 +6,6 @@ A forward calls these functions once it was compiled again from its own source, 
 """
 
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import NamedTuple
 
 from torch import Tensor, is_grad_enabled
@@ -26,7 +25,7 @@ class OnePlusScale(NamedTuple):
 
 
 # Code of a function that only scales a norm's result -> whether it shifts it too.
-HELPERS: dict[CodeType, bool] = {}
+HELPERS = {}
 
 
 def later(x, norm, helper):
@@ -70,7 +69,9 @@ def modulated(x, norm, scale, shift=None):
         return both[1]
     one_plus = scale.value if type(scale) is OnePlusScale else 1 + scale
     y = norm(x) * one_plus
-    return y if shift is None else y + shift
+    if shift is None:
+        return y
+    return y + shift
 
 
 def add_and_modulate(left, right, gate, norm, scale, shift=None, seen=False) -> tuple:
@@ -137,7 +138,9 @@ def _call_of(norm, x, scale, shift, gate, residual) -> tuple | None:
     recipe = patched.recipe
     if residual is not None and not recipe.rounds_sum:
         return None
-    if not recipe.fits(x, weight, bias) or recipe.rows_of(x) is not x:
+    if not recipe.fits(x, weight, bias):
+        return None
+    if recipe.rows_of(x) is not x:
         return None
     if recipe.row_major and residual is None:
         # as the norm's result is, whatever the strides of x

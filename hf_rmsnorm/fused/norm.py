@@ -130,7 +130,9 @@ def _forward_of(norm: PatchedNorm):
             return norm.run_own(self, args, kwargs)
         if watchers:
             note(NORM, (self,), call[1][0])
-        return y if norm.is_usual else lay_out(norm, call, y)
+        if norm.is_usual:
+            return y
+        return lay_out(norm, call, y)
 
     forward.__doc__ = norm.forward.__doc__
     forward.__signature__ = norm.signature
@@ -228,7 +230,9 @@ def lay_out(norm: PatchedNorm, call: tuple, y: Tensor) -> Tensor:
         y = y.to(x.dtype)
     if norm.recipe.layout == "channels_first":
         y = y.movedim(-1, 1)
-    return y.contiguous() if norm.recipe.row_major else y
+    if norm.recipe.row_major:
+        return y.contiguous()
+    return y
 
 
 @lru_cache(1_024)
@@ -254,7 +258,9 @@ def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict
             "to call it in another way"
         )
     y = fused_norm(x, *parameters, "reference", gate)
-    return y.contiguous() if recipe.row_major else y
+    if recipe.row_major:
+        return y.contiguous()
+    return y
 
 
 def _inputs(norm: PatchedNorm, args: tuple, kwargs: dict) -> tuple:
@@ -277,7 +283,9 @@ def fused_part(cls: type) -> type | None:
 def recipe_of(module: Module) -> Recipe | None:
     """The recipe of a patched module; None for a module that is not patched."""
     norm = getattr(type(module), "_hf_rmsnorm_norm", None)
-    return None if norm is None else norm.recipe
+    if norm is None:
+        return None
+    return norm.recipe
 
 
 def fusible_recipe(module: Module) -> Recipe | None:

@@ -113,7 +113,9 @@ class Recipe:
         changed = []
         for name, value in self.settings:  # asked by every call
             now = getattr(module, name, "gone")
-            if now is not value and (type(now) is not type(value) or now != value):
+            if now is value:
+                continue
+            if type(now) is not type(value) or now != value:
                 changed.append(f"{name} is now {now}")
         for name in self.absent:
             if module._parameters.get(name) is not None:

@@ -31,7 +31,7 @@ class CannotRewrite(Exception):
     """Why a forward cannot be compiled again from its source."""
 
 
-def forward_source(cls: type) -> tuple[Callable, ast.FunctionDef]:
+def forward_source(cls: type) -> tuple:
     """(the innermost function behind `cls.forward`, its definition, which is
     everybody's: copy it to change it).
 
@@ -91,10 +91,12 @@ def _is_repeatable(decorator: ast.expr) -> bool:
         keywords = [keyword.value for keyword in decorator.keywords]
         arguments = decorator.args + keywords
         decorator = decorator.func
+    for argument in arguments:
+        if not isinstance(argument, ast.Constant):
+            return False
     while isinstance(decorator, ast.Attribute):
         decorator = decorator.value
-    are_constant = all(isinstance(argument, ast.Constant) for argument in arguments)
-    return isinstance(decorator, ast.Name) and are_constant
+    return isinstance(decorator, ast.Name)
 
 
 @functools.lru_cache(maxsize=8)
@@ -113,9 +115,12 @@ def _compiled(text: str) -> dict:
 
 
 def _gist(code) -> tuple:
-    consts = tuple(
-        _gist(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts
-    )
+    consts = []
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            consts.append(_gist(const))
+        else:
+            consts.append(repr(const))
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
@@ -204,7 +209,7 @@ def compiled_again(
             continue
         if inspect.unwrap(ancestor.forward) is function:
             owner = ancestor
-    made: dict = {}
+    made = {}
     try:
         with _syntax_trees:
             code = compile(tree, function.__code__.co_filename, "exec", flags)

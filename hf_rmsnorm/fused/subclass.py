@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def derive(
-    base: type, forward: Callable, marks: dict, make: Callable[..., type], argument
+    base: type, forward: Callable, marks: dict, make: Callable, argument
 ) -> type:
     """A subclass of base with base's name and module, that pickles.
 
@@ -38,7 +38,7 @@ def derive(
     return cls
 
 
-def _new(make: Callable[..., type], base: type, argument):
+def _new(make: Callable, base: type, argument):
     cls = make(base, argument)
     return cls.__new__(cls)
 

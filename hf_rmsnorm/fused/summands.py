@@ -53,7 +53,7 @@ def keep_summands(
         setattr(total.untyped_storage(), _HELD, summands)
 
 
-def summands_of(norm: Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def summands_of(norm: Module, x: Tensor) -> tuple | None:
     """The summands of x; None if none were kept, with one warning if they were kept
     before.
     """

@@ -36,8 +36,8 @@ def add_and_norm(left, right, norm, seen: bool = False):
     recipe = recipe_of(norm)
     if recipe is not None and not recipe.rounds_sum:
         total = add_unrounded(left, right, norm, returned=False)
-        return total, norm(total)
-    total = left + right
+    else:
+        total = left + right
     return total, norm(total)
 
 

@@ -45,7 +45,9 @@ def _device_refusal(device_type: str, index: int | None) -> str | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     if device_type == "cuda":
-        return _nvidia_refusal(index) if torch.version.hip is None else None
+        if torch.version.hip is None:
+            return _nvidia_refusal(index)
+        return None
     if device_type == "xpu":
         return None
     return f"Triton has no backend for {device_type}"
@@ -114,7 +116,7 @@ def left_alone(x: Tensor) -> bool:
     return device_refusal(device.type, device.index) is not None
 
 
-def runs_on(device: torch.device | str) -> dict[str, str]:
+def runs_on(device: torch.device | str) -> dict:
     """What computes patched norms on a device by default. Reports, the callback and
     every command print this.
 
@@ -134,11 +136,11 @@ def runs_on(device: torch.device | str) -> dict[str, str]:
     return {"device": str(device), "backend": backend, "reason": reason}
 
 
-def where_norms_run(records: Iterable[dict[str, str]]) -> list[str]:
+def where_norms_run(records: Iterable[dict]) -> list[str]:
     """A sentence for all devices of `runs_on` records where the same computes the
     norms.
     """
-    by_reason: dict[str, list[str]] = {}
+    by_reason = {}
     for record in records:
         devices = by_reason.setdefault(record["reason"], [])
         devices.append(record["device"])
@@ -157,7 +159,9 @@ def _is_exporting() -> bool:
 
 def _is_exported() -> bool:
     """Whether a graph is made that runs elsewhere, perhaps without this package."""
-    return _is_exporting() if is_compiling() else _is_tracing()
+    if is_compiling():
+        return _is_exporting()
+    return _is_tracing()
 
 
 def compiles_original() -> bool:

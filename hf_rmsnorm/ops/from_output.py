@@ -32,7 +32,9 @@ def input_needed(weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> 
     if refusal is not None:
         return refusal
     if weight is None:
-        return "" if bias is None else "it has a bias alone"
+        if bias is None:
+            return ""
+        return "it has a bias alone"
     if bias is not None and bias.shape[-1] > MOST_COLUMNS_WITH_BIAS:
         return f"it has a bias and more than {MOST_COLUMNS_WITH_BIAS:,} columns"
     for t in present(weight, bias):

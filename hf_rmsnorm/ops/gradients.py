@@ -60,7 +60,7 @@ def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -
     return [next(of_leaves) if needed else None for needed in need]
 
 
-def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple[bool, ...]):
+def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple):
     """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs.
 
     Args:
@@ -112,7 +112,9 @@ def backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: b
     make = kernels().NormBackward
     launch = make(spec, read, aligned, need, from_output, launches.modulation)
     as_they_are = all(map(is_, read, operands))
-    return launch if as_they_are else OnCopies(launch, lay_out)
+    if as_they_are:
+        return launch
+    return OnCopies(launch, lay_out)
 
 
 def _as_read(strides: tuple, operands: tuple) -> tuple:
@@ -132,8 +134,7 @@ def _as_read(strides: tuple, operands: tuple) -> tuple:
     }
     require_unchanged(dy.device, expected)
     if x.stride() != strides:
-        empty = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
-        x = empty.copy_(x)
+        x = x.new_empty_strided(shape, strides).copy_(x)
     weight, bias, rstd, mean = row_major(weight, bias, rstd, mean)
     return dy, x, weight, bias, gate, dh, rstd, mean
 

@@ -42,13 +42,13 @@ class Launches:
     def __init__(
         self,
         spec: NormSpec,
-        suits: Callable[..., bool] | None = None,
+        suits: Callable | None = None,
         modulation: str = "modulate_after",
     ):
         self.spec = spec
         self.modulation = modulation
         self.suits = suits
-        self.kept: dict[tuple, object] = {}
+        self.kept = {}
         _all.add(self)
 
     def in_plain_torch(self, x, weight, bias, gate) -> Tensor:

@@ -53,7 +53,7 @@ class OnCopies:
     """
 
     inner: object
-    lay_out: Callable[[tuple], tuple]
+    lay_out: Callable
 
     def launch(self, *operands):
         return self.inner.launch(*self.lay_out(operands))

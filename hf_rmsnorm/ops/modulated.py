@@ -2,17 +2,13 @@
 sum before, in one launch.
 """
 
-from torch import Tensor
-
 from ..formula import NormSpec
 from .forward import why_not_launched
 from .launches import launches_of
 from .norm import run
 
 
-def modulated_norm(
-    spec: NormSpec, operands: tuple, one_plus: bool = True
-) -> tuple[Tensor | None, Tensor] | None:
+def modulated_norm(spec: NormSpec, operands: tuple, one_plus: bool = True):
     """(h, ``norm(h) * (1 + scale) + shift``) of ``h = residual + factor * x``, bit for
     bit; None if not in one launch.
 

@@ -61,7 +61,9 @@ def run(launches: Launches, operands: tuple, keep_output: bool = False):
     if made is None:
         return None
     y, _, _, h = made
-    return y if h is None else (h, y)
+    if h is None:
+        return y
+    return h, y
 
 
 def _autocast(spec: NormSpec, operands: tuple) -> tuple | None:

@@ -113,7 +113,9 @@ def _backward(dy, x, weight, bias, gate, rstd, mean, *arguments):
 
 def _laid_out(t: Tensor | None, x, spec: NormSpec) -> Tensor | None:
     """t in the strides of an output."""
-    return None if t is None else _empty_output(x, spec, t.dtype).copy_(t)
+    if t is None:
+        return None
+    return _empty_output(x, spec, t.dtype).copy_(t)
 
 
 def _fake_forward(x, weight, bias, gate, *arguments):

@@ -56,7 +56,9 @@ def _backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: 
     make = kernels().QKBackward
     launch = make(launches.spec, read, aligned, need, way)
     as_they_are = all(map(is_, read, operands))
-    return launch if as_they_are else OnCopies(launch, _as_read)
+    if as_they_are:
+        return launch
+    return OnCopies(launch, _as_read)
 
 
 def _as_read(operands: tuple) -> tuple:
@@ -112,7 +114,9 @@ def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
     kind = "queries and keys", graded, way
     apply = _QKFunction.apply if graded else None
     made = by_kernel(launches, kind, operands, _forward_launch, apply, way)
-    return None if made is None else made[:2]
+    if made is None:
+        return None
+    return made[:2]
 
 
 def _forward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bool):

@@ -56,7 +56,7 @@ class _Chosen(threading.local):
 
 chosen = _Chosen()
 # an entry for each `use_backend("triton")` that is entered, in whatever thread
-_insisting: list = []
+_insisting = []
 
 
 def insists() -> bool:
@@ -64,7 +64,9 @@ def insists() -> bool:
     own, so there any thread's.
     """
     in_backward = _current_graph_task_id() != -1
-    return bool(_insisting) if in_backward else chosen.backend == "triton"
+    if in_backward:
+        return bool(_insisting)
+    return chosen.backend == "triton"
 
 
 class use_backend:

@@ -40,12 +40,16 @@ def _ways(x, *parameters) -> list[tuple]:
 
 def _if(operand, placement):
     """The placement of an operand that may be absent."""
-    return None if operand is None else placement
+    if operand is None:
+        return None
+    return placement
 
 
 def _made(wanted, placement):
     """The placement of an output; one that is not wanted is an empty tensor."""
-    return placement if wanted else Replicate()
+    if wanted:
+        return placement
+    return Replicate()
 
 
 @register_sharding(_operators.norm_forward.default)
