@@ -190,8 +190,10 @@ def _formula_of(
         return _changed(spec, gate=None) if recipe.gate_optional else None
     if norm.mixes and weight is not None and x.dtype != weight.dtype:
         # multiplied in the weight's dtype, and rounded to x's behind that
-        is_coarser = torch.finfo(weight.dtype).eps > torch.finfo(x.dtype).eps
-        return _changed(spec, rounding="weight_dtype" if is_coarser else "once")
+        eps = torch.finfo(x.dtype).eps
+        is_coarser = torch.finfo(weight.dtype).eps > eps
+        rounding = "weight_dtype" if is_coarser else "once"
+        return _changed(spec, rounding=rounding)
     return spec
 
 
@@ -270,7 +272,9 @@ def _inputs(norm: PatchedNorm, args: tuple, kwargs: dict) -> tuple:
     is_whole = len(by_name) == len(args) + len(kwargs)
     if not is_whole or not by_name.keys() <= set(norm.names):
         return None, None
-    return by_name.get(norm.names[0]), by_name.get(norm.recipe.gate)
+    x = by_name.get(norm.names[0])
+    gate = by_name.get(norm.recipe.gate)
+    return x, gate
 
 
 def fused_part(cls: type) -> type | None:

@@ -291,7 +291,9 @@ def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
     weights = present(q_weight, k_weight)
     if unserved(spec, "queries and keys") is not None:
         return False
-    if q.dtype != k.dtype or cos.dtype != sin.dtype:
+    if q.dtype != k.dtype:
+        return False
+    if cos.dtype != sin.dtype:
         return False
     for t in (q, k, *weights, cos, sin):
         if t.device != q.device or t.dtype not in KERNEL_DTYPES:
@@ -307,7 +309,9 @@ def _are_weights(spec: NormSpec, q, weights: list) -> bool:
     if len(weights) != 2 * spec.has_weight:
         return False
     for weight in weights:
-        if weight.shape != q.shape[3:] or not weight.is_contiguous():
+        if weight.shape != q.shape[3:]:
+            return False
+        if not weight.is_contiguous():
             return False
         if weight.dtype != weights[0].dtype:
             return False
@@ -330,7 +334,9 @@ def _are_heads(q, k) -> bool:
 
 def _are_tables(q, cos, sin) -> bool:
     """Whether cos and sin are (batch or 1, length, columns) in one layout."""
-    if cos.shape != sin.shape or cos.stride() != sin.stride():
+    if cos.shape != sin.shape:
+        return False
+    if cos.stride() != sin.stride():
         return False
     if cos.dim() != 3 or cos.stride(2) != 1:
         return False

@@ -65,6 +65,8 @@ def serves_as_input(y: Tensor, x: Tensor, spec: NormSpec) -> bool:
     """Whether the backward can read y in the place of x: the same dtype, rows in the
     same order, and no short ones.
     """
-    if y.dtype != x.dtype or y.shape[-1] < LEAST_COLUMNS:
+    if y.dtype != x.dtype:
+        return False
+    if y.shape[-1] < LEAST_COLUMNS:
         return False
     return spec.functional or y.stride() == x.stride()
