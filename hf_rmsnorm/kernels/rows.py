@@ -79,7 +79,8 @@ def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress
         return None
     sizes, steps = [], []  # of the levels, the outermost first
     for d in order or range(len(shape) - 1):
-        size, step = shape[d], strides[d]
+        size = shape[d]
+        step = strides[d]
         if size == 1:
             continue
         if steps and steps[-1] == size * step:
@@ -148,7 +149,8 @@ def allocator(x: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
     """``allocate(x)``, which makes an empty tensor with the dtype and strides of `like`
     on x's device.
     """
-    dtype, strides = like.dtype, like.stride()
+    dtype = like.dtype
+    strides = like.stride()
     if x.dtype == dtype and without_data(x).stride() == strides:
         # Without options, which take as long again as a dictionary look-up.
         return torch.empty_like
