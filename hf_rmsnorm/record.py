@@ -111,14 +111,16 @@ def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> s
     """
     version = record.get("version")
     if version != VERSION:
-        what = f"the record has version {version!r}"
-        raise ValueError(f"{what}, this package reads version {VERSION}")
+        raise ValueError(
+            f"the record has version {version!r}, this package reads version {VERSION}"
+        )
     recorded = record["residual_weights"]
     present = Counter([*tensors, *map(_pattern, tensors)])
     for name, how in recorded.items():
         if present[name] < how.get("count", 1):
-            where = "under the name that it was converted by"
-            return f"{name}: not all of it is here {where}"
+            return (
+                f"{name}: not all of it is here under the name that it was converted by"
+            )
     for name, how in matching(recorded, tensors).items():
         tensor = tensors[name]
         if is_centred(tensor, **how):
@@ -226,8 +228,9 @@ class ResidualWeights:
         weight = f"{home}.weight"
         lora = _LORA.fullmatch(path, len(home))
         if lora is None or weight not in self.how:
-            what = f"{name} changes {touched[0]}"
-            raise ValueError(f"{what} in a way that can give it a mean")
+            raise ValueError(
+                f"{name} changes {touched[0]} in a way that can give it a mean"
+            )
         if "A" in lora.groups():
             return None
         return weight, {**self.how[weight], "axis": 0}

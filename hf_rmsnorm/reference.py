@@ -65,7 +65,8 @@ def _functional_norm(x, weight, bias, spec: NormSpec) -> Tensor:
     """
     if spec.weight_offset:
         weight = weight + spec.weight_offset
-    shape, rounds_once = x.shape[-1:], spec.rounding == "once"
+    shape = x.shape[-1:]
+    rounds_once = spec.rounding == "once"
     inner_weight, inner_bias = (weight, bias) if rounds_once else (None, None)
     if spec.centered:
         y = F.layer_norm(x, shape, inner_weight, inner_bias, spec.eps)
@@ -153,7 +154,8 @@ def reference_backward(
     compute = compute_dtype(x.dtype)
     h, square, _ = _normalised(x, spec, gate, compute)
     rstd = _rstd(square, spec)
-    xhat, g = h * rstd, dy.to(compute)
+    xhat = h * rstd
+    g = dy.to(compute)
     hat_dtype = spec.hat_dtype(x.dtype, None if weight is None else weight.dtype)
     rounded = xhat.to(hat_dtype).to(compute)
     scale = 1.0 if weight is None else _scale(weight, spec).to(compute)
@@ -250,7 +252,8 @@ def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: str = "") -> Tensor:
         inner = "" if way == "joined" else way
         turned = rotated(y[..., :columns], cos, sin, inner)
         return torch.cat((turned, y[..., columns:]), dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     if way != "once":
         return y * cos + _rotate_half(y) * sin
     wide = y.to(compute_dtype(y.dtype))

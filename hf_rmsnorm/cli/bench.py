@@ -49,8 +49,10 @@ def run(args) -> Result:
     dtype = DTYPES.get(args.dtype, "auto")
     model = models.load_model(source, dtype, device)
     if model.main_input_name != "input_ids":
-        what = f"{source.name} takes {model.main_input_name} and not a text"
-        raise CliError(f"{what}: time patch_model from Python")
+        raise CliError(
+            f"{source.name} takes {model.main_input_name} and not a text: time "
+            "patch_model from Python"
+        )
     tokenizer = models.load_tokenizer(source)
     length = min(args.length, max_positions(model.config))
     ids = models.tokens(model, tokenizer, models.help_texts(), length)

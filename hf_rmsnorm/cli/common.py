@@ -89,8 +89,10 @@ def pick_device(name: str | None):
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         # a word that torch does not know, a device that it does not find
-        cure = "pass cpu, cuda or cuda:1, or leave --device out"
-        raise CliError(f"there is no device {name!r} here: {cure}") from error
+        raise CliError(
+            f"there is no device {name!r} here: pass cpu, cuda or cuda:1, or leave "
+            "--device out"
+        ) from error
 
 
 def interpret_on_cpu(device) -> None:

@@ -104,8 +104,7 @@ def read_tensors(file: Path) -> dict:
     try:
         inputs = load_file(file)
     except Exception as error:  # of safetensors or of the system
-        what = f"cannot read {file}: {one_line(error, 200)}"
-        raise CliError(f"{what}; {cure}") from error
+        raise CliError(f"cannot read {file}: {one_line(error, 200)}; {cure}") from error
     if not inputs:
         raise CliError(f"{file} holds no tensors: {cure}")
     return inputs

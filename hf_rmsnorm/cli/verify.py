@@ -51,7 +51,8 @@ def run(args) -> Result:
 
     where = runs_on(device)
     passed = True
-    records, texts = [], []
+    records = []
+    texts = []
     for dtype in _dtypes(args):
         report, said = _verify(args, source, dtype, device)
         passed = passed and report.passed
@@ -141,6 +142,8 @@ def _told_of(conversion) -> str:
             "LayerNorm, which gives other results"
         )
     if conversion.why_not:
-        what = "converted, but each norm that the conversion recorded"
-        return f"{what} {conversion.why_not}"
+        return (
+            "converted, but each norm that the conversion recorded "
+            f"{conversion.why_not}"
+        )
     return f"converted: {count} of its LayerNorms run as RMSNorm, with the same results"

@@ -69,11 +69,12 @@ class Written:
         return {**asdict(self), "dst": str(self.dst)}
 
     def __str__(self) -> str:
-        size = f"{self.bytes / 1e6:,.1f} MB"
-        lines = [f"{self.dst}: {self.tensors} tensors, {size}"]
+        lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
         if self.resumed:
-            there = f"{self.resumed} of {len(self.shards)} shards"
-            lines.append(f"{there} were there from an earlier run")
+            lines.append(
+                f"{self.resumed} of {len(self.shards)} shards were there from an "
+                "earlier run"
+            )
         if self.unused:
             names = ", ".join(self.unused)
             lines.append(f"tensors that the result does not need: {names}")
@@ -161,10 +162,11 @@ def _note_on_dtypes(source: Checkpoint) -> str:
         return ""
     stored = " and ".join(sorted(narrow))
     wide = str(source.dtype).removeprefix("torch.")
-    what = f"config.json says {wide} and tensors are stored in {stored}"
-    written = f"those that are changed are written in {wide}"
-    cure = f"to keep {stored}, set dtype to it in the source's config.json first"
-    return f"{what}: {written}; {cure}"
+    return (
+        f"config.json says {wide} and tensors are stored in {stored}: those that are "
+        f"changed are written in {wide}; to keep {stored}, set dtype to it in the "
+        "source's config.json first"
+    )
 
 
 def convert_checkpoint(
@@ -204,8 +206,10 @@ def convert_checkpoint(
     """
     how = ConversionOptions(**options)
     if planned is not None and not isinstance(planned, PlannedConversion):
-        what = f"planned is of type {type(planned).__name__}"
-        raise ConversionRefused(f"{what}: pass what plan_conversion returned")
+        raise ConversionRefused(
+            f"planned is of type {type(planned).__name__}: pass what plan_conversion "
+            "returned"
+        )
     if planned is not None and how.is_native:
         raise ConversionRefused("planned says how to convert: leave out target")
     where = source_of(src)
@@ -248,7 +252,9 @@ def _check_before_writing(
     """Refuse a source that could not be verified after the writing."""
     if planned.missing:
         # a new random value for it would differ between source and result
-        cure = "add what is missing, or pass verify=False"
-        raise ConversionError(f"{folder}: has no {and_more(planned.missing)}: {cure}")
+        raise ConversionError(
+            f"{folder}: has no {and_more(planned.missing)}: add what is missing, or "
+            "pass verify=False"
+        )
     if options.inputs is None:
         check_tokenizer(folder, options)

@@ -72,8 +72,9 @@ def destination(source: Source, dst: str | os.PathLike) -> Path:
     dst = Path(os.path.abspath(dst))
     inside = Path(os.path.realpath(dst.parent))
     if source.is_local and inside.is_relative_to(os.path.realpath(source.where)):
-        what = "lies inside of the source, which is only read"
-        raise ConversionError(f"{dst}: {what}: choose another DST")
+        raise ConversionError(
+            f"{dst}: lies inside of the source, which is only read: choose another DST"
+        )
     is_unfinished = os.path.lexists(f"{dst}.converting")
     if os.path.lexists(dst) and not is_unfinished:
         raise exists_already(dst)
@@ -81,14 +82,17 @@ def destination(source: Source, dst: str | os.PathLike) -> Path:
     if not home.is_dir():
         raise ConversionError(f"{dst}: {home} is no folder: choose another DST")
     if not os.access(home, os.W_OK | os.X_OK):
-        what = "is read-only, or gives no permission to write"
-        raise ConversionError(f"{dst}: {home} {what}: choose another DST")
+        raise ConversionError(
+            f"{dst}: {home} is read-only, or gives no permission to write: choose "
+            "another DST"
+        )
     return dst
 
 
 def exists_already(dst: Path) -> ConversionError:
-    cure = "choose another DST, or move it away"
-    return ConversionError(f"{dst}: exists already: {cure}")
+    return ConversionError(
+        f"{dst}: exists already: choose another DST, or move it away"
+    )
 
 
 def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -120,13 +124,16 @@ def config_of_folder(folder: Path, files: list[str]) -> dict:
     if "adapter_config.json" in files:
         raise ConversionError(f"{folder}: holds an adapter: {MERGE}")
     if CONFIG not in files:
-        cure = "pass the folder that save_pretrained wrote"
-        raise ConversionError(f"{folder}: no {CONFIG}: {cure}")
+        raise ConversionError(
+            f"{folder}: no {CONFIG}: pass the folder that save_pretrained wrote"
+        )
     config = read_json(folder / CONFIG)
     for part in (config, *config.values()):
         if isinstance(part, dict) and part.get("quantization_config"):
-            cure = "convert the unquantised model, then quantise that"
-            raise ConversionRefused(f"{folder / CONFIG}: quantised: {cure}")
+            raise ConversionRefused(
+                f"{folder / CONFIG}: quantised: convert the unquantised model, then "
+                "quantise that"
+            )
     return config
 
 
@@ -134,17 +141,20 @@ def main_file(folder: Path, files: list[str], allow_pickle: bool) -> str | None:
     """The file of the weights, or of their index; None if there are no weights."""
     for main in MODEL_FILES:
         if main in PICKLES and main in files and not allow_pickle:
-            cure = "save the model as safetensors, or pass allow_pickle=True"
-            raise ConversionError(f"{folder}: the weights are pickles: {cure}")
+            raise ConversionError(
+                f"{folder}: the weights are pickles: save the model as safetensors, or "
+                "pass allow_pickle=True"
+            )
         if main in files:
             return main
     here = [name for name in files if not os.path.dirname(name)]
     for name in here:
         if not name.endswith((".safetensors", ".bin")):
             continue
-        what = f"neither model.safetensors nor {INDEX} beside {name}"
-        cure = "download what is missing, or rename a variant"
-        raise ConversionError(f"{folder}: {what}: {cure}")
+        raise ConversionError(
+            f"{folder}: neither model.safetensors nor {INDEX} beside {name}: download "
+            "what is missing, or rename a variant"
+        )
     return None
 
 
@@ -165,9 +175,10 @@ def shards_of(
         raise ConversionError(f"{path}: no weight_map: download it again")
     for key, name in names.items():
         if name not in files:
-            what = f"{key} is in {name!r}, which is missing in its folder"
-            cure = "download that file, or the index again"
-            raise ConversionError(f"{path}: {what}: {cure}")
+            raise ConversionError(
+                f"{path}: {key} is in {name!r}, which is missing in its folder: "
+                "download that file, or the index again"
+            )
     return index, sorted(set(names.values()))
 
 
@@ -188,8 +199,9 @@ def read_json(path: Path) -> dict:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        what = f"not JSON ({error})"
-        raise ConversionError(f"{path}: {what}: download it again") from error
+        raise ConversionError(
+            f"{path}: not JSON ({error}): download it again"
+        ) from error
     if not isinstance(data, dict):
         raise ConversionError(f"{path}: a JSON object is wanted: download it again")
     return data

@@ -42,12 +42,15 @@ class ConversionOptions:
             known = ", ".join(TARGETS)
             raise ConversionRefused(f"target={self.target!r}: choose one of {known}")
         if self.is_native and (self.model_class or self.inputs):
-            what = "target='native' takes causal language models alone"
-            raise ConversionRefused(f"{what}: leave out model_class and inputs")
+            raise ConversionRefused(
+                "target='native' takes causal language models alone: leave out "
+                "model_class and inputs"
+            )
         texts = () if self.prompts is None else self.prompts
         if isinstance(texts, str) or not all(map(str.strip, texts)):
-            cure = "pass a list of texts, none of them empty"
-            raise ConversionRefused(f"prompts={texts!r}: {cure}")
+            raise ConversionRefused(
+                f"prompts={texts!r}: pass a list of texts, none of them empty"
+            )
 
     @property
     def is_native(self) -> bool:

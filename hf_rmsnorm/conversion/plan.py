@@ -46,8 +46,9 @@ def clear_errors(where: Path) -> Iterator[None]:
     except OSError as error:
         reason = " ".join((error.strerror or str(error)).split())
         cure = CURES.get(error.errno, f"see to it and {AGAIN}")
-        what = f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}"
-        raise ConversionError(f"{what}: {cure}") from error
+        raise ConversionError(
+            f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}: {cure}"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,25 @@ def planned_tensors(
     tensors = {name: Stored(name) for name in source.tensors}
     other = "the plan is of another checkpoint"
     for copy in plan.copy:
-        key, tied = copy.key, copy.source
+        key = copy.key
+        tied = copy.source
         if tied not in tensors:
             raise ConversionError(f"{where}: no tensor {tied}, to copy: {other}")
         if key not in tensors:
             tensors[key] = Stored(tied)
         elif not source.read(key).equal(source.read(tied)):
-            what = f"{key} is there already and differs from {tied}, to which config.json ties it"
-            cure = "set tie_word_embeddings to false if it is right, or remove it"
-            raise ConversionError(f"{where}: {what}: {cure}")
+            raise ConversionError(
+                f"{where}: {key} is there already and differs from {tied}, to which "
+                "config.json ties it: set tie_word_embeddings to false if it is right, "
+                "or remove it"
+            )
     for step in plan.centre:
         if step.key not in tensors:
             raise ConversionError(f"{where}: no tensor {step.key}: {other}")
         if not _fits(step, tensors[step.key].shape(source)):
-            what = f"{step.key} has another shape than the plan says"
-            raise ConversionError(f"{where}: {what}: {other}")
+            raise ConversionError(
+                f"{where}: {step.key} has another shape than the plan says: {other}"
+            )
         tensors[step.key] = tensors[step.key].then(step)
     return tensors
 

@@ -108,11 +108,14 @@ class Stored:
 
     def _not_finite(self, source: Source) -> BadTensor:
         if not self._read(source).isfinite().all():
-            what = f"NaN or infinity in {self.like!r}, as in the source"
-            return BadTensor(f"{what}: repair that")
+            return BadTensor(
+                f"NaN or infinity in {self.like!r}, as in the source: repair that"
+            )
         kind = str(self.dtype(source)).removeprefix("torch.")
-        what = f"centring takes '{self.like} ({kind})' past the largest number of its dtype"
-        return BadTensor(f"{what}: convert a bfloat16 copy")
+        return BadTensor(
+            f"centring takes '{self.like} ({kind})' past the largest number of its "
+            "dtype: convert a bfloat16 copy"
+        )
 
 
 def dtype_of_changed(key: str, source: Source) -> torch.dtype:
@@ -122,9 +125,10 @@ def dtype_of_changed(key: str, source: Source) -> torch.dtype:
     stored = source.tensors[key]
     dtype = stored.dtype
     if dtype not in FLOATS.values():
-        what = f"{key} is {getattr(stored, 'code', dtype)} and is to be changed"
-        cure = "it is quantised; convert the unquantised model, then quantise that"
-        raise ConversionError(f"{what}: {cure}")
+        raise ConversionError(
+            f"{key} is {getattr(stored, 'code', dtype)} and is to be changed: it is "
+            "quantised; convert the unquantised model, then quantise that"
+        )
     if is_narrower(dtype, source.dtype):
         return torch.promote_types(dtype, source.dtype)
     return dtype

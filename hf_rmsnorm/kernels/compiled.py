@@ -48,7 +48,10 @@ class Kernel:
         parameters = inspect.signature(function.fn).parameters
         self.name = function.__name__
         self.contracts = contracts
-        self.pointers, self.fixed, self.strides, numbers = [], [], [], []
+        self.pointers = []
+        self.fixed = []
+        self.strides = []
+        numbers = []
         for name, parameter in parameters.items():
             kind = parameter.annotation
             if name.isupper() and kind is parameter.empty:
@@ -94,7 +97,8 @@ class Kernel:
         that launches it.
         """
         variant = self.variants[start.aligned]
-        grid, tail = start.grid, start.tail
+        grid = start.grid
+        tail = start.tail
         if INTERPRETED:
             return _interpreted(variant[grid], tail)
         compiled = self.compile(start, operands)
@@ -211,15 +215,22 @@ def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
     arguments of Triton's launch hooks and asks for scratch memory twice.
     """
     (x, y, z), tail, with_care = careful.grid, careful.tail, careful.with_care
-    current, here = careful.current, careful.index
+    current = careful.current
+    here = careful.index
     driver = triton.runtime.driver.active
-    stream_of, index = driver.get_current_stream, driver.get_current_device()
-    start, function, metadata = run.launch, compiled.function, compiled.packed_metadata
-    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
-    annotations, signature = run.arg_annotations, run.kernel_signature
+    stream_of = driver.get_current_stream
+    index = driver.get_current_device()
+    start = run.launch
+    function = compiled.function
+    metadata = compiled.packed_metadata
+    cooperative = run.launch_cooperative_grid
+    dependent = run.launch_pdl
+    annotations = run.arg_annotations
+    signature = run.kernel_signature
 
     def launch(operands: tuple) -> None:
-        before, after = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+        before = _hooks.launch_enter_hook
+        after = _hooks.launch_exit_hook
         watched = getattr(before, "calls", before) or getattr(after, "calls", after)
         if watched or counting.active or current() != here:
             with_care(operands)

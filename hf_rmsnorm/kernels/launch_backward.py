@@ -116,9 +116,11 @@ class NormBackward:
         if self.need_weight or self.need_bias:
             partials = torch.empty_like(self.partials)
         if self.need_weight:
-            dweight, of_weight = torch.empty_like(weight), partials[0]
+            dweight = torch.empty_like(weight)
+            of_weight = partials[0]
         if self.need_bias:
-            dbias, of_bias = torch.empty_like(bias), partials[1]
+            dbias = torch.empty_like(bias)
+            of_bias = partials[1]
         shift = bias if self.reads_bias else None
         read = dy, x, weight, shift, gate, dh, rstd, mean
         written = dx, of_weight, of_bias, dg

@@ -36,7 +36,8 @@ def _arguments(spec: NormSpec, cos: Tensor, strided: dict[str, Tensor]) -> dict:
     Args:
         strided: by their names in the kernel, the tensors of which it takes strides.
     """
-    q, k = strided["q"], strided["k"]
+    q = strided["q"]
+    k = strided["k"]
     batch, q_heads, length, head_dim = q.shape
     config = qk_config(head_dim)
     named = {
@@ -157,11 +158,13 @@ class QKBackward:
     ):
         dq, dk, q, k, weight, _, cos, *_ = operands
         self.need = need
-        head_dim, device = q.shape[-1], q.device
+        head_dim = q.shape[-1]
+        device = q.device
         sms, shared = compiled.device_limits(device.type, device.index)
         q_parts, k_parts = shares(_tiles(q, k), sms * QK_PROGRAMS_PER_SM)
         itemsize = max(t.element_size() for t in (q, cos, dq, dk))
-        dxq, dxk = without_data(q), without_data(k)
+        dxq = without_data(q)
+        dxk = without_data(k)
         strided = {"dyq": dq, "dyk": dk, "q": q, "k": k, "dxq": dxq, "dxk": dxk}
         named = _arguments(spec, cos, strided)
         named["q_parts"] = q_parts
@@ -182,7 +185,8 @@ class QKBackward:
         need_q, need_k, need_q_weight, need_k_weight = self.need
         dxq = dxk = partials = None
         if need_q or need_k:
-            dxq, dxk = torch.empty_like(q), torch.empty_like(k)
+            dxq = torch.empty_like(q)
+            dxk = torch.empty_like(k)
         dwq = torch.empty_like(q_weight) if need_q_weight else None
         dwk = torch.empty_like(k_weight) if need_k_weight else None
         if need_q_weight or need_k_weight:

@@ -126,7 +126,8 @@ class BackwardCase:
 @cache
 def backward_config(case: BackwardCase) -> BackwardConfig:
     """The shape for such rows."""
-    block, rows = case.block, case.rows
+    block = case.block
+    rows = case.rows
     eighths = _filled_eighths(case)
     stages = _stages(case)
     reload_weight = 0

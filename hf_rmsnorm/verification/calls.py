@@ -52,7 +52,8 @@ class Call:
         """The floating tensors that a module returns for an input x and the other
         arguments, with other parameters where these are named.
         """
-        args, kwargs = (), {}
+        args = ()
+        kwargs = {}
         for key, value in self.arguments.items():
             if key == self.place:
                 value = x

@@ -97,8 +97,10 @@ def default_inputs(
     """
     main = getattr(model, "main_input_name", None)
     if main not in (*_RANDOM, "input_ids"):
-        what = f"nothing is known of the input {main!r}"
-        raise ValueError(f"{type(model).__name__}: {what}: pass inputs")
+        raise ValueError(
+            f"{type(model).__name__}: nothing is known of the input {main!r}: pass "
+            "inputs"
+        )
     config = model.config
     names = inspect.signature(model.forward).parameters
     rows, length = tokens

@@ -183,8 +183,10 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
     others = _leaves(reference)
     alone = sorted(leaves.keys() ^ others.keys())
     if alone:
-        what = f"the architectures differ: one of the models has no {alone[0]}"
-        raise ValueError(f"{what}; pass norms=False to compare outputs alone")
+        raise ValueError(
+            f"the architectures differ: one of the models has no {alone[0]}; pass "
+            "norms=False to compare outputs alone"
+        )
     for path, module in leaves.items():
         norms[path] = module, others[path]
     return norms
@@ -242,5 +244,7 @@ def why_nothing_ran(model: nn.Module) -> str:
     refusal = backend.device_refusal(device.type, device.index)
     if refusal is None:
         return f"no kernel ran, as none serves these norms in this dtype: {cure}"
-    interpreter = "set TRITON_INTERPRET=1 before Python starts"
-    return f"no kernel ran, as {refusal}: {interpreter}, or {cure}"
+    return (
+        f"no kernel ran, as {refusal}: set TRITON_INTERPRET=1 before Python starts, or "
+        f"{cure}"
+    )

@@ -160,9 +160,9 @@ class Float64Mode(TorchDispatchMode):
         ):
             self._overwritten.append((stored, stored.clone()))
             return func(*args, **kwargs)
-        where = f"a tensor stored in {stored.dtype} ({func._schema.name})"
         raise RuntimeError(
-            f"the model writes in place to {where}: its forward cannot be repeated in float64"
+            f"the model writes in place to a tensor stored in {stored.dtype} "
+            f"({func._schema.name}): its forward cannot be repeated in float64"
         )
 
 
@@ -198,7 +198,8 @@ def in_float64(model: nn.Module):
     experts) that take none give way to Transformers' eager code. Modules with quantised
     weights are called in the model's dtype.
     """
-    mode, dtype = Float64Mode(), first_dtype(model)
+    mode = Float64Mode()
+    dtype = first_dtype(model)
     with (
         _plain_state(model),
         _default_dtype(torch.float64),

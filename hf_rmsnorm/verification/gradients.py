@@ -38,7 +38,8 @@ def check_gradients(call: Call) -> list[Check]:
     except Exception as error:  # whatever a broken backward raises is the verdict on it
         path = f"{call.path}, gradients"
         return [Check(path, False, f"raises {one_line(error)}")]
-    theirs, exact = [], []
+    theirs = []
+    exact = []
     for number in range(CALLS):
         leaves[INPUT] = call.x * (1 + number / 16)
         with call.original() as original:
@@ -89,7 +90,8 @@ def _gradients(
             parameters[name] = leaf.detach().clone().requires_grad_()
         wanted = list(parameters.values())
         x = parameters.pop(INPUT)
-        outputs, dys = [], []
+        outputs = []
+        dys = []
         returned = call.outputs(module, x, parameters)
         for y, dy in zip(returned, cotangents, strict=True):
             if y.requires_grad:

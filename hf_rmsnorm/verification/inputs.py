@@ -27,9 +27,10 @@ def checked_inputs(
     vocabulary = _vocabulary_of(reference)
     others = _vocabulary_of(candidate)
     if vocabulary != others:
-        words = f"{vocabulary} words in the reference, {others} in the candidate"
-        cure = "compare models that share a tokenizer"
-        raise ValueError(f"the vocabularies differ: {words}; {cure}")
+        raise ValueError(
+            f"the vocabularies differ: {vocabulary} words in the reference, {others} "
+            "in the candidate; compare models that share a tokenizer"
+        )
     if inputs is None:
         return _default_batches(reference, new_tokens)
     if not isinstance(inputs, (list, tuple)):
@@ -80,21 +81,25 @@ def _batch(name: str, arguments, vocabulary: int | None, device: torch.device) -
         arguments = {"input_ids": arguments}
     if not isinstance(arguments, Mapping):
         kind = type(arguments).__name__
-        cure = "pass token ids or what a tokenizer returns for the text"
-        raise TypeError(f"{name} is {kind}: {cure}")
+        raise TypeError(
+            f"{name} is {kind}: pass token ids or what a tokenizer returns for the text"
+        )
     batch = send_to_device(dict(arguments), device)
     batch.pop("labels", None)
     ids = batch.get("input_ids")
     if ids is None:
         return batch
     if ids.is_floating_point() or ids.dim() not in (1, 2) or not ids.numel():
-        kind = f"{ids.dtype} of shape {tuple(ids.shape)}"
-        raise ValueError(f"{name}: input_ids is {kind}; pass integers (batch, tokens)")
+        raise ValueError(
+            f"{name}: input_ids is {ids.dtype} of shape {tuple(ids.shape)}; pass "
+            "integers (batch, tokens)"
+        )
     least = ids.min().item()
     most = ids.max().item()
     if vocabulary is not None and (least < 0 or most >= vocabulary):
-        known = f"the model knows 0 to {vocabulary - 1}"
-        where = f"token ids from {least} to {most} where {known}"
-        raise ValueError(f"{name}: {where}; use its own tokenizer")
+        raise ValueError(
+            f"{name}: token ids from {least} to {most} where the model knows 0 to "
+            f"{vocabulary - 1}; use its own tokenizer"
+        )
     batch["input_ids"] = torch.atleast_2d(ids)
     return batch

@@ -44,7 +44,8 @@ class NoiseFloor:
     def passed(self) -> bool:
         if self.reason:
             return False
-        ours, theirs = self.candidate_rms, self.reference_rms
+        ours = self.candidate_rms
+        theirs = self.reference_rms
         largest = within(self.candidate_max, self.reference_max, self.max_slack)
         return largest and within(ours, theirs, self.rms_slack)
 
@@ -116,7 +117,8 @@ def noise_floor(
         for r, c, y in zip(*blocks, strict=True):
             shown = ~(y <= _HIDDEN)
             same = r == c
-            r, c = r.double(), c.double()
+            r = r.double()
+            c = c.double()
             original.add((r - y)[shown])
             changed.add((c - y)[shown])
             size.add(y[shown])

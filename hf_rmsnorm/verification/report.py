@@ -87,8 +87,10 @@ class EquivalenceReport:
         if not self.unreached:
             return "PASS"
         shown = ", ".join(compact_paths(self.unreached)[:_SHOWN])
-        count = f"{len(self.unreached)} of {len(self.norms)} norms"
-        return f"PASS, but the inputs did not reach {count}: {shown}"
+        return (
+            f"PASS, but the inputs did not reach {len(self.unreached)} of "
+            f"{len(self.norms)} norms: {shown}"
+        )
 
     def _failed(self) -> list[str]:
         return [part.name for part in self._parts() if part.failed]
@@ -124,8 +126,9 @@ class EquivalenceReport:
     def to_text(self, verbose: bool = False) -> str:
         """The verdict, and a line for each comparison; verbose: with every check."""
         floor = self.noise_floor
-        where = f"{self.model}, {self.dtype} on {self.device}"
-        on = f"{where}, {floor.rows} rows of outputs"
+        on = (
+            f"{self.model}, {self.dtype} on {self.device}, {floor.rows} rows of outputs"
+        )
         rows = [("", "model", on)]
         if self.quantised:
             classes = _counts(self.quantised)

@@ -14,8 +14,10 @@ def outputs_of(model: nn.Module, batches: list[dict]) -> list[torch.Tensor]:
     for batch in batches:
         outputs = _compared(model(**batch))
         if not outputs:
-            what = f"{type(model).__name__} returns no logits and no hidden state"
-            raise ValueError(f"{what}: nothing can be compared")
+            raise ValueError(
+                f"{type(model).__name__} returns no logits and no hidden state: "
+                "nothing can be compared"
+            )
         mask = batch.get("attention_mask")
         for y in outputs:
             if mask is not None and mask.shape == y.shape[:-1]:
@@ -42,8 +44,9 @@ def why_not_generate(model: nn.Module, batches: list[dict], max_new_tokens: int)
     if not (hasattr(model, "can_generate") and model.can_generate()):
         return f"{type(model).__name__} does not generate"
     if model.config.is_encoder_decoder:
-        start = "it would begin at the decoder's start token, not at a text"
-        return f"not compared: {start}"
+        return (
+            "not compared: it would begin at the decoder's start token, not at a text"
+        )
     most = max_positions(model.config)
     for batch in batches:
         if "input_ids" not in batch:

@@ -102,8 +102,10 @@ class Checkpoint:
 
 
 def changed(path: Path) -> ConversionError:
-    cure = "let nothing write to the source, and convert again with restart=True"
-    return ConversionError(f"{path}: changed while it was read: {cure}")
+    return ConversionError(
+        f"{path}: changed while it was read: let nothing write to the source, and "
+        "convert again with restart=True"
+    )
 
 
 def _fingerprint(path: Path) -> list[int]:
@@ -126,8 +128,10 @@ def open_checkpoint(
         config = config_of_folder(folder, files)
         main = main_file(folder, files, allow_pickle)
         if main is None and weights:
-            cure = "download the weights, or write them by save_pretrained"
-            raise ConversionError(f"{folder}: no model.safetensors: {cure}")
+            raise ConversionError(
+                f"{folder}: no model.safetensors: download the weights, or write them "
+                "by save_pretrained"
+            )
         index, shards = shards_of(folder, main, files)
         source = Checkpoint(folder, config, {}, {}, index, [], not_copied, {}, {})
         made_anew = {CONFIG, main, *shards}
@@ -149,12 +153,15 @@ def _open_shard(source: Checkpoint, name: str) -> None:
     path = source.folder / name
     with open(path, "rb") as file:
         if file.read(23) == b"version https://git-lfs":
-            cure = "run git lfs pull in its folder"
-            raise ConversionError(f"{path}: a pointer of Git LFS, not the file: {cure}")
+            raise ConversionError(
+                f"{path}: a pointer of Git LFS, not the file: run git lfs pull in its "
+                "folder"
+            )
     if path.suffix == ".bin":
         source.metadata[name] = {"format": "pt"}
         for key, tensor in _load_pickle(path).items():
-            code, shape = CODES[tensor.dtype], tuple(tensor.shape)
+            code = CODES[tensor.dtype]
+            shape = tuple(tensor.shape)
             source.tensors[key] = StoredTensor(name, code, shape, 0, tensor.nbytes)
             source.pickled[key] = tensor
         return
@@ -163,15 +170,17 @@ def _open_shard(source: Checkpoint, name: str) -> None:
             # the library's own check of lengths, offsets, shapes and dtypes
             pass
     except SafetensorError as error:
-        what = f"truncated or corrupt ({error})"
-        raise ConversionError(f"{path}: {what}: download it again") from error
+        raise ConversionError(
+            f"{path}: truncated or corrupt ({error}): download it again"
+        ) from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entries = json.loads(file.read(length))
     source.metadata[name] = entries.pop("__metadata__", None) or {}
     for key in sorted(entries, key=lambda key: entries[key]["data_offsets"]):
         entry = entries[key]
-        code, shape = entry["dtype"], tuple(entry["shape"])
+        code = entry["dtype"]
+        shape = tuple(entry["shape"])
         first, last = entry["data_offsets"]
         start = 8 + length + first
         source.tensors[key] = StoredTensor(name, code, shape, start, last - first)
@@ -184,11 +193,14 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # torch's own advice is to load it unsafely
-        what = "a pickle that is broken, or runs code"
-        raise ConversionError(f"{path}: {what}: {cure}") from error
+        raise ConversionError(
+            f"{path}: a pickle that is broken, or runs code: {cure}"
+        ) from error
     values = state.values() if isinstance(state, dict) else [None]
     for value in values:
         if not isinstance(value, torch.Tensor) or value.dtype not in CODES:
-            what = "holds more than plain tensors, as a checkpoint of training does"
-            raise ConversionError(f"{path}: {what}: {cure}")
+            raise ConversionError(
+                f"{path}: holds more than plain tensors, as a checkpoint of training "
+                f"does: {cure}"
+            )
     return state

@@ -23,7 +23,10 @@ from ..tensors import one_thread
 from .layout import Layout
 from .source import Checkpoint
 
-LOCK, JOURNAL, REPORT, PARTIAL = "lock", "journal.json", "report.txt", ".partial"
+LOCK = "lock"
+JOURNAL = "journal.json"
+REPORT = "report.txt"
+PARTIAL = ".partial"
 # where a folder cannot be opened, nor a file flushed that is open for reading
 WINDOWS = os.name == "nt"
 
@@ -91,9 +94,10 @@ def _locked(staging: Path) -> Iterator[FileLock]:
     try:
         lock.acquire(blocking=False)
     except (Timeout, FileNotFoundError):  # or the other one has just removed the folder
-        busy = "another process is converting into it"
-        cure = "wait for it, or choose another DST"
-        raise ConversionError(f"{staging}: {busy}: {cure}") from None
+        raise ConversionError(
+            f"{staging}: another process is converting into it: wait for it, or choose "
+            "another DST"
+        ) from None
     try:
         yield lock
     finally:
@@ -112,9 +116,9 @@ def _journal(staging: Path) -> dict:
         journal = json.loads((staging / JOURNAL).read_bytes())
         journal["identity"]["source"]
     except (OSError, ValueError, LookupError, TypeError):
-        what = "in the way, of another program"
-        cure = "move it, or choose another DST"
-        raise ConversionError(f"{staging}: {what}: {cure}") from None
+        raise ConversionError(
+            f"{staging}: in the way, of another program: move it, or choose another DST"
+        ) from None
     return journal
 
 
@@ -122,7 +126,8 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
     """Make the folder ready; False if DST is the model that was in it, as a run was
     killed after the rename.
     """
-    journal, model = _journal(staging), staging / "model"
+    journal = _journal(staging)
+    model = staging / "model"
     is_same = journal.get("identity") == identity
     if os.path.lexists(dst):
         if is_same and not model.exists():
@@ -130,9 +135,10 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
         raise exists_already(dst)
     if journal and not is_same:
         if not restart:
-            what = "an unfinished conversion by another plan, or of a source that has changed since"
-            cure = "finish that one, or drop it by restart=True"
-            raise ConversionError(f"{staging}: {what}: {cure}")
+            raise ConversionError(
+                f"{staging}: an unfinished conversion by another plan, or of a source "
+                "that has changed since: finish that one, or drop it by restart=True"
+            )
         shutil.rmtree(model, ignore_errors=True)
     with _whole_file(staging / JOURNAL, staging) as file:
         file.write(json.dumps({"identity": identity}).encode())

@@ -73,8 +73,10 @@ def discover(source, **how) -> CentringPlan:
         notes.append(f"Tied tensors are stored twice ({names}): {why}.")
     elif would_tie_a_head(proxy.model, proxy.config, weights):
         why = "a head tied to the centred table would give other logits"
-        now = "a class with a head now says that it is missing"
-        notes.append(f"tie_word_embeddings becomes false: {why}; {now}.")
+        notes.append(
+            f"tie_word_embeddings becomes false: {why}; a class with a head now says "
+            "that it is missing."
+        )
     if len(notes) > len(NOTES):
         config["tie_word_embeddings"] = False
     if masks:
@@ -116,9 +118,10 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
             name = type(module).__name__
             why = f"patch_model would not run {name} as RMSNorm: {reason}"
     if silent:
-        count = f"{len(norms)} of {len(norms) + len(silent)} LayerNorms"
-        what = f"the inputs reached {count} and not {silent[0]}"
-        why = f"{what}: pass inputs=... that reach all"
+        why = (
+            f"the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms "
+            f"and not {silent[0]}: pass inputs=... that reach all"
+        )
     raise ConversionRefused(f"{proxy.name}: {why}")
 
 
@@ -129,15 +132,19 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
     try:
         test = shift_invariance_test(proxy.model, proxy.inputs, norms)
     except (AssertionError, RuntimeError) as error:
-        what = "its forward cannot be differentiated in eval mode, which finding residual weights needs"
-        raise ConversionRefused(f"{proxy.name}: {what} ({one_line(error)})") from error
+        raise ConversionRefused(
+            f"{proxy.name}: its forward cannot be differentiated in eval mode, which "
+            f"finding residual weights needs ({one_line(error)})"
+        ) from error
     if proxy.made_inputs and _unreached_experts(test):
         proxy.inputs = made_inputs(proxy.model, MANY_TOKENS)
         test = shift_invariance_test(proxy.model, proxy.inputs, norms)
     if left := _unreached_experts(test):
-        what = f"no input reached {and_more(left)}, though the same weights of other experts write to the stream"
-        cure = "pass inputs=... that reach every expert"
-        raise ConversionRefused(f"{proxy.name}: {what}: {cure}")
+        raise ConversionRefused(
+            f"{proxy.name}: no input reached {and_more(left)}, though the same weights "
+            "of other experts write to the stream: pass inputs=... that reach every "
+            "expert"
+        )
     return test
 
 
@@ -158,10 +165,11 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
     by_norm = [source for source in causes.values() if source in norms]
     is_most = 2 * len(bad) > len(norms) > 1
     if is_most and 3 * len(set(by_norm)) > 2 * len(bad):
-        which = f"{len(by_norm)} of its {len(norms)} LayerNorms read a sum with another's output"
-        cure = "examples/postnorm converts such models in memory"
-        what = f"is a post-norm model: {which}, whose mean no weight removes"
-        raise ConversionRefused(f"{proxy.name} {what}: {cure}")
+        raise ConversionRefused(
+            f"{proxy.name} is a post-norm model: {len(by_norm)} of its {len(norms)} "
+            "LayerNorms read a sum with another's output, whose mean no weight "
+            "removes: examples/postnorm converts such models in memory"
+        )
     reasons = {}
     for path, source in causes.items():
         why = "has a mean that no weight sets alone, or that the model's outputs depend on"
@@ -173,8 +181,10 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
         reasons[path] = f"its input {why}"
     if len(bad) == len(norms):
         reason, _ = Counter(reasons.values()).most_common(1)[0]
-        what = f"all {len(norms)} LayerNorms would stay, {bad[0]} for one"
-        raise ConversionRefused(f"{proxy.name}: {what}: {reason}")
+        raise ConversionRefused(
+            f"{proxy.name}: all {len(norms)} LayerNorms would stay, {bad[0]} for one: "
+            f"{reason}"
+        )
     return reasons
 
 
@@ -220,8 +230,10 @@ def _widths(proxy: ProxyModel, weights: list[Centre]) -> dict[int, int]:
     for weight in weights:
         wide = proxy.widened(weight).block
         if widths.setdefault(weight.block, wide) != wide:
-            what = f"rows of {weight.key!r} are narrowed in another way than others"
-            raise ConversionRefused(f"{proxy.name}: {what}")
+            raise ConversionRefused(
+                f"{proxy.name}: rows of {weight.key!r} are narrowed in another way "
+                "than others"
+            )
     return widths
 
 

@@ -65,8 +65,10 @@ class KeyMap:
                 if number == 0:
                     continue
                 if number not in numbered:
-                    what = f"saves {key!r}, which no parameter of it holds"
-                    raise ConversionRefused(f"{type(model).__name__} {what}")
+                    raise ConversionRefused(
+                        f"{type(model).__name__} saves {key!r}, which no parameter of "
+                        "it holds"
+                    )
                 self._keys[numbered[number]].append(key)
 
     def _saved(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -138,8 +140,9 @@ def _numbered_blocks(key: str, tensor: torch.Tensor, length: int) -> Centre:
             return Centre(key, axis, length)
         blocks = numbered.nonzero().flatten().tolist()
         return Centre(key, axis, length, tuple(blocks))
-    what = "holds rows of the stream in an order unknown"
-    raise ConversionRefused(f"{key!r} of the checkpoint {what}")
+    raise ConversionRefused(
+        f"{key!r} of the checkpoint holds rows of the stream in an order unknown"
+    )
 
 
 def naming(names: Collection[str], model: PreTrainedModel) -> Callable[[str], str]:
@@ -169,7 +172,8 @@ def _loaded_name(model: PreTrainedModel) -> Callable[[str], str]:
     """Name of a stored tensor -> the parameter that Transformers loads it into."""
     if conversion_mapping is None:
         return str
-    renamings, converters = [], []
+    renamings = []
+    converters = []
     for transform in conversion_mapping.get_model_conversion_mapping(model):
         if isinstance(transform, core_model_loading.WeightConverter):
             converters.append(transform)
@@ -199,9 +203,10 @@ def named_as_stored(
     for step in plan.centre:
         key = name(step.key)
         if names and key not in names and step.key not in new:
-            what = f"tensor {step.key!r}, which such a model has, is missing from the checkpoint"
-            cure = "add it, or download the checkpoint again"
-            raise ConversionRefused(f"{what}: {cure}")
+            raise ConversionRefused(
+                f"tensor {step.key!r}, which such a model has, is missing from the "
+                "checkpoint: add it, or download the checkpoint again"
+            )
         centre.append(replace(step, key=key))
     copies = [Copy(name(step.key), name(step.source)) for step in plan.copy]
     undetermined = map(name, plan.undetermined)

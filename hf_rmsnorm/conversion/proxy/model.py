@@ -25,7 +25,9 @@ from .shrink import VOCABULARY, shrunk
 
 # Parameters: a model of up to SMALL is its own proxy; one of up to LARGE too, where it
 # cannot be made narrower; proxy models of up to MIDDLE are tried before larger ones.
-SMALL, MIDDLE, LARGE = 1_000_000, 8_000_000, 50_000_000
+SMALL = 1_000_000
+MIDDLE = 8_000_000
+LARGE = 50_000_000
 # Settings that change no norm and no value of the model's own outputs; some hinder a
 # run in float64.
 PLAIN = {
@@ -93,8 +95,9 @@ def make_proxy(
     try:
         shapes = shapes_of(cls, config)
     except MISFITS as error:
-        what = f"{cls.__name__} cannot be made from this config"
-        raise ConversionRefused(f"{what}: {one_line(error)}") from error
+        raise ConversionRefused(
+            f"{cls.__name__} cannot be made from this config: {one_line(error)}"
+        ) from error
     folder = None if isinstance(source, PretrainedConfig) else Path(source)
     errors = {}  # the first at each step
     for factor, narrow in _candidates(cls, config, shapes):
@@ -157,12 +160,16 @@ def config_and_class(
     config = config_of(source, trust_remote_code)
     record = getattr(config, RECORD_KEY, None)
     if record is not None and not isinstance(record, dict):
-        what = f"{RECORD_KEY} in its config.json is no record of this package"
-        raise ConversionRefused(f"{source}: {what}: take it out")
+        raise ConversionRefused(
+            f"{source}: {RECORD_KEY} in its config.json is no record of this package: "
+            "take it out"
+        )
     if record and record.get("computes") == TRAINED_AS_RMS and not trained:
-        what = "by the record in its config.json this is an RMSNorm model already, trained as one"
-        cure = 'patch_model runs it; target="native" may change its architecture'
-        raise ConversionRefused(f"{config.model_type}: {what}: {cure}")
+        raise ConversionRefused(
+            f"{config.model_type}: by the record in its config.json this is an RMSNorm "
+            'model already, trained as one: patch_model runs it; target="native" may '
+            "change its architecture"
+        )
     return config, model_class or _class_of(source, config, trust_remote_code)
 
 
@@ -181,9 +188,10 @@ def _class_of(source, config, trust_remote_code: bool) -> type[PreTrainedModel]:
     ):
         if type(config) in mapping:
             return mapping[type(config)]
-    what = f"{config.architectures} is no model class of Transformers"
-    cure = "pass model_class, or trust_remote_code=True for the folder's own code"
-    raise ConversionRefused(f"{source}: {what}: {cure}")
+    raise ConversionRefused(
+        f"{source}: {config.architectures} is no model class of Transformers: pass "
+        "model_class, or trust_remote_code=True for the folder's own code"
+    )
 
 
 def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:

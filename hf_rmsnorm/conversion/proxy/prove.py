@@ -50,10 +50,11 @@ class ProofReport:
     def __str__(self) -> str:
         verdict = "proven" if self.passed else "NOT equal"
         count, of = self.norms
-        norms = f"{count} of {of} norms as RMSNorm"
-        apart = f"{self.stock:.1e} (LayerNorm) and {self.rms:.1e} (RMSNorm)"
-        what = f"float64 outputs differ by {apart} of their scale"
-        return f"{self.model_class}: {verdict}, {norms}; {what}"
+        return (
+            f"{self.model_class}: {verdict}, {count} of {of} norms as RMSNorm; float64 "
+            f"outputs differ by {self.stock:.1e} (LayerNorm) and {self.rms:.1e} "
+            "(RMSNorm) of their scale"
+        )
 
 
 @torch.no_grad()
@@ -100,8 +101,10 @@ def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
     how = {"config": plain(config), "dtype": torch.float64, "state_dict": dict(tensors)}
     model, wrong = loaded(cls, None, **how)
     if wrong:
-        what = f"does not load the tensors made for it: {wrong[0]!r} is missing or misshapen"
-        raise ConversionRefused(f"{cls.__name__} {what}")
+        raise ConversionRefused(
+            f"{cls.__name__} does not load the tensors made for it: {wrong[0]!r} is "
+            "missing or misshapen"
+        )
     return model.double()
 
 

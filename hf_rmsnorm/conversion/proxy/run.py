@@ -65,7 +65,8 @@ def quiet():
     """No progress bars of Transformers, and no reports of missing tensors: the callers
     look at those.
     """
-    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    shown = logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:

@@ -60,7 +60,8 @@ def _head_sizes(config: PretrainedConfig) -> list[int]:
     for part in _parts(config):
         # under their own names; a config may refuse to give some as attributes
         values = vars(part)
-        heads, hidden = _first(values, _HEADS), _first(values, _HIDDEN)
+        heads = _first(values, _HEADS)
+        hidden = _first(values, _HIDDEN)
         if heads and hidden % heads == 0:
             hidden = hidden // heads
         sizes += [_first(values, ("head_dim", "d_head")), hidden]

@@ -27,7 +27,8 @@ def refuse_if_unreached(
         run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))
     reached = proxy.shapes.keys() - set(test.undetermined)
     known = {alike(name) for name in reached}
-    masks, left = [], []
+    masks = []
+    left = []
     for name in sorted(test.unreached):
         path, _, leaf = name.rpartition(".")
         module = proxy.model.get_submodule(path)
@@ -44,8 +45,10 @@ def refuse_if_unreached(
         if not is_known and not is_read_by_none:
             left.append(name)
     if left:
-        what = f"the inputs made no use of {and_more(left)}; as wide as the residual stream, it may write to it"
-        raise ConversionRefused(f"{proxy.name}: {what}: pass inputs=... that use it")
+        raise ConversionRefused(
+            f"{proxy.name}: the inputs made no use of {and_more(left)}; as wide as the "
+            "residual stream, it may write to it: pass inputs=... that use it"
+        )
     return masks
 
 

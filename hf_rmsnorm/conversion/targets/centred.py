@@ -131,8 +131,9 @@ def plan_centring(src: Path, proxy: ProxyModel) -> PlannedCentring:
     plan = discover(proxy)
     proof = prove(plan, proxy)
     if not proof.passed:
-        what = "this model is not converted, as its plan is not exact"
-        raise ConversionRefused(f"{proof}: {what}")
+        raise ConversionRefused(
+            f"{proof}: this model is not converted, as its plan is not exact"
+        )
     made = provenance(src)
     record = {**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}
     notes = plan.notes

@@ -65,9 +65,11 @@ class PlannedNative(PlannedConversion):
 
     def __str__(self) -> str:
         target = self.target
-        pair = f"{target.source_type} as {target.architecture}"
-        apart = f"float64 logits differ by {self.difference:.1e} of their scale"
-        return f"{pair}: proven, {apart}; {len(target.tensors)} tensors"
+        return (
+            f"{target.source_type} as {target.architecture}: proven, float64 logits "
+            f"differ by {self.difference:.1e} of their scale; {len(target.tensors)} "
+            "tensors"
+        )
 
     def result(self, source: Checkpoint):
         record = {**self.made, "source_type": self.target.source_type}
@@ -92,8 +94,10 @@ def native_target(
     cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     architectures = config.architectures or [cls and cls.__name__]
     if cls is None or architectures[0] != cls.__name__:
-        none = f"{architectures[0]} has no native target"
-        raise ConversionRefused(f"{none}: only causal language models have; {WITHOUT}")
+        raise ConversionRefused(
+            f"{architectures[0]} has no native target: only causal language models "
+            f"have; {WITHOUT}"
+        )
     return build_target(config, shapes_of(cls, config), name)
 
 
@@ -103,16 +107,19 @@ def plan_native(source: Checkpoint) -> PlannedNative:
     """
     kind = source.config.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
-        none = f"{kind} has no native target: Transformers does not know it"
-        raise ConversionRefused(f"{none}; {WITHOUT}")
+        raise ConversionRefused(
+            f"{kind} has no native target: Transformers does not know it; {WITHOUT}"
+        )
     config = config_of(source.folder)
     native_target(config)  # refused by the config alone, before a tensor is read
     proxy = make_proxy(source.folder, trained=True)
     target = native_target(config, naming(source.tensors, proxy.model))
     for made in target.tensors.values():
         for key in sorted(made.keys() - source.tensors.keys()):
-            what = f"no tensor {key}: the checkpoint is not whole"
-            raise ConversionError(f"{source.folder}: {what}, download it again")
+            raise ConversionError(
+                f"{source.folder}: no tensor {key}: the checkpoint is not whole, "
+                "download it again"
+            )
     for key in target.zero:
         if source.read(key).any():
             why = f"{key}, the final norm's bias, is not 0, and the target's head has no bias"

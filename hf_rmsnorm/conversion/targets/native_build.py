@@ -15,7 +15,8 @@ from ..tensors import Lazy, Stored, filled, folded_bias, plus
 from .native_rules import PAIRS, NativePair
 
 WITHOUT = 'convert it without target="native"'
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm"
 QUERY, KEY, VALUE = (f"self_attn.{name}_proj" for name in "qkv")
 OUTPUT = "self_attn.o_proj"
@@ -60,7 +61,8 @@ def build_target(
 
 
 def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
-    source, target = config.model_type, PAIRS[config.model_type].target
+    source = config.model_type
+    target = PAIRS[config.model_type].target
     return ConversionRefused(f"{source} does not become {target}: {reason}; {WITHOUT}")
 
 
@@ -203,8 +205,11 @@ class _Builder:
         if rotated == channels:
             return rope, None
         if rope["rope_type"] != "default":
-            how = f"rotated and scaled ({rope['rope_type']})"
-            raise refused(self.config, f"{rotated} of {channels} channels are {how}")
+            raise refused(
+                self.config,
+                f"{rotated} of {channels} channels are rotated and scaled "
+                f"({rope['rope_type']})",
+            )
         proportional = {
             "rope_type": "proportional",
             "rope_theta": float(rope["rope_theta"]) ** (channels / rotated),

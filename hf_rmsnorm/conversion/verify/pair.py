@@ -148,7 +148,8 @@ def side_by_side(
         # A float64 model has no wider run to compare with, and parts of its forward may
         # stay in float32.
         if source.dtype == torch.float64 and not is_streamed:
-            source, result = source.float(), result.float()
+            source = source.float()
+            result = result.float()
         batches = _batches(src, source, options)
         if not is_whole:
             batches = [_few(batches[0])]
@@ -161,7 +162,8 @@ def side_by_side(
 
 def _class_of(folder: Path, options: ConversionOptions) -> type:
     """The class that a folder is loaded with."""
-    trust, cls = options.trust_remote_code, options.model_class
+    trust = options.trust_remote_code
+    cls = options.model_class
     return config_and_class(folder, trust, cls, trained=True)[1]
 
 
@@ -204,9 +206,10 @@ def _tokenizer(src: Path, model, options: ConversionOptions):
     try:
         return AutoTokenizer.from_pretrained(src, trust_remote_code=trusted)
     except Exception as error:  # a tokenizer's own code may raise anything
-        cure = "pass trust_remote_code=True if it brings code, or verify=False"
-        what = f"its tokenizer does not load: {cure} ({one_line(error)})"
-        raise ConversionError(f"{src}: {what}") from error
+        raise ConversionError(
+            f"{src}: its tokenizer does not load: pass trust_remote_code=True if it "
+            f"brings code, or verify=False ({one_line(error)})"
+        ) from error
 
 
 def missing_parameters(src: Path, options: ConversionOptions) -> list[str]:
@@ -225,10 +228,13 @@ def missing_parameters(src: Path, options: ConversionOptions) -> list[str]:
                 output_loading_info=True,
             )
         except Exception as error:  # a model's own code may raise anything
-            cure = "repair the folder, or pass the model_class that it was saved from"
-            what = f"{cls.__name__} does not load it: {cure} ({one_line(error)})"
-            raise ConversionError(f"{src}: {what}") from error
+            raise ConversionError(
+                f"{src}: {cls.__name__} does not load it: repair the folder, or pass "
+                f"the model_class that it was saved from ({one_line(error)})"
+            ) from error
     for key, stored, wanted in sorted(info["mismatched_keys"]):
-        what = f"{key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by its config.json"
-        raise ConversionError(f"{src}: {what}: one of the two is of another model")
+        raise ConversionError(
+            f"{src}: {key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by "
+            "its config.json: one of the two is of another model"
+        )
     return sorted(info["missing_keys"])
