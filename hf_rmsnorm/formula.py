@@ -35,13 +35,17 @@ _ROUNDING_WORDS = {
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype norms are computed in: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return dtype
+    return torch.float32
 
 
 def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     """The dtype of arithmetic on both."""
     # Equal dtypes first: torch.promote_types leaves an operator in exported graphs.
-    return a if a == b else torch.promote_types(a, b)
+    if a == b:
+        return a
+    return torch.promote_types(a, b)
 
 
 @dataclass(frozen=True)
@@ -125,11 +129,15 @@ class NormSpec:
     @property
     def kind(self) -> str:
         """``"LayerNorm"`` if centered, else ``"RMSNorm"``."""
-        return "LayerNorm" if self.centered else "RMSNorm"
+        if self.centered:
+            return "LayerNorm"
+        return "RMSNorm"
 
     def with_eps(self, eps: float) -> NormSpec:
         """The same formula with another eps."""
-        return self if eps == self.eps else replace(self, eps=eps)
+        if eps == self.eps:
+            return self
+        return replace(self, eps=eps)
 
     @property
     def gated_after(self) -> bool:
@@ -217,8 +225,12 @@ def _axes(spec: NormSpec) -> frozenset[str]:
     axes = set()
     for name, field in spec.__dataclass_fields__.items():
         value = getattr(spec, name)
-        plain = False if name == "centered" else field.default
+        plain = field.default
+        if name == "centered":
+            plain = False
         if name in ("eps", "has_weight") or value == plain:
             continue
-        axes.add(f"{name}={value}" if isinstance(value, str) else name)
+        if isinstance(value, str):
+            name = f"{name}={value}"
+        axes.add(name)
     return frozenset(axes)

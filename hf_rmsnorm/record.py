@@ -75,7 +75,8 @@ def _shortened(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     for name, how in entries.items():
         pattern = _pattern(name)
         group = similar[pattern]
-        if len(group) > 1 and all(entries.get(other) == how for other in group):
+        hows = [entries.get(other) for other in group]
+        if len(group) > 1 and hows.count(how) == len(group):
             short[pattern] = {**how, "count": len(group)}
         else:
             short[name] = how
@@ -86,10 +87,11 @@ def matching(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     """Of these names, those that have an entry or match a pattern -> the entry."""
     matches = {}
     for name in names:
-        how = entries.get(name) or entries.get(_pattern(name))
-        if how is not None:
-            matches[name] = dict(how)
-            matches[name].pop("count", None)
+        entry = entries.get(name) or entries.get(_pattern(name))
+        if entry is not None:
+            how = dict(entry)
+            how.pop("count", None)
+            matches[name] = how
     return matches
 
 
@@ -115,7 +117,9 @@ def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> s
             f"the record has version {version!r}, this package reads version {VERSION}"
         )
     recorded = record["residual_weights"]
-    present = Counter([*tensors, *map(_pattern, tensors)])
+    present = Counter(tensors.keys())
+    for name in tensors:
+        present[_pattern(name)] += 1
     for name, how in recorded.items():
         if present[name] < how.get("count", 1):
             return (
@@ -141,16 +145,19 @@ def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
     count, rest = divmod(tensor.shape[axis], block)
     if rest or (blocks is not None and max(blocks) >= count):
         return False
-    unit = torch.finfo(tensor.dtype).eps / 2
-    smallest = torch.finfo(tensor.dtype).smallest_normal * unit
+    info = torch.finfo(tensor.dtype)
+    unit = info.eps / 2
+    smallest = info.smallest_normal * unit
     for piece in _pieces(tensor, axis, block, blocks):
         wide = piece.double()
         # Each element is off by at most half an ulp. The errors need not average out:
         # where the source's elements lie on one coarse grid, all of a row are rounded
         # in one direction.
-        bound = (unit + ARITHMETIC) * wide.abs().mean(-1) + smallest
-        within = (wide.mean(-1).abs() <= bound) & bound.isfinite()
-        if not bool(within.all()):
+        size = wide.abs().mean(-1)
+        mean = wide.mean(-1).abs()
+        bound = (unit + ARITHMETIC) * size + smallest
+        within = (mean <= bound) & bound.isfinite()
+        if not within.all():
             return False
     return True
 
@@ -162,12 +169,14 @@ def centre_(tensor: torch.Tensor, axis: int, block: int, blocks) -> None:
     """
     for piece in _pieces(tensor, axis, block, blocks):
         wide = piece.double()
-        piece.copy_(wide - wide.mean(-1, keepdim=True))
+        mean = wide.mean(-1, keepdim=True)
+        piece.copy_(wide - mean)
 
 
 def rows_of(tensor: torch.Tensor, axis: int, block: int) -> torch.Tensor:
     """A view of the blocks along an axis: (other axes, blocks, block)."""
-    return tensor.movedim(axis, -1).unflatten(-1, (-1, block))
+    rows = tensor.movedim(axis, -1)
+    return rows.unflatten(-1, (-1, block))
 
 
 def _pieces(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator:
@@ -180,7 +189,8 @@ def _pieces(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator:
         parts = [rows.narrow(-2, index, 1) for index in blocks]
     for part in parts:
         size = max(1, part[:1].numel())
-        yield from part.split(max(1, PIECE // size))
+        count = max(1, PIECE // size)
+        yield from part.split(count)
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
@@ -215,12 +225,14 @@ class ResidualWeights:
         LoRA adds ``B A x``, of the mean of B's columns along its output. None where no
         residual weight gets a mean by it; a ValueError where one does in another way.
         """
-        path = _COPIED.sub("", _KEPT.sub("", name))
+        path = _KEPT.sub("", name)
+        path = _COPIED.sub("", path)
         # the parameter that it replaces, or the module that it is added to
         home = path
         while home and home not in self.places:
             home = home.rpartition(".")[0]
-        touched = [w for w in self.how if w == home or w.startswith(f"{home}.")]
+        inside = f"{home}."
+        touched = [w for w in self.how if w == home or w.startswith(inside)]
         if not touched:
             return None
         if home == path:  # a trained copy in its place

@@ -39,13 +39,18 @@ def reference_norm(
     """
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
-        return reference_norm(x, weight, bias, spec.ungrouped, gate).flatten(-2)
+        y = reference_norm(x, weight, bias, spec.ungrouped, gate)
+        return y.flatten(-2)
     in_one_operator = spec.centered or bias is None or spec.rounding != "once"
     if spec.functional and in_one_operator:
         return _functional_norm(x, weight, bias, spec)
-    weight_dtype = None if weight is None else weight.dtype
+    weight_dtype = None
+    if weight is not None:
+        weight_dtype = weight.dtype
     compute = compute_dtype(x.dtype)
-    total = x if residual is None else x.to(compute) + residual.to(compute)
+    total = x
+    if residual is not None:
+        total = x.to(compute) + residual.to(compute)
     h, square, _ = _normalised(total, spec, gate, compute)
     h = _over_root(h, square, spec, x.dtype)
     h = h.to(spec.hat_dtype(x.dtype, weight_dtype))
@@ -55,7 +60,10 @@ def reference_norm(
         h = h + bias
     if spec.gated_after:
         z = gate.to(compute)
-        h = h * (torch.sigmoid(z) if spec.gate == "sigmoid_after" else F.silu(z))
+        activation = F.silu
+        if spec.gate == "sigmoid_after":
+            activation = torch.sigmoid
+        h = h * activation(z)
     return h.to(spec.output_dtype(x.dtype, weight_dtype))
 
 
@@ -67,7 +75,10 @@ def _functional_norm(x, weight, bias, spec: NormSpec) -> Tensor:
         weight = weight + spec.weight_offset
     shape = x.shape[-1:]
     rounds_once = spec.rounding == "once"
-    inner_weight, inner_bias = (weight, bias) if rounds_once else (None, None)
+    inner_weight = inner_bias = None
+    if rounds_once:
+        inner_weight = weight
+        inner_bias = bias
     if spec.centered:
         y = F.layer_norm(x, shape, inner_weight, inner_bias, spec.eps)
     else:
@@ -75,13 +86,16 @@ def _functional_norm(x, weight, bias, spec: NormSpec) -> Tensor:
     if rounds_once:
         return y
     y = weight * y
-    return y if bias is None else y + bias
+    if bias is None:
+        return y
+    return y + bias
 
 
 def _over_root(h, square, spec: NormSpec, x_dtype: torch.dtype) -> Tensor:
     """h over the root of its mean square."""
     if spec.eps_outside:
-        return h / (torch.sqrt(square) + spec.eps)
+        root = torch.sqrt(square) + spec.eps
+        return h / root
     rstd = _rstd(square, spec)
     if spec.rounding == "rstd":
         return h.to(x_dtype) * rstd.to(x_dtype)
@@ -95,23 +109,32 @@ def _normalised(x, spec: NormSpec, gate, compute: torch.dtype):
     h = x.to(compute)
     if spec.gate == "silu_before":
         h = h * F.silu(gate.to(compute))
-    mean = h.mean(-1, keepdim=True) if spec.centered else None
-    if mean is not None:
+    mean = None
+    if spec.centered:
+        mean = h.mean(-1, keepdim=True)
         h = h - mean
-    return h, h.pow(2).mean(-1, keepdim=True), mean
+    square = h.pow(2).mean(-1, keepdim=True)
+    return h, square, mean
 
 
 def _scale(weight, spec: NormSpec) -> Tensor:
     if not spec.weight_offset:
         return weight
-    scale = weight.to(compute_dtype(weight.dtype)) + spec.weight_offset
-    return scale.to(weight.dtype) if spec.rounds_offset else scale
+    compute = compute_dtype(weight.dtype)
+    scale = weight.to(compute) + spec.weight_offset
+    if spec.rounds_offset:
+        return scale.to(weight.dtype)
+    return scale
 
 
 def in_groups(group_size: int, *tensors: OptionalTensor) -> list[OptionalTensor]:
     """Each (..., hidden_size) as a view of (..., hidden_size / group_size, group_size)."""
-    groups = (-1, group_size)
-    return [None if t is None else t.unflatten(-1, groups) for t in tensors]
+    grouped = []
+    for t in tensors:
+        if t is not None:
+            t = t.unflatten(-1, (-1, group_size))
+        grouped.append(t)
+    return grouped
 
 
 def reference_stats(
@@ -120,15 +143,18 @@ def reference_stats(
     """(rstd, mean) of each row of x in float32, flattened to (rows,); mean is None for
     RMSNorm.
     """
-    _, square, mean = _normalised(x, spec, gate, compute_dtype(x.dtype))
+    compute = compute_dtype(x.dtype)
+    _, square, mean = _normalised(x, spec, gate, compute)
     if mean is not None:
         mean = mean.flatten().float()
-    return _rstd(square, spec).flatten().float(), mean
+    rstd = _rstd(square, spec)
+    return rstd.flatten().float(), mean
 
 
 def _rstd(square, spec: NormSpec) -> Tensor:
     if spec.eps_outside:
-        return 1.0 / (square.sqrt() + spec.eps)
+        root = square.sqrt() + spec.eps
+        return 1.0 / root
     return torch.rsqrt(square + spec.eps)
 
 
@@ -156,20 +182,28 @@ def reference_backward(
     rstd = _rstd(square, spec)
     xhat = h * rstd
     g = dy.to(compute)
-    hat_dtype = spec.hat_dtype(x.dtype, None if weight is None else weight.dtype)
+    weight_dtype = None
+    scale = 1.0
+    if weight is not None:
+        weight_dtype = weight.dtype
+        scale = _scale(weight, spec).to(compute)
+    hat_dtype = spec.hat_dtype(x.dtype, weight_dtype)
     rounded = xhat.to(hat_dtype).to(compute)
-    scale = 1.0 if weight is None else _scale(weight, spec).to(compute)
     dx = dweight = dbias = dgate = None
     if gate is not None:
         factor, slope = _gate_and_slope(gate.to(compute), spec)
     if spec.gated_after:
-        shift = 0.0 if bias is None else bias.to(compute)
-        dgate = g * (rounded * scale + shift) * slope
+        y = rounded * scale
+        if bias is not None:
+            y = y + bias.to(compute)
+        dgate = g * y * slope
         g = g * factor
     if need_weight:
-        dweight = (g * rounded).sum_to_size(weight.shape).to(weight.dtype)
+        dweight = (g * rounded).sum_to_size(weight.shape)
+        dweight = dweight.to(weight.dtype)
     if need_bias:
-        dbias = g.sum_to_size(bias.shape).to(bias.dtype)
+        dbias = g.sum_to_size(bias.shape)
+        dbias = dbias.to(bias.dtype)
     if need_x or need_gate:
         dx = _input_gradient(g * scale, xhat, square, rstd, spec)
         if spec.gate == "silu_before":
@@ -183,9 +217,11 @@ def reference_backward(
 def _gate_and_slope(z, spec: NormSpec):
     """(the gate's factor, its derivative) at z."""
     sigmoid = torch.sigmoid(z)
+    rest = 1 - sigmoid
     if spec.gate == "sigmoid_after":
-        return sigmoid, sigmoid * (1 - sigmoid)
-    return z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
+        return sigmoid, sigmoid * rest
+    slope = sigmoid * (1 + z * rest)
+    return z * sigmoid, slope
 
 
 def _input_gradient(g, xhat, square, rstd, spec: NormSpec) -> Tensor:
@@ -193,10 +229,12 @@ def _input_gradient(g, xhat, square, rstd, spec: NormSpec) -> Tensor:
     along = (g * xhat).mean(-1, keepdim=True)
     if spec.eps_outside:
         rms = square.sqrt()
-        along = along * ((rms + spec.eps) / rms)
+        factor = (rms + spec.eps) / rms
+        along = along * factor
     dx = g - xhat * along
     if spec.centered:
-        dx = dx - g.mean(-1, keepdim=True)
+        mean = g.mean(-1, keepdim=True)
+        dx = dx - mean
     return dx * rstd
 
 
@@ -218,7 +256,8 @@ def input_of_output(
     if weight is not None:
         scale = _scale(weight, spec).to(xhat.dtype)
         xhat = xhat / torch.where(scale == 0, 1.0, scale)
-    return xhat / rstd.view(*y.shape[:-1], 1)
+    rows = y.shape[:-1]
+    return xhat / rstd.view(*rows, 1)
 
 
 def reference_qk_norm(
@@ -234,7 +273,9 @@ def reference_qk_norm(
     """
     q = reference_norm(q, q_weight, None, spec)
     k = reference_norm(k, k_weight, None, spec)
-    return rotated(q, cos, sin, way), rotated(k, cos, sin, way)
+    q = rotated(q, cos, sin, way)
+    k = rotated(k, cos, sin, way)
+    return q, k
 
 
 def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: str = "") -> Tensor:
@@ -249,15 +290,18 @@ def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: str = "") -> Tensor:
     """
     columns = cos.shape[-1]
     if columns != y.shape[-1] or way == "joined":
-        inner = "" if way == "joined" else way
-        turned = rotated(y[..., :columns], cos, sin, inner)
-        return torch.cat((turned, y[..., columns:]), dim=-1)
+        if way == "joined":
+            way = ""
+        turned = rotated(y[..., :columns], cos, sin, way)
+        passing = y[..., columns:]
+        return torch.cat((turned, passing), dim=-1)
     cos = cos.unsqueeze(1)
     sin = sin.unsqueeze(1)
     if way != "once":
         return y * cos + _rotate_half(y) * sin
     wide = y.to(compute_dtype(y.dtype))
-    return (wide * cos + _rotate_half(wide) * sin).to(y.dtype)
+    turned = wide * cos + _rotate_half(wide) * sin
+    return turned.to(y.dtype)
 
 
 def _rotate_half(y):

@@ -31,10 +31,12 @@ def add_arguments(parser) -> None:
     add_count(parser, "--new-tokens", 64, "generate N tokens")
     add_count(parser, "--batch", 1, "train on N sequences")
     add_count(parser, "--length", 512, "of N tokens each")
-    text = "do not measure training"
-    parser.add_argument("--no-train", action="store_true", help=text)
-    text = "the weights' dtype (default: as stored)"
-    parser.add_argument("--dtype", choices=DTYPES, help=text)
+    parser.add_argument(
+        "--no-train", action="store_true", help="do not measure training"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="the weights' dtype (default: as stored)"
+    )
     add_device(parser)
 
 
@@ -128,7 +130,7 @@ def _in_turn(model, call) -> tuple[list, list[float]]:
     from .. import patch_model, unpatch_model
 
     results = []
-    seconds: list[list[float]] = [[], []]
+    seconds = [[], []]
     for _ in range(ROUNDS + 1):
         results = []
         for times, switch in zip(seconds, (unpatch_model, patch_model), strict=True):

@@ -50,13 +50,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a local folder, a hub id, or demo:llama, demo:qwen3, demo:gpt2",
     )
-    text = "run the model code that the checkpoint brings"
-    parser.add_argument("--trust-remote-code", action="store_true", help=text)
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the model code that the checkpoint brings",
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    text = "where to run, for example cuda:1 (default: the GPU if there is one)"
-    parser.add_argument("--device", help=text)
+    parser.add_argument(
+        "--device",
+        help="where to run, for example cuda:1 (default: the GPU if there is one)",
+    )
 
 
 def add_count(
@@ -74,8 +79,13 @@ def add_count(
             raise argparse.ArgumentTypeError(f"{value} is below {least}")
         return value
 
-    text = f"{what} (default {default})"
-    parser.add_argument(option, type=count, default=default, metavar="N", help=text)
+    parser.add_argument(
+        option,
+        type=count,
+        default=default,
+        metavar="N",
+        help=f"{what} (default {default})",
+    )
 
 
 def pick_device(name: str | None):

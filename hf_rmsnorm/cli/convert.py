@@ -30,28 +30,68 @@ OPTIONS = {
 
 def add_arguments(parser) -> None:
     add = parser.add_argument
-    text = "a local folder with safetensors, a hub id, or demo:gpt2"
-    add("src", metavar="SRC", type=os.path.expanduser, help=text)
-    text = "the folder to make; leave it out with --plan"
-    add("dst", metavar="DST", nargs="?", type=os.path.expanduser, help=text)
-    text = "print what would be done, and write nothing"
-    add("--plan", action="store_true", help=text)
-    text = "a .safetensors file of the arguments of the model's forward, by name, for parts that text does not reach"
-    add("--inputs", metavar="FILE", type=Path, help=text)
-    text = "publish DST without running source and result"
-    add("--no-verify", action="store_true", help=text)
-    text = "run all texts of a large checkpoint too, which takes minutes"
-    add("--full-verify", action="store_true", help=text)
-    text = "a text to verify on (default: two built-in ones)"
-    add("--prompt", action="append", help=text)
-    text = "native: write a checkpoint of an architecture that uses RMSNorm, where one computes the same"
-    add("--target", choices=["same", "native"], default="same", help=text)
-    text = "drop an unfinished conversion of something else"
-    add("--restart", action="store_true", help=text)
-    text = "read pytorch_model.bin if there is nothing else"
-    add("--allow-pickle", action="store_true", help=text)
-    text = "run the model code that SRC brings"
-    add("--trust-remote-code", action="store_true", help=text)
+    add(
+        "src",
+        metavar="SRC",
+        type=os.path.expanduser,
+        help="a local folder with safetensors, a hub id, or demo:gpt2",
+    )
+    add(
+        "dst",
+        metavar="DST",
+        nargs="?",
+        type=os.path.expanduser,
+        help="the folder to make; leave it out with --plan",
+    )
+    add(
+        "--plan",
+        action="store_true",
+        help="print what would be done, and write nothing",
+    )
+    add(
+        "--inputs",
+        metavar="FILE",
+        type=Path,
+        help="a .safetensors file of the arguments of the model's forward, by "
+        "name, for parts that text does not reach",
+    )
+    add(
+        "--no-verify",
+        action="store_true",
+        help="publish DST without running source and result",
+    )
+    add(
+        "--full-verify",
+        action="store_true",
+        help="run all texts of a large checkpoint too, which takes minutes",
+    )
+    add(
+        "--prompt",
+        action="append",
+        help="a text to verify on (default: two built-in ones)",
+    )
+    add(
+        "--target",
+        choices=["same", "native"],
+        default="same",
+        help="native: write a checkpoint of an architecture that uses RMSNorm, "
+        "where one computes the same",
+    )
+    add(
+        "--restart",
+        action="store_true",
+        help="drop an unfinished conversion of something else",
+    )
+    add(
+        "--allow-pickle",
+        action="store_true",
+        help="read pytorch_model.bin if there is nothing else",
+    )
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the model code that SRC brings",
+    )
 
 
 def run(args) -> Result:
@@ -103,8 +143,12 @@ def _carry_out(args, **options) -> Result:
     def progress(tensors: int, done: int, total: int) -> None:
         if shows:
             end = "\n" if done == total else ""
-            text = f"\r{tensors} tensors, {done / total:.0%} written"
-            print(text, end=end, file=sys.stderr, flush=True)
+            print(
+                f"\r{tensors} tensors, {done / total:.0%} written",
+                end=end,
+                file=sys.stderr,
+                flush=True,
+            )
 
     shows = sys.stderr.isatty()
     log = logging.getLogger("hf_rmsnorm.conversion")

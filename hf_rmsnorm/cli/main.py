@@ -34,8 +34,9 @@ class Parser(argparse.ArgumentParser):
             self._mixed = False
 
     def error(self, message: str):
-        text = f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n"
-        self.exit(2, text)
+        self.exit(
+            2, f"{self.prog}: error: {one_line(message)} (see {self.prog} --help)\n"
+        )
 
 
 def build_parser() -> Parser:
@@ -43,8 +44,9 @@ def build_parser() -> Parser:
         prog="hf-rmsnorm",
         description="Fused RMSNorm and LayerNorm for Hugging Face models.",
     )
-    version = f"hf-rmsnorm {__version__}"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument(
+        "--version", action="version", version=f"hf-rmsnorm {__version__}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in COMMANDS:
         add_command(commands, module.__name__.rpartition(".")[2], module)
@@ -63,10 +65,12 @@ def add_command(commands, name: str, module) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(sub)
-    text = "print one JSON object instead of text"
-    sub.add_argument("--json", action="store_true", help=text)
-    text = "show where an error comes from"
-    sub.add_argument("--traceback", action="store_true", help=text)
+    sub.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text"
+    )
+    sub.add_argument(
+        "--traceback", action="store_true", help="show where an error comes from"
+    )
     sub.set_defaults(run=module.run, command=name)
 
 

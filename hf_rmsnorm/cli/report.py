@@ -17,8 +17,9 @@ def add_arguments(parser) -> None:
     glob = {"metavar": "GLOB", "action": "append"}
     parser.add_argument("--include", **glob, help="patch only module paths that match")
     parser.add_argument("--exclude", **glob, help="skip module paths that match")
-    text = "fail if a norm would be skipped"
-    parser.add_argument("--strict", action="store_true", help=text)
+    parser.add_argument(
+        "--strict", action="store_true", help="fail if a norm would be skipped"
+    )
 
 
 def run(args) -> Result:

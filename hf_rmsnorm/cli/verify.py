@@ -24,22 +24,43 @@ from .common import (
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    text = "the text to compare on (default: Python's own help texts)"
-    parser.add_argument("--prompt", help=text)
-    text = "a .safetensors file with the arguments of the model's forward (default: the prompt, images or audio)"
-    parser.add_argument("--inputs", metavar="FILE", type=Path, help=text)
-    text = "the weights' dtype, or all for fp32 and bf16 (default: as stored; all for a demo)"
-    parser.add_argument("--dtype", choices=[*DTYPES, "all"], help=text)
+    parser.add_argument(
+        "--prompt", help="the text to compare on (default: Python's own help texts)"
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="FILE",
+        type=Path,
+        help="a .safetensors file with the arguments of the model's forward "
+        "(default: the prompt, images or audio)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=[*DTYPES, "all"],
+        help="the weights' dtype, or all for fp32 and bf16 (default: as stored; "
+        "all for a demo)",
+    )
     add_count(parser, "--max-tokens", 64, "use the first N tokens of the prompt")
-    text = "compare N greedily generated tokens, 0 for none"
-    add_count(parser, "--max-new-tokens", 32, text, least=0)
-    text = "do not check gradients"
-    parser.add_argument("--no-backward", action="store_true", help=text)
-    text = "the order of rounding: model, vllm, sglang or torch (default: model)"
-    parser.add_argument("--numerics", metavar="NAME", default="model", help=text)
+    add_count(
+        parser,
+        "--max-new-tokens",
+        32,
+        "compare N greedily generated tokens, 0 for none",
+        least=0,
+    )
+    parser.add_argument(
+        "--no-backward", action="store_true", help="do not check gradients"
+    )
+    parser.add_argument(
+        "--numerics",
+        metavar="NAME",
+        default="model",
+        help="the order of rounding: model, vllm, sglang or torch (default: model)",
+    )
     add_device(parser)
-    text = "print every number and every norm"
-    parser.add_argument("--verbose", action="store_true", help=text)
+    parser.add_argument(
+        "--verbose", action="store_true", help="print every number and every norm"
+    )
 
 
 def run(args) -> Result:

@@ -228,8 +228,10 @@ def convert_checkpoint(
         if how.verify:
             verdict = verify_folder(folder, written, how)
         if not verdict.passed:
-            what = f"{dst}: not published, the result fails verification\n{verdict}"
-            raise VerificationFailed(what, verdict)
+            raise VerificationFailed(
+                f"{dst}: not published, the result fails verification\n{verdict}",
+                verdict,
+            )
         planned.describe(written, verdict)
 
     layout, config = planned.result(source)

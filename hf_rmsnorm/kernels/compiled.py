@@ -160,8 +160,8 @@ class Start:
         self.current = _no_index
         if self.index is not None:
             self.current = current_device(self.device.type)
-        self.on: Callable[[tuple], None] = self.with_care
-        self._launch: Callable[[tuple], None] | None = None
+        self.on = self.with_care
+        self._launch = None
 
     def with_care(self, operands: tuple) -> None:
         """Start the kernel, also if it is not loaded, launches are counted or watched,

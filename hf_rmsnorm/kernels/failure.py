@@ -102,7 +102,7 @@ def _cause(error: Exception) -> str:
 
 
 def _failed_command(error: subprocess.CalledProcessError) -> str:
-    command = error.cmd if isinstance(error.cmd, str) else error.cmd[0]
+    command = error.cmd[0]
     cause = f"{command} ended with exit code {error.returncode}"
     header = Path(sysconfig.get_path("include"), "Python.h")
     if "ptxas" not in command and not header.exists():

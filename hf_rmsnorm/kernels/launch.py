@@ -136,10 +136,14 @@ class NormForward:
         if residual is not None:
             require(spec, "residual sum")
             total = sum_without_data(x, residual)
-        weight_dtype = None if weight is None else weight.dtype
+        weight_dtype = None
+        if weight is not None:
+            weight_dtype = weight.dtype
         y_dtype = spec.output_dtype(total.dtype, weight_dtype)
         y = output_like(total, spec, weight, heads, y_dtype)
-        outputs = [y] if residual is None else [y, total]
+        outputs = [y]
+        if residual is not None:
+            outputs.append(total)
         read = {"x": x, "other": residual if gate is None else gate}
         self.strides = total.stride()
         self.order = row_order(total, spec, heads)

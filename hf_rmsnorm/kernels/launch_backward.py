@@ -63,7 +63,9 @@ class NormBackward:
         shift = bias if self.reads_bias else None
         self.order = row_order(x, spec, heads)
         dx = output_like(x, spec, weight, heads, x.dtype)
-        dg = dx if gate is None else dx.to(gate.dtype)
+        dg = dx
+        if gate is not None:
+            dg = dx.to(gate.dtype)
         self.empty_dx = allocator(x, dx)
         self.empty_dg = allocator(x, dg)
         other = gate if dh is None else dh  # one address serves both

@@ -20,7 +20,10 @@ KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD)
 
 def _normed_dtype(spec: NormSpec, q: Tensor, weight: OptionalTensor) -> torch.dtype:
     """The dtype of q and k when they are normalised, before they are rotated."""
-    return spec.output_dtype(q.dtype, None if weight is None else weight.dtype)
+    weight_dtype = None
+    if weight is not None:
+        weight_dtype = weight.dtype
+    return spec.output_dtype(q.dtype, weight_dtype)
 
 
 def _tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -108,7 +111,9 @@ class QKForward:
         require(spec, "queries and keys")
         q, k, weight, _, cos, _ = operands
         normed = _normed_dtype(spec, q, weight)
-        dtype = normed if way == "once" else promoted(normed, cos.dtype)
+        dtype = normed
+        if way != "once":
+            dtype = promoted(normed, cos.dtype)
         yq = _rotated_like(q, cos, dtype, way)
         yk = _rotated_like(k, cos, dtype, way)
         self.empty_yq = allocator(q, yq)

@@ -54,7 +54,9 @@ def addresses(
 
 
 def _address(t: OptionalTensor, order: Shape | None) -> RowAddress | None:
-    return RowAddress() if t is None else row_address(t.shape, t.stride(), order)
+    if t is None:
+        return RowAddress()
+    return row_address(t.shape, t.stride(), order)
 
 
 def memory_order(shape: Shape, strides: Shape) -> Shape | None:
@@ -92,7 +94,9 @@ def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress
         return RowAddress()
     if len(steps) > 2:
         return None
-    outer = steps[0] if len(steps) == 2 else 0
+    outer = 0
+    if len(steps) == 2:
+        outer = steps[0]
     return RowAddress(sizes[-1], outer, steps[-1])
 
 
@@ -173,7 +177,9 @@ def blank(device: torch.device, *shape: int) -> Tensor:
 
 def in_order(t: Tensor, order: Shape | None) -> Tensor:
     """t with its leading dimensions in this order."""
-    return t if order is None else t.permute(*order, -1)
+    if order is None:
+        return t
+    return t.permute(*order, -1)
 
 
 def start_on_copies(
@@ -187,10 +193,11 @@ def start_on_copies(
     the other in `order`, and copy its outputs back.
     """
     tensors = *operands, *outputs
-    copies = [
-        in_order(t, order).contiguous() if t is not None and t.shape == shape else t
-        for t in tensors
-    ]
+    copies = []
+    for t in tensors:
+        if t is not None and t.shape == shape:
+            t = in_order(t, order).contiguous()
+        copies.append(t)
     start(tuple(copies))
     written = zip(outputs, copies[len(operands) :], strict=True)
     for output, copy in written:

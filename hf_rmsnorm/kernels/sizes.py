@@ -116,7 +116,9 @@ class BackwardCase:
     def rows(self) -> int:
         # One row of 1,024 columns already fills the tile: two would halve the programs
         # that fit on a multiprocessor.
-        return 1 if self.block >= 1_024 else TILE_ELEMENTS // self.block
+        if self.block >= 1_024:
+            return 1
+        return TILE_ELEMENTS // self.block
 
     @property
     def reload_weight(self) -> bool:
@@ -162,7 +164,9 @@ def _filled_eighths(case: BackwardCase) -> int:
         return 8
     if case.centered and case.block <= 8_192 and 8 * case.hidden_size <= 5 * case.block:
         return 5
-    return 6 if 8 * case.hidden_size <= 6 * case.block else 8
+    if 8 * case.hidden_size <= 6 * case.block:
+        return 6
+    return 8
 
 
 def _warps(case: BackwardCase, eighths: int) -> int:

@@ -52,7 +52,9 @@ class Check:
         """PASS or FAIL, or nothing if nothing was compared."""
         if not self.passed:
             return "FAIL"
-        return "PASS" if self.compared else ""
+        if self.compared:
+            return "PASS"
+        return ""
 
 
 Outputs = list[torch.Tensor]
@@ -78,8 +80,10 @@ def _compare(call: Call, judge: Judge) -> Check:
     except Exception as error:
         # whatever a broken kernel or forward raises is the verdict on it
         return Check(call.path, False, f"raises {one_line(error)}")
-    if _kinds(ours) != _kinds(theirs):
-        text = f"returns {_kinds(ours)}, the original {_kinds(theirs)}"
+    kinds = _kinds(ours)
+    expected = _kinds(theirs)
+    if kinds != expected:
+        text = f"returns {kinds}, the original {expected}"
         return Check(call.path, False, text)
     return judge(call, ours, theirs)
 
@@ -126,8 +130,9 @@ def judge_norm(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     shift = mean.abs() / spread.clamp_min(1e-30)
     amplified = (1 + shift).nan_to_num(1.0, 1.0)
     sizes = expected.nan_to_num(0.0, 0.0, 0.0).abs()
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    fine = sizes.amax(-1, keepdim=True) * amplified * eps
+    finest = torch.promote_types(dtype, torch.float32)
+    largest = sizes.amax(-1, keepdim=True)
+    fine = largest * amplified * torch.finfo(finest).eps
     unequal = _unequal(y, expected)
     difference = torch.where(unequal, (y - expected).abs(), 0.0)
     difference = difference.nan_to_num(torch.inf, torch.inf)
@@ -140,7 +145,8 @@ def judge_norm(call: Call, ours: Outputs, theirs: Outputs) -> Check:
         tolerated = MAX_ULP * fine
     share = MAX_OFF_FLOAT
     if dtype in HALF_DTYPES:
-        share = min(MAX_OFF_HALF * amplified.mean().item(), _MAX_AMPLIFIED)
+        share = MAX_OFF_HALF * amplified.mean().item()
+        share = min(share, _MAX_AMPLIFIED)
     count = (difference > tolerated).sum().item()
     allowed = max(1, int(share * y.numel()))
     text = "{} of {} values are off (limit {}), by {:.2g} rounding steps (limit {:g})"
@@ -174,7 +180,8 @@ def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
 
 def _unequal(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """Which elements are not equal; NaN equals NaN."""
-    return (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+    both_nan = ours.isnan() & theirs.isnan()
+    return (ours != theirs) & ~both_nan
 
 
 def _differing(ours: Outputs, theirs: Outputs) -> int:

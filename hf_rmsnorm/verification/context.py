@@ -44,14 +44,26 @@ def evaluating(model):
         yield
 
 
+def leaves_of(model) -> dict[str, torch.nn.Module]:
+    """The modules without children, by path."""
+    leaves = {}
+    for path, module in model.named_modules():
+        if not [*module.children()]:
+            leaves[path] = module
+    return leaves
+
+
 def max_positions(config) -> int:
     """The most tokens that a model of this config takes; `sys.maxsize` if the config
     has no limit.
     """
     text = config.get_text_config()
-    values = [getattr(text, key, None) for key in _POSITIONS]
-    limits = [value for value in values if isinstance(value, int) and value > 0]
-    return min(limits, default=sys.maxsize)
+    most = sys.maxsize
+    for key in _POSITIONS:
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value > 0:
+            most = min(most, value)
+    return most
 
 
 def prompt_length(config, tokens: int, new_tokens: int) -> int:
@@ -59,7 +71,8 @@ def prompt_length(config, tokens: int, new_tokens: int) -> int:
     a context that is too short.
     """
     most = max_positions(config)
-    return max(1, min(tokens, max(most - new_tokens, most // 2)))
+    room = max(most - new_tokens, most // 2)
+    return max(1, min(tokens, room))
 
 
 @contextmanager
@@ -134,7 +147,7 @@ def _compares_text_with_images(config) -> bool:
 
 def _random_ids(config, size: tuple[int, int]) -> torch.Tensor:
     """Token ids that have no special meaning."""
-    words = set(range(3, _number(config, "vocab_size", default=64)))
+    words = set(range(3, first_number(config, "vocab_size", default=64)))
     for name, value in vars(config).items():
         if name.endswith("_id") and isinstance(value, int):
             words.discard(value)
@@ -145,18 +158,19 @@ def _random_ids(config, size: tuple[int, int]) -> torch.Tensor:
 def _random_floats(config, name: str, rows: int) -> torch.Tensor:
     """Images or audio, by the name of the argument."""
     if name == "pixel_values":
-        side = _number(config, "image_size", default=64)
-        channels = _number(config, "num_channels", "in_channels", default=3)
+        side = first_number(config, "image_size", default=64)
+        channels = first_number(config, "num_channels", "in_channels", default=3)
         shape = channels, side, side
     elif name == "input_features":
-        bins = _number(config, "num_mel_bins", "input_feat_per_channel", default=80)
-        shape = bins, 2 * _number(config, "max_source_positions", default=50)
+        names = "num_mel_bins", "input_feat_per_channel"
+        bins = first_number(config, *names, default=80)
+        shape = bins, 2 * first_number(config, "max_source_positions", default=50)
     else:
         shape = (4000,)
     return torch.randn(rows, *shape, dtype=torch.float64)
 
 
-def _number(config, *keys: str, default: int) -> int:
+def first_number(config, *keys: str, default: int) -> int:
     """The first whole number that the config, or a part of it, has by one of these
     names.
     """

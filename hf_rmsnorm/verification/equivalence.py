@@ -14,7 +14,7 @@ from ..patching import count_launches, is_patched, patched
 from ..patching.numerics import SERVERS
 from .calls import keeps_formula, rounds_otherwise, unpatched
 from .checks import Check, judge_layer, judge_norm
-from .context import evaluating
+from .context import evaluating, leaves_of
 from .float64 import in_float64
 from .inputs import checked_inputs, device_of
 from .noise import NoiseFloor, noise_floor
@@ -179,8 +179,8 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
             if keeps_formula(module):
                 norms[path] = module, None
         return norms
-    leaves = _leaves(candidate)
-    others = _leaves(reference)
+    leaves = leaves_of(candidate)
+    others = leaves_of(reference)
     alone = sorted(leaves.keys() ^ others.keys())
     if alone:
         raise ValueError(
@@ -190,15 +190,6 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
     for path, module in leaves.items():
         norms[path] = module, others[path]
     return norms
-
-
-def _leaves(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules without children."""
-    leaves = {}
-    for path, module in model.named_modules():
-        if not [*module.children()]:
-            leaves[path] = module
-    return leaves
 
 
 def _listed(model: nn.Module, checks: list[Check]) -> list[Check]:

@@ -51,7 +51,9 @@ def widen(value):
     """
     if isinstance(value, torch.dtype):
         return _WIDE.get(value, value)
-    return value.to(_WIDE[value.dtype]) if _is_narrow(value) else value
+    if _is_narrow(value):
+        return value.to(_WIDE[value.dtype])
+    return value
 
 
 def _is_narrow(value) -> bool:
@@ -60,12 +62,13 @@ def _is_narrow(value) -> bool:
 
 def _narrow(dtype: torch.dtype, value):
     """A float64 tensor in another dtype; all else as is."""
-    is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float64
-    return value.to(dtype) if is_wide else value
+    if isinstance(value, torch.Tensor) and value.dtype == torch.float64:
+        return value.to(dtype)
+    return value
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype):
+def default_dtype(dtype: torch.dtype):
     """Inside, tensors that are made without a dtype have this one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -105,7 +108,7 @@ class Float64Mode(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self._overwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._overwritten = []  # (tensor, its value before)
         self.paused = False
 
     def call_in(self, dtype: torch.dtype, forward: Callable, *args, **kwargs):
@@ -117,7 +120,7 @@ class Float64Mode(TorchDispatchMode):
         self.paused = True
         try:
             args, kwargs = tree_map(partial(_narrow, dtype), (args, kwargs))
-            with _default_dtype(torch.float32):
+            with default_dtype(torch.float32):
                 y = forward(*args, **kwargs)
         finally:
             self.paused = False
@@ -141,13 +144,17 @@ class Float64Mode(TorchDispatchMode):
             # a view of a stored tensor stays a view; it is widened when it is read
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            written = kwargs["out"] if "out" in kwargs else args[0]
+            written = kwargs.get("out")
+            if written is None:
+                written = args[0]
             if _is_narrow(written):
                 return self._write_to(written, func, args, kwargs)
         if func.overloadpacket not in _GATHERS:
             args, kwargs = tree_map(widen, (args, kwargs))
         y = func(*args, **kwargs)
-        return y if func._schema.is_mutable else tree_map(widen, y)
+        if func._schema.is_mutable:
+            return y
+        return tree_map(widen, y)
 
     def _write_to(self, stored: torch.Tensor, func, args: tuple, kwargs: dict):
         """Write to a tensor that is stored in a narrow dtype, if it can be undone and
@@ -155,11 +162,11 @@ class Float64Mode(TorchDispatchMode):
         """
         # Values that it holds exactly were chosen among stored ones; float64 arithmetic
         # leaves more digits.
-        if func is aten.copy_.default and torch.equal(
-            args[1], args[1].to(stored.dtype)
-        ):
-            self._overwritten.append((stored, stored.clone()))
-            return func(*args, **kwargs)
+        if func is aten.copy_.default:
+            rounded = args[1].to(stored.dtype)
+            if torch.equal(args[1], rounded):
+                self._overwritten.append((stored, stored.clone()))
+                return func(*args, **kwargs)
         raise RuntimeError(
             f"the model writes in place to a tensor stored in {stored.dtype} "
             f"({func._schema.name}): its forward cannot be repeated in float64"
@@ -202,7 +209,7 @@ def in_float64(model: nn.Module):
     dtype = first_dtype(model)
     with (
         _plain_state(model),
-        _default_dtype(torch.float64),
+        default_dtype(torch.float64),
         torch.no_grad(),
         mode,
         _WidenEarly(mode),

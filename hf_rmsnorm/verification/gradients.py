@@ -36,8 +36,7 @@ def check_gradients(call: Call) -> list[Check]:
     try:
         ours = _gradients(call.again(), module, leaves, cotangents)
     except Exception as error:  # whatever a broken backward raises is the verdict on it
-        path = f"{call.path}, gradients"
-        return [Check(path, False, f"raises {one_line(error)}")]
+        return [Check(f"{call.path}, gradients", False, f"raises {one_line(error)}")]
     theirs = []
     exact = []
     for number in range(CALLS):
@@ -60,8 +59,9 @@ def check_gradients(call: Call) -> list[Check]:
             # of what is added up over rows no rounding is the last
             rms_slack=floors[0].max_slack,
         )
-        path = f"{call.path}, {name}"
-        checks.append(Check(path, floor.passed, floor.text, gradient.numel()))
+        checks.append(
+            Check(f"{call.path}, {name}", floor.passed, floor.text, gradient.numel())
+        )
     return checks
 
 

@@ -37,8 +37,7 @@ def checked_inputs(
         inputs = [inputs]
     batches = []
     for number, arguments in enumerate(inputs):
-        name = f"inputs[{number}]"
-        batches.append(_batch(name, arguments, vocabulary, device))
+        batches.append(_batch(f"inputs[{number}]", arguments, vocabulary, device))
     if not any(batches):
         raise ValueError("inputs are empty: pass at least one token")
     return batches
@@ -52,7 +51,9 @@ def _default_batches(model: nn.Module, new_tokens: int) -> list[dict]:
     inputs = send_to_device(inputs, device_of(model))
     with evaluating(model):
         picture = with_picture(model, inputs)
-    return [inputs] if picture is None else [inputs, picture]
+    if picture is None:
+        return [inputs]
+    return [inputs, picture]
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -46,8 +46,9 @@ class NoiseFloor:
             return False
         ours = self.candidate_rms
         theirs = self.reference_rms
-        largest = within(self.candidate_max, self.reference_max, self.max_slack)
-        return largest and within(ours, theirs, self.rms_slack)
+        if not within(self.candidate_max, self.reference_max, self.max_slack):
+            return False
+        return within(ours, theirs, self.rms_slack)
 
     @property
     def text(self) -> str:
@@ -119,13 +120,16 @@ def noise_floor(
             same = r == c
             r = r.double()
             c = c.double()
-            original.add((r - y)[shown])
-            changed.add((c - y)[shown])
-            size.add(y[shown])
-            difference.add(torch.where(same, 0.0, r - c))
+            y = y[shown]
+            original.add(r[shown] - y)
+            changed.add(c[shown] - y)
+            size.add(y)
+            apart = torch.where(same, 0.0, r - c)
+            difference.add(apart)
     if not size.count:
-        why = "there is nothing to compare: the inputs gave no outputs"
-        return NoiseFloor(reason=why)
+        return NoiseFloor(
+            reason="there is nothing to compare: the inputs gave no outputs"
+        )
     dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
     if quantised:
         dtype = torch.bfloat16

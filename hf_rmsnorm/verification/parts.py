@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from torch import nn
-
 from ..fused.layer import layer_part
 from .calls import Call, keeps_formula
 from .checks import NOT_COMPARED, Check, Judge, check_outputs, worst
@@ -27,16 +25,18 @@ class Parts:
     """
 
     def __init__(self, judge: Judge, backward: bool):
-        self.modules: dict[str, tuple[nn.Module, nn.Module | None]] = {}
-        self.gradients: list[Check] = []
+        self.modules = {}
+        self.gradients = []
         self._judge = judge
         self._backward = backward
-        self._checks: dict[tuple[str, bool], Check] = {}
+        self._checks = {}  # by path, and whether the input had several rows
         self._busy = False
 
     def checks(self) -> list[Check]:
         """The worst check of each module."""
-        checks = {path: Check(path, True, NOT_REACHED) for path in self.modules}
+        checks = {}
+        for path in self.modules:
+            checks[path] = Check(path, True, NOT_REACHED)
         for (path, _), check in self._checks.items():
             checks[path] = worst([check, checks[path]])
         return list(checks.values())

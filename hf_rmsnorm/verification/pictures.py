@@ -1,6 +1,7 @@
 """A random picture among the tokens of a text, for models that read both."""
 
 import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -21,7 +22,8 @@ def with_picture(model, text: dict) -> dict | None:
         return None
     try:
         picture = _picture(model, in_patches="image_grid_thw" in names)
-        ids = _among(text["input_ids"], model.config, _count(model, picture))
+        count = count_features(model.get_image_features, picture)
+        ids = _among(text["input_ids"], model.config, count)
         inputs = {**text, **picture, "input_ids": ids}
         if "mm_token_type_ids" in names:
             inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
@@ -64,10 +66,10 @@ def _picture(model, in_patches: bool) -> dict:
     return picture
 
 
-def _count(model, picture: dict) -> int:
-    """How many tokens a picture takes."""
+def count_features(method: Callable, values: dict) -> int:
+    """How many tokens the features take that a method of a model returns."""
     with torch.no_grad():
-        features = model.get_image_features(**picture)
+        features = method(**values)
     features = getattr(features, "pooler_output", features)
     count = 0
     for rows in output_tensors(features):

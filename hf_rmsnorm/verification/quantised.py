@@ -46,7 +46,7 @@ def is_quantised(module: nn.Module) -> bool:
 
 def quantised_modules(model: nn.Module) -> list[nn.Module]:
     """The model's modules with quantised weights."""
-    return list(filter(is_quantised, model.modules()))
+    return [module for module in model.modules() if is_quantised(module)]
 
 
 def first_dtype(model: nn.Module) -> torch.dtype:

@@ -72,7 +72,9 @@ class EquivalenceReport:
         """``"PASS"``, ``"FAIL"`` or ``"NOTHING VERIFIED"``."""
         if self._failed():
             return "FAIL"
-        return NOTHING_VERIFIED if self.nothing_ran else "PASS"
+        if self.nothing_ran:
+            return NOTHING_VERIFIED
+        return "PASS"
 
     @property
     def headline(self) -> str:
@@ -86,7 +88,8 @@ class EquivalenceReport:
             return f"{NOTHING_VERIFIED}: {self.nothing_ran}"
         if not self.unreached:
             return "PASS"
-        shown = ", ".join(compact_paths(self.unreached)[:_SHOWN])
+        paths = compact_paths(self.unreached)
+        shown = ", ".join(paths[:_SHOWN])
         return (
             f"PASS, but the inputs did not reach {len(self.unreached)} of "
             f"{len(self.norms)} norms: {shown}"
@@ -147,7 +150,10 @@ class EquivalenceReport:
         for mark, what, text in rows:
             # what is too long goes on below the text
             line = f"  {mark:4}  {what:<18} {text}"
-            lines.append(fitted(line, 25 if mark else 19))
+            indent = 19
+            if mark:
+                indent = 25
+            lines.append(fitted(line, indent))
         return "\n".join(lines)
 
 
@@ -172,7 +178,9 @@ class _Part:
     def rows(self, verbose: bool) -> list[tuple[str, str, str]]:
         """The rows of the table: the result, and the checks that failed, or all."""
         check = worst(self.checks)
-        mark = "FAIL" if self.failed else check.mark
+        mark = check.mark
+        if self.failed:
+            mark = "FAIL"
         if not self.what:
             return [(mark, self.name, check.text)]
         good = differing = 0

@@ -3,11 +3,12 @@ sound take, and states of an encoder.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from ...verification.context import TOKENS, default_inputs, is_float
+from ...verification.context import TOKENS, default_inputs, first_number
+from ...verification.pictures import count_features
 from .run import MISFITS, run
 
 GRID = 4  # patches of a picture along each side, where a model takes them one by one
@@ -64,7 +65,10 @@ def _with_tower(
     for values in choices:
         for name in values.keys() - names.keys():
             del values[name]
-        count = _count_features(getattr(owner, method), values)
+        try:
+            count = count_features(getattr(owner, method), values)
+        except MISFITS:
+            continue
         if not count:
             continue
         places = torch.full((count,), token)
@@ -75,31 +79,16 @@ def _with_tower(
             yield {**filled, "mm_token_type_ids": (ids == token).long()}
 
 
-def _count_features(method: Callable, values: dict) -> int:
-    """How many rows a tower makes of its inputs; 0 where it does not take them."""
-    try:
-        with torch.no_grad():
-            features = method(**values)
-    except MISFITS:
-        return 0
-    features = getattr(features, "pooler_output", features)
-    tensors = features if isinstance(features, (list, tuple)) else [features]
-    count = 0
-    for tensor in tensors:
-        if is_float(tensor):
-            count += tensor.flatten(0, -2).shape[0]
-    return count
-
-
 def _pictures(part) -> Iterator[dict]:
     """Arguments for one picture: whole, and as patches in a grid."""
-    channels = _number(part, "num_channels", "in_channels", "in_chans", default=3)
-    size = _number(part, "image_size", "img_size", default=GRID * 8)
+    channels = first_number(part, "num_channels", "in_channels", "in_chans", default=3)
+    size = first_number(part, "image_size", "img_size", default=GRID * 8)
     picture = _normal(1, channels, size, size)
     yield {"pixel_values": picture}
     yield {"pixel_values": picture[None]}
-    patch = _number(part, "patch_size", default=8)
-    row = channels * patch * patch * _number(part, "temporal_patch_size", default=1)
+    patch = first_number(part, "patch_size", default=8)
+    frames = first_number(part, "temporal_patch_size", default=1)
+    row = channels * patch * patch * frames
     grid = torch.tensor([[1, GRID, GRID]])
     yield {"pixel_values": _normal(GRID * GRID, row), "image_grid_thw": grid}
 
@@ -109,8 +98,8 @@ def _sounds(part) -> Iterator[dict]:
     mask.
     """
     yield {"input_values": _normal(1, 4000)}
-    bins = _number(part, "num_mel_bins", "n_mels", "input_dim", default=80)
-    positions = _number(part, "max_source_positions", default=0)
+    bins = first_number(part, "num_mel_bins", "n_mels", "input_dim", default=80)
+    positions = first_number(part, "max_source_positions", default=0)
     for frames in (2 * positions, FRAMES):
         mask = torch.ones(1, frames, dtype=torch.long)
         masks = {"feature_attention_mask": mask, "input_features_mask": mask}
@@ -137,12 +126,3 @@ def _with_encoder(model: torch.nn.Module, inputs: dict) -> Iterator[dict]:
 def _normal(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _number(part, *names: str, default: int) -> int:
-    for name in names:
-        value = getattr(part, name, None)
-        value = value[0] if isinstance(value, (list, tuple)) and value else value
-        if isinstance(value, int):
-            return value
-    return default

@@ -10,8 +10,8 @@ from ...formula import NormSpec
 from ...fused.recipe import operands
 from ...patching.formula.recognise import recognise
 from ...reference import reference_norm
-from ...verification.context import is_float
-from .run import leaves, run
+from ...verification.context import is_float, leaves_of
+from .run import run
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ Norms = dict[str, ModelNorm]  # by path
 def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[Norms, list[str]]:
     """(path -> norm, in the order they run; paths of norms that were not called)."""
     recipes = {}
-    for path in leaves(model):
-        recipe = recognise(model.get_submodule(path)).recipe
+    for path, module in leaves_of(model).items():
+        recipe = recognise(module).recipe
         if recipe is not None and recipe.spec.centered and recipe.is_of_rows:
             recipes[path] = recipe
     norms: Norms = {}

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ...verification.context import hooked, output_tensors
-from ...verification.float64 import Float64Mode
+from ...verification.float64 import Float64Mode, default_dtype
 
 # What any constructor or forward may raise on sizes that do not suit it.
 MISFITS = (
@@ -32,13 +32,8 @@ def in_double():
     """Casts of a forward to a narrower float have no effect, and new tensors are
     float64; gradients pass.
     """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with Float64Mode():
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.float64), Float64Mode():
+        yield
 
 
 def run(
@@ -100,12 +95,3 @@ def alike(name: str) -> str:
     expert alone.
     """
     return re.sub(r"\d+", "*", name)
-
-
-def leaves(model: torch.nn.Module) -> list[str]:
-    """Paths of the modules without children."""
-    return [
-        path
-        for path, module in model.named_modules()
-        if path and next(module.children(), None) is None
-    ]

@@ -43,7 +43,7 @@ def shift_invariance_test(
     model: torch.nn.Module, inputs: dict, norms: dict[str, ModelNorm]
 ) -> ShiftTest:
     """Try every axis of every parameter of a float64 model; the model is not changed."""
-    entered: dict[int, list[torch.Tensor]] = defaultdict(list)  # by length of the rows
+    entered = defaultdict(list)  # means of rows, by their length
 
     def note(path, args, output):
         entered[norms[path].hidden_size].append(args[0].mean(-1))

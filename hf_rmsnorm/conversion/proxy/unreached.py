@@ -4,9 +4,10 @@ stream.
 
 import torch
 
+from ...verification.context import leaves_of
 from ..plan import ConversionRefused
 from .model import ProxyModel, token_table
-from .run import alike, and_more, leaves, run
+from .run import alike, and_more, run
 from .shift_invariance import ShiftTest
 
 
@@ -23,7 +24,7 @@ def refuse_if_unreached(
     # another layer is known.
     called = set()
     with torch.no_grad():
-        paths = leaves(proxy.model)
+        paths = leaves_of(proxy.model)
         run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))
     reached = proxy.shapes.keys() - set(test.undetermined)
     known = {alike(name) for name in reached}
@@ -38,9 +39,8 @@ def refuse_if_unreached(
             masks.append(name)
             continue
         # Encoder and decoder have tables of their own, that are tied to this one.
-        is_read_by_none = "input_ids" in proxy.inputs and module is token_table(
-            proxy.model
-        )
+        table = token_table(proxy.model)
+        is_read_by_none = "input_ids" in proxy.inputs and module is table
         is_known = path in called or alike(name) in known
         if not is_known and not is_read_by_none:
             left.append(name)

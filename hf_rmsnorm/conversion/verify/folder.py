@@ -83,8 +83,9 @@ def verify_folder(src: Path, folder: Path, options: ConversionOptions) -> Verifi
             runs["as RMSNorm"] = pair.compare_as_rms()
     verdicts = {figures["verdict"] for figures in runs.values()}
     verdict = "FAIL" if "FAIL" in verdicts else "PASS"
-    summary = f"source and result run {pair.run_on}: {verdict}"
-    return Verification(verdict == "PASS", summary, runs)
+    return Verification(
+        verdict == "PASS", f"source and result run {pair.run_on}: {verdict}", runs
+    )
 
 
 def as_it_computes(model):
