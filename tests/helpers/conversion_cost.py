@@ -54,7 +54,8 @@ def make(folder, mebibytes, count, fill):
     weights = {}
     for number in range(count):
         name = f"model-{number + 1:05}-of-{count:05}.safetensors"
-        header, at = {}, 0
+        header = {}
+        at = 0
         for key, shape in shapes(number, mebibytes // count):
             end = at + 2 * shape[0] * shape[1]
             header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}

@@ -26,7 +26,8 @@ def killed_at(call, number, after):
     """Die at the call of that number of a function of `os`, before it does its work or
     after.
     """
-    real, left = getattr(os, call), [number]
+    real = getattr(os, call)
+    left = [number]
 
     def counted(*args, **options):
         left[0] -= 1
@@ -79,7 +80,8 @@ def faults(src, dst, whole, place):
     """(what went wrong, how many shards were resumed) where a conversion is killed at a
     place and then done again.
     """
-    before, staging = contents(src), dst.with_name("dst.converting")
+    before = contents(src)
+    staging = dst.with_name("dst.converting")
 
     def dying():
         if place is not None:
@@ -111,7 +113,8 @@ def main(folder):
     src = write_checkpoint(folder / "src", SHARDS, metadata={"format": "pt"})
     (src / "README.md").write_text("read me\n" * 1000)
     write_plan(PLAN, src, folder / "whole")
-    whole, report = contents(folder / "whole"), {}
+    whole = contents(folder / "whole")
+    report = {}
     for name, place in BOUNDARIES.items():
         report[name] = faults(src, folder / "dst", whole, place)
     print(json.dumps(report))

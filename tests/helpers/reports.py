@@ -32,7 +32,8 @@ def calls_of(function):
     """The first argument of each call of a function; nothing in the function itself
     tells that it is watched.
     """
-    calls, code = [], function.__code__
+    calls = []
+    code = function.__code__
 
     def profile(frame, event, _):
         if event == "call" and frame.f_code is code:

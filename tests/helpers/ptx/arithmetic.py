@@ -174,7 +174,8 @@ def _picked(a, b, how):
     """Four bytes of the eight of a and b, each named by four bits of `how`; the highest
     asks for that byte's sign.
     """
-    both, picked = b.astype(u64) << 32 | a, u32.type(0)
+    both = b.astype(u64) << 32 | a
+    picked = u32.type(0)
     for place in range(4):
         four = how.astype(u64) >> (4 * place)
         byte = (both >> ((four & 7) * 8)) & 255

@@ -177,7 +177,8 @@ class Kernel:
             raise Unknown(made.text)
         if wide != (extended or size[-2:] == "64"):
             raise Unknown(made.text)
-        made.targets, made.sources = (self._slot(parts[0]),), (self._slot(param),)
+        made.targets = (self._slot(parts[0]),)
+        made.sources = (self._slot(param),)
         kind, made.function = operation("cvt.s64.s32" if extended else f"mov.{size}")
         made.kinds = (KINDS[kind],)
 
@@ -190,7 +191,8 @@ class Kernel:
         if act == "st":
             made.sources = (address, *registers)
         else:
-            made.sources, made.targets = (address,), registers
+            made.sources = (address,)
+            made.targets = registers
 
     def _matrix(self, made, parts, act) -> None:
         self._memory(made, parts, act, "matrix", "", "32")
@@ -199,14 +201,16 @@ class Kernel:
         target, source, lane, clamp, members = parts
         if int(clamp, 0) != 31 or int(members, 0) not in (-1, 0xFFFFFFFF):
             raise Unknown(made.text)
-        made.act, made.numbers = "shuffle", (SHUFFLES[mode],)
+        made.act = "shuffle"
+        made.numbers = (SHUFFLES[mode],)
         made.targets = (self._slot(target),)
         made.sources = (self._slot(source, "w"), self._slot(lane, "w"))
 
     def _copy(self, made, parts) -> None:
         to, to_offset = self._address(parts[0], "w")
         source, offset = self._address(parts[1], "d")
-        made.act, made.numbers = "copy", (to_offset, offset, int(parts[2], 0))
+        made.act = "copy"
+        made.numbers = (to_offset, offset, int(parts[2], 0))
         # the size again where nothing is left out
         made.sources = (to, source, self._slot(parts[-1], "w"))
 
@@ -214,7 +218,8 @@ class Kernel:
         made.act = "commit"
 
     def _wait(self, made, parts) -> None:
-        made.act, made.numbers = "wait", (int(parts[0], 0) if parts else -1,)
+        made.act = "wait"
+        made.numbers = (int(parts[0], 0) if parts else -1,)
 
     def _barrier(self, made, parts, warp) -> None:
         if warp and self.threads != 32 or not warp and parts != ["0"]:
@@ -222,7 +227,8 @@ class Kernel:
         made.act = "barrier"
 
     def _leave(self, made, parts, name) -> None:
-        made.act, made.numbers = name, tuple(parts)
+        made.act = name
+        made.numbers = tuple(parts)
 
 
 # none of these changes what is read

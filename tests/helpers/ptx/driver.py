@@ -36,7 +36,8 @@ class Driver(StubDriver):
 
         super().__init__(GPUTarget("cuda", chip, 32), SHARED_LIMIT[chip])
         self.utils.load_binary = _load
-        self.machine, self.launches = Machine(), None
+        self.machine = Machine()
+        self.launches = None
 
     def launcher_cls(self, source, metadata) -> Callable:
         names = source.fn.arg_names

@@ -68,7 +68,8 @@ class Machine:
 
     def _take(self, kernel: Kernel, arguments: list) -> tuple[dict, dict]:
         """({number: memory of a tensor}, {parameter: value}) of a launch."""
-        windows, given = {}, {}
+        windows = {}
+        given = {}
         for number, value in enumerate(arguments):
             if hasattr(value, "data_ptr"):
                 windows[number] = Window(value, number)
@@ -91,7 +92,9 @@ class _Run:
     """
 
     def __init__(self, kernel, grid, programs, shared, windows, given, blurred):
-        self.kernel, self.shared, self.windows = kernel, shared, windows
+        self.kernel = kernel
+        self.shared = shared
+        self.windows = windows
         self.blurred = blurred
         self.threads = kernel.threads  # of a program
         self.count = len(programs) * self.threads
@@ -299,7 +302,8 @@ class _Run:
         if space != "matrix":
             return [(address, slots)]
         self._together(mask, 32, "warp")
-        rows, lane = address.reshape(-1, 32), np.arange(32)
+        rows = address.reshape(-1, 32)
+        lane = np.arange(32)
         if (rows % 16).any():
             raise Fault("misaligned: a row of a matrix in shared memory")
         within = (lane % 4 * 4).astype(np.uint32)
@@ -312,7 +316,8 @@ class _Run:
         space, _, width, count = instruction.numbers
         for address, slots in self._accesses(instruction, mask, instruction.targets):
             if space == "global":
-                values, poison = self._read(address, width, count), None
+                values = self._read(address, width, count)
+                poison = None
             else:
                 values, poison = self.shared.load(
                     address, width, count, self._among(mask), instruction.text
@@ -322,7 +327,8 @@ class _Run:
     def _st(self, instruction: Instruction, mask) -> None:
         space, _, width, count = instruction.numbers
         use = "value is stored" if space == "global" else ""
-        lanes, unsigned = self._among(mask), UNSIGNED[width]
+        lanes = self._among(mask)
+        unsigned = UNSIGNED[width]
         for address, slots in self._accesses(
             instruction, mask, instruction.sources[1:]
         ):
@@ -346,7 +352,8 @@ class _Run:
         to, source, taken = instruction.sources
         to = self._address(to, mask, to_offset)
         source = self._address(source, mask, offset)
-        taken, lanes = self._some(taken, mask, "size"), self._among(mask)
+        taken = self._some(taken, mask, "size")
+        lanes = self._among(mask)
         reads = taken != 0
         if (reads & (taken != size)).any():
             raise Unknown(f"a copy of a part: {instruction.text}")
@@ -362,7 +369,9 @@ class _Run:
         self.committed[self._among(mask)] += 1
 
     def _wait(self, instruction: Instruction, mask) -> None:
-        left, copies, self.copies = instruction.numbers[0], self.copies, []
+        left = instruction.numbers[0]
+        copies = self.copies
+        self.copies = []
         for lanes, groups, where, values, text in copies:
             # left is -1 where those not committed are meant too
             done = groups < self.committed[lanes] - left

@@ -27,7 +27,8 @@ class Window:
     """
 
     def __init__(self, tensor, number: int):
-        self.number, self.item = number, tensor.element_size()
+        self.number = number
+        self.item = tensor.element_size()
         self.shape = tuple(tensor.shape)
         strides = zip(tensor.stride(), self.shape, strict=True)
         self.strides = [stride if size > 1 else 0 for stride, size in strides]
@@ -67,7 +68,8 @@ class Window:
     def _places(self, address, total: int):
         """Where accesses of `total` bytes are, in memory seen as rows of so many."""
         at = (address - np.uint64(self.address)).view(np.int64)
-        first, end = at.min(), at.max() + total
+        first = at.min()
+        end = at.max() + total
         if (address % np.uint64(total)).any():
             raise Fault(f"misaligned: {total} bytes of argument {self.number}")
         if first < 0 or end > self.size:
@@ -156,7 +158,8 @@ class Access:
 
     def of(self, mask) -> "Access":
         values = None if self.values is None else self.values[mask]
-        granules, lanes = self.granules[mask], self.lanes[mask]
+        granules = self.granules[mask]
+        lanes = self.lanes[mask]
         return Access(self.write, granules, lanes, values, self.text)
 
     def is_in(self, held) -> bool:
@@ -172,7 +175,9 @@ class Shared:
     """
 
     def __init__(self, programs: int, size: int, threads: int):
-        self.size, self.threads, self.stride = size, threads, -(-size // 16) * 16
+        self.size = size
+        self.threads = threads
+        self.stride = -(-size // 16) * 16
         self.bytes = np.zeros(programs * self.stride, np.uint8)
         self.state = np.full(len(self.bytes) // 2, EMPTY, np.uint8)
         self.last = np.full(len(self.state), -1, np.int32)  # scratch of `barrier`
@@ -228,7 +233,8 @@ class Shared:
         """Nothing before can race with anything behind, for the programs `passing` (a
         mask; None: all).
         """
-        accesses, self.accesses = self.accesses, []
+        accesses = self.accesses
+        self.accesses = []
         if passing is not None:
             here = [passing[access.lanes // self.threads] for access in accesses]
             pairs = list(zip(accesses, here, strict=True))

@@ -116,7 +116,8 @@ def heads(spec, size, dtype):
             t.unflatten(-1, (-1, size // 8)).transpose(1, 2)
             for t in dy.split((size // 2, size // 2), -1)
         )
-        q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
+        q = q.detach().requires_grad_()
+        k = k.detach().requires_grad_()
         yq, yk = fused_qk_norm(q, k, *weights, spec, *tables)
         grads = torch.autograd.grad(
             (yq, yk), (q, k), (dq.to(yq.dtype), dk.to(yk.dtype))

@@ -44,7 +44,8 @@ def test_pointers_come_first_and_every_other_parameter_gets_what_has_its_name(na
 
 def test_vectors_need_strides_and_columns_that_they_divide():
     kernel = KERNELS["norm_forward"]
-    assert bound(kernel).aligned and not bound(kernel, aligned=False).aligned
+    assert bound(kernel).aligned
+    assert not bound(kernel, aligned=False).aligned
     for name, aligned in (
         ("N", False),
         ("x_outer", False),
@@ -67,7 +68,8 @@ class Loaded:
     _run, function, packed_metadata, capturing = None, "function", "metadata", False
 
     def __init__(self, launcher):
-        self.launcher, self.told = launcher, []
+        self.launcher = launcher
+        self.told = []
 
     @property
     def run(self):
@@ -106,11 +108,9 @@ def load(monkeypatch):
     """
 
     def make(launchers=True, plain=True, by_compiled=True):
-        kernel, made, calls = (
-            Kernel(KERNELS["reduce_partials"].variants[True]),
-            Loaded(CudaLauncher()),
-            [],
-        )
+        kernel = Kernel(KERNELS["reduce_partials"].variants[True])
+        made = Loaded(CudaLauncher())
+        calls = []
         if not plain:
             made.launcher = SimpleNamespace()
 
@@ -163,20 +163,17 @@ def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkey
 def test_a_launcher_that_is_not_known_is_called_by_triton(known, load):
     start, made, calls = load(**known)
     start.on(("partials", "out"))
-    assert (
-        made.told == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))]
-        and not calls
-    )
+    assert made.told == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))]
+    assert not calls
 
 
 def test_any_other_triton_is_given_the_function(load):
     start, made, calls = load(launchers=False, by_compiled=False)
     start.on(("partials", "out"))
-    assert (
-        calls
-        == [((1, 1, 1), ("partials", "out", *start.tail), start.kernel.options(start))]
-        and not made.told
-    )
+    assert calls == [
+        ((1, 1, 1), ("partials", "out", *start.tail), start.kernel.options(start))
+    ]
+    assert not made.told
 
 
 def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(load):
@@ -185,7 +182,8 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(load):
     made.capturing = True
     with pytest.raises(RuntimeError, match="capturing"):
         start.on((1, 2))
-    assert made._run is None and not made.told
+    assert made._run is None
+    assert not made.told
     made.capturing = False
     start.on((1, 2))
     assert len(made.told) == 1
@@ -214,14 +212,16 @@ def test_what_fails_to_compile_is_unavailable_and_is_not_tried_again(load):
 def test_the_device_of_the_tensors_is_current_while_a_kernel_is_compiled_and_launched(
     load, monkeypatch
 ):
-    now, seen = [0], []
+    now = [0]
+    seen = []
 
     class Device:
         def __init__(self, device):
             self.index = device.index
 
         def __enter__(self):
-            self.before, now[0] = now[0], self.index
+            self.before = now[0]
+            now[0] = self.index
 
         def __exit__(self, *_):
             now[0] = self.before
@@ -243,4 +243,5 @@ def test_the_device_of_the_tensors_is_current_while_a_kernel_is_compiled_and_lau
         assert now[0] == current
     assert seen == [1]
     # directly where it is current
-    assert len(made.launcher.told) == 1 and len(made.told) == 2
+    assert len(made.launcher.told) == 1
+    assert len(made.told) == 2

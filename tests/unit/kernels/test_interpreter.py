@@ -97,10 +97,8 @@ def test_an_array_of_one_element_is_a_number():
     """Which Triton 3.6 leaves to NumPy, and NumPy 2.4 refuses; afterwards it is
     Triton's again.
     """
-    kernel, one = (
-        SimpleNamespace(__globals__={"tl": tl}),
-        SimpleNamespace(handle=SimpleNamespace(data=np.array([3]))),
-    )
+    kernel = SimpleNamespace(__globals__={"tl": tl})
+    one = SimpleNamespace(handle=SimpleNamespace(data=np.array([3])))
     before = tl.tensor.__dict__.get("__index__")
     with faithful_interpreter():
         scope = interpreter._patch_lang(kernel)

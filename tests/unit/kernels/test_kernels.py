@@ -168,7 +168,8 @@ def test_the_gate_is_read_where_it_lies(name, dtype):
     weight, bias = parameters(spec, 96, dtype)
     dy = rows(2, 5, 96, dtype=dtype, seed=7)
     projected = rows(2, 5, 96 + 8 + 96, dtype=dtype)
-    x, gate = projected[..., :96], projected[..., 104:]
+    x = projected[..., :96]
+    gate = projected[..., 104:]
     check(spec, x, weight, bias, dy, gate)
     turned = rows(5, 2, 96, dtype=torch.float32).transpose(0, 1)
     check(spec, x, weight, bias, dy, turned)
@@ -257,7 +258,8 @@ LAYOUTS = [packed, transposed, last_dimension_strided, unaligned, expanded]
 def test_strided_rows_and_gradients(name, x_layout, dy_layout):
     shape = (2, 3, 4, 64)
     weight, bias = parameters(SPECS[name], 64, torch.bfloat16)
-    x, dy = x_layout(shape, torch.bfloat16, 0), dy_layout(shape, torch.bfloat16, 7)
+    x = x_layout(shape, torch.bfloat16, 0)
+    dy = dy_layout(shape, torch.bfloat16, 7)
     check(SPECS[name], x, weight, bias, dy)
 
 
@@ -281,7 +283,8 @@ def test_addressable_views_are_read_in_place(layout):
 
 @pytest.mark.nightly  # 4.3 GB of address space, and the interpreter touches it all
 def test_offsets_beyond_32_bits():
-    hidden_size, stride = 64, 2**31 + 64
+    hidden_size = 64
+    stride = 2**31 + 64
     storage = torch.zeros(stride + hidden_size, dtype=torch.bfloat16, device=DEVICE)
     x = storage.as_strided((2, hidden_size), (stride, 1))
     x.copy_(rows(2, hidden_size, dtype=torch.bfloat16))
@@ -297,7 +300,8 @@ def test_no_rows_need_no_kernel(name):
     with count_launches() as launches:
         y = fused_norm(x, weight, bias, SPECS[name])
         dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
-    assert y.shape == dx.shape == x.shape and not dweight.any()
+    assert y.shape == dx.shape == x.shape
+    assert not dweight.any()
     assert not launches
 
 
@@ -335,7 +339,9 @@ def test_many_rows_sum_in_float32():
 def test_nan_inf_and_zero_rows_stay_in_their_row(name):
     weight, bias = parameters(SPECS[name], 64, torch.float32)
     x = rows(6, 64, dtype=torch.float32)
-    x[1, 3], x[2, 5], x[4] = torch.nan, torch.inf, 0.0
+    x[1, 3] = torch.nan
+    x[2, 5] = torch.inf
+    x[4] = 0.0
     with torch.no_grad(), use_backend("triton"):
         y = fused_norm(x, weight, bias, SPECS[name])
     expected = reference_norm(x, weight, bias, SPECS[name]).detach()

@@ -49,8 +49,10 @@ NEEDS = [need for need in itertools.product((True, False), repeat=3) if any(need
 )
 @pytest.mark.parametrize("from_output", [False, True])
 def test_what_is_needed_is_computed_and_nothing_else(spec, columns, need, from_output):
-    x, dy = rows(3, columns), rows(3, columns, seed=3)
-    w, b = rows(columns, seed=1).abs() + 0.5, rows(columns, seed=2)
+    x = rows(3, columns)
+    dy = rows(3, columns, seed=3)
+    w = rows(columns, seed=1).abs() + 0.5
+    b = rows(columns, seed=2)
     y, rstd, mean, _ = norm_forward(x, w, b, spec, True)
     read = dy, y if from_output else x, w, b, rstd, mean
     with count_launches() as launches:
@@ -73,7 +75,8 @@ def test_what_is_needed_is_computed_and_nothing_else(spec, columns, need, from_o
 def test_gated_norms_have_the_bits_of_eager(has_weight, gate, rounding):
     rounding = rounding if has_weight else "once"
     spec = NormSpec(False, 1e-6, has_weight, rounding=rounding, gate=gate)
-    x, other = rows(64, 96).to(HALF), rows(64, 96, seed=1).to(HALF)
+    x = rows(64, 96).to(HALF)
+    other = rows(64, 96, seed=1).to(HALF)
     w = rows(96, seed=2).to(HALF) if has_weight else None
     y, *_ = norm_forward(x, w, None, spec, False, other)
     # its sums have another order

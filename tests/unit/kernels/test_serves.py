@@ -135,7 +135,8 @@ RUNS = {
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("run", RUNS)
 def test_a_launch_computes_the_formula_or_refuses_it(name, run):
-    spec, (launched, families) = SPECS[name], RUNS[run]
+    spec = SPECS[name]
+    launched, families = RUNS[run]
     if all(spec.axes <= SERVES[family] for family in families):
         launched(spec)
     else:

@@ -62,7 +62,8 @@ def test_the_backwards_buffers_fit_in_shared_memory(hidden_size, limit):
         how = {"gated": gated, "added": added, "reads_bias": biased, "mixed": mixed}
         config = backward_config(hidden_size, centered, itemsize, limit, **how)
         assert config.block >= hidden_size
-        assert 1 <= config.stages <= 3 and config.programs_per_sm >= 1
+        assert 1 <= config.stages <= 3
+        assert config.programs_per_sm >= 1
         tile = config.rows * config.block * itemsize
         operands = 2 + gated + added + biased
         taken = 0

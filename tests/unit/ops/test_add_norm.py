@@ -90,7 +90,8 @@ def check(spec, x, residual, weight, bias, dh, dy):
     """Outputs bit for bit against the add and the unfused kernel; everything against
     float64.
     """
-    tensors, upstream = (x, residual, weight, bias), (dh, dy)
+    tensors = (x, residual, weight, bias)
+    upstream = (dh, dy)
     before = dy.clone()
     with use_backend("triton"):
         fused = run(fused_add_norm, spec, tensors, upstream)
@@ -108,7 +109,8 @@ def check(spec, x, residual, weight, bias, dh, dy):
         assert_as_accurate(result, expected[name], exact[name], name, others)
     for name in ("h", "y"):
         assert strides(fused[name]) == strides(expected[name])
-    dx, dresidual = fused["x"], fused["residual"]
+    dx = fused["x"]
+    dresidual = fused["residual"]
     narrow = x.dtype if x.dtype != torch.float32 else residual.dtype
     same = torch.equal(dx.to(narrow), dresidual.to(narrow))
     assert same, "x and residual share one gradient"
@@ -174,7 +176,8 @@ def test_x_residual_and_weight_of_other_dtypes(name, dtypes, hidden_size):
     of_x, of_residual, of_weight = dtypes
     weight, bias = parameters(SPECS[name], hidden_size, of_weight)
     x, residual, dh, dy = operands((3, hidden_size), torch.float32)
-    x, residual = x.to(of_x), residual.to(of_residual)
+    x = x.to(of_x)
+    residual = residual.to(of_residual)
     check(SPECS[name], x, residual, weight, bias, dh, dy)
     check(SPECS[name], x, residual, weight, bias, None, dy)
 
@@ -188,9 +191,11 @@ def contiguous(shape, dtype, seed):
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_strided_operands(name, x_layout, residual_layout):
     """h and y come in the order that PyTorch's addition gives these operands."""
-    shape, dtype = (2, 3, 4, 64), torch.bfloat16
+    shape = (2, 3, 4, 64)
+    dtype = torch.bfloat16
     weight, bias = parameters(SPECS[name], 64, dtype)
-    x, residual = x_layout(shape, dtype, 0), residual_layout(shape, dtype, 3)
+    x = x_layout(shape, dtype, 0)
+    residual = residual_layout(shape, dtype, 3)
     _, _, dh, dy = operands(shape, dtype)
     check(SPECS[name], x, residual, weight, bias, dh, dy)
 
@@ -198,11 +203,9 @@ def test_strided_operands(name, x_layout, residual_layout):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_out_of_range_and_half_way_round_as_the_addition_does(dtype):
     """Ties to even, overflow to infinity, NaN, signed zeros and subnormal sums."""
-    tiny, one, most = (
-        torch.finfo(dtype).tiny,
-        1 + torch.finfo(dtype).eps,
-        torch.finfo(dtype).max,
-    )
+    tiny = torch.finfo(dtype).tiny
+    one = 1 + torch.finfo(dtype).eps
+    most = torch.finfo(dtype).max
     values = torch.tensor([0.0, -0.0, tiny, tiny / 2, 1.0, one, -one, 2.0**-9, 2.0**-12, most, -most, torch.inf,
                            -torch.inf, torch.nan, 3.0, 257.0], dtype=torch.float64).to(DEVICE, dtype)  # fmt: skip
     x, residual = (
@@ -262,7 +265,8 @@ def test_bytes_kept_for_the_backward(name):
     """h, which the residual stream keeps anyway, parameters, 4 bytes a row and
     statistic; not x, not residual.
     """
-    spec, rows = SPECS[name], 10
+    spec = SPECS[name]
+    rows = 10
     weight, bias = parameters(spec, 64, torch.bfloat16)
     x, residual, _, _ = operands((rows, 64), torch.bfloat16)
     x.requires_grad_()
@@ -277,7 +281,8 @@ def test_bytes_kept_for_the_backward(name):
     with use_backend("triton"), hooks:
         h, _ = fused_add_norm(x, residual, weight, bias, spec)
     assert h.data_ptr() in kept
-    assert x.data_ptr() not in kept and residual.data_ptr() not in kept
+    assert x.data_ptr() not in kept
+    assert residual.data_ptr() not in kept
     for parameter in (weight, bias):
         if parameter is not None:
             del kept[parameter.untyped_storage().data_ptr()]
@@ -315,4 +320,5 @@ def test_a_sum_in_half_precision_is_not_a_functional_norms_under_autocast(monkey
     for left in (x, x.float()):
         with use_backend("triton"), torch.no_grad():
             h, y = fused_add_norm(left, residual, weight, None, spec)
-        assert h.dtype == left.dtype and y.dtype == torch.float32
+        assert h.dtype == left.dtype
+        assert y.dtype == torch.float32

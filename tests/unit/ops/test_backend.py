@@ -17,11 +17,9 @@ from hf_rmsnorm.ops.backend import (
     why_not,
 )
 
-D, RMS, BIASED = (
-    8,
-    NormSpec(False, 1e-6, rounding="before_weight"),
-    NormSpec(False, 1e-6, has_bias=True),
-)
+D = 8
+RMS = NormSpec(False, 1e-6, rounding="before_weight")
+BIASED = NormSpec(False, 1e-6, has_bias=True)
 W = torch.ones(D)
 
 
@@ -123,7 +121,8 @@ def test_row_numbers_stay_below_32_bits_in_the_last_tile():
     it reaches past.
     """
     most = max(forward_config(n).rows for n in range(1, MAX_HIDDEN_SIZE + 1))
-    assert MAX_ROWS + most < 2**31 and 2 * MAX_ROWS + most * MAX_HEADS < 2**32
+    assert MAX_ROWS + most < 2**31
+    assert 2 * MAX_ROWS + most * MAX_HEADS < 2**32
 
 
 SUMS = [

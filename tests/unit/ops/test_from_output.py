@@ -17,7 +17,8 @@ from hf_rmsnorm.ops.from_output import (
 )
 
 D = 64
-SPEC, GEMMA = NormSpec(False, 1e-6), NormSpec(False, 1e-6, weight_offset=1.0)
+SPEC = NormSpec(False, 1e-6)
+GEMMA = NormSpec(False, 1e-6, weight_offset=1.0)
 BIASED = NormSpec(True, 1e-6, has_bias=True)
 
 
@@ -75,14 +76,17 @@ def test_formulas_whose_input_follows_from_their_output(spec, refused):
 
 @pytest.mark.parametrize("spec", [SPEC, BIASED], ids=["without a bias", "with a bias"])
 def test_a_scale_that_became_zero_gives_no_nan(spec):
-    weight, bias = filled(0.0), filled(0.5) if spec.has_bias else None
+    weight = filled(0.0)
+    bias = filled(0.5) if spec.has_bias else None
     x = torch.randn(
         3, D, generator=torch.Generator().manual_seed(0), requires_grad=True
     )
     y = fused_norm(x, weight, bias, spec, "triton", keep_output=True)
     dx, dweight = torch.autograd.grad(y, [x, weight], torch.ones_like(y))
-    assert dx.isfinite().all() and dweight.isfinite().all()
-    assert dweight[0] == 0.0 and (dweight[1:] != 0.0).all()
+    assert dx.isfinite().all()
+    assert dweight.isfinite().all()
+    assert dweight[0] == 0.0
+    assert (dweight[1:] != 0.0).all()
 
 
 FUNCTIONAL = NormSpec(True, 1e-6, functional=True)

@@ -51,10 +51,8 @@ def compare(ours, theirs):
     "asked", [a for a in itertools.product((True, False), repeat=4) if any(a)]
 )
 def test_operands_of_a_norm(asked):
-    operands, dy = (
-        (rows(2, 3, D), rows(D) + 2.0, rows(D, seed=1), rows(2, 3, D, seed=2)),
-        rows(2, 3, D, seed=3),
-    )
+    operands = (rows(2, 3, D), rows(D) + 2.0, rows(D, seed=1), rows(2, 3, D, seed=2))
+    dy = rows(2, 3, D, seed=3)
     ours, theirs = (
         gradients(
             lambda x, w, b, g, of=of: of(x, w, b, GATED, gate=g), operands, asked, [dy]
@@ -104,7 +102,8 @@ def test_backwards_that_are_compiled_or_given_another_class_go_by_the_operators(
     centered, compiling, monkeypatch
 ):
     spec = NormSpec(centered, 1e-3)
-    operands, dy = (rows(2, 4, 3, D), rows(D) + 2.0), rows(2, 4, 3, D, seed=5)
+    operands = (rows(2, 4, 3, D), rows(D) + 2.0)
+    dy = rows(2, 4, 3, D, seed=5)
     with monkeypatch.context() as patch:
         patch.setattr(gradients_of_norms, "is_compiling", lambda: compiling)
         given = dy if compiling else dy.as_subclass(Tagged)

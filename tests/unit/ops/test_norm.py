@@ -89,11 +89,9 @@ def test_eager(block, backend, shape):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compile_of_a_norm_in_groups(backend):
     torch._dynamo.reset()
-    spec, x, weight = (
-        NormSpec(False, 1e-6, group_size=16),
-        some_input(4, 64),
-        some_input(64),
-    )
+    spec = NormSpec(False, 1e-6, group_size=16)
+    x = some_input(4, 64)
+    weight = some_input(64)
     compiled = torch.compile(
         lambda t: fused_norm(t, weight, None, spec), fullgraph=True, backend="aot_eager"
     )
@@ -123,7 +121,8 @@ def test_inductor(block, backend):
 
 
 def test_use_backend_leaves_nothing_behind():
-    weight, x = torch.ones(64, device=DEVICE), some_input(4, 64)
+    weight = torch.ones(64, device=DEVICE)
+    x = some_input(4, 64)
     for name, count in (("auto", 1), ("reference", 0), ("triton", 1), ("auto", 1)):
         with use_backend(name), count_launches() as launches:
             rms_norm(x, weight)
@@ -246,7 +245,9 @@ def test_statistics_are_made_for_a_backward_alone(which):
 @pytest.mark.parametrize("strided", ["weight", "bias", "both"])
 @pytest.mark.parametrize("has_weight", [True, False])
 def test_parameters_with_gaps(strided, has_weight):
-    x, weight, bias = some_input(3, 64), some_input(64), some_input(64, seed=4)
+    x = some_input(3, 64)
+    weight = some_input(64)
+    bias = some_input(64, seed=4)
     gaps = torch.stack([weight, bias], 1)
     given = (
         gaps[:, 0] if strided != "bias" else weight,
@@ -286,7 +287,8 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
         assert fused_norm(*half, spec).dtype == torch.bfloat16
         monkeypatch.setattr(norm, "autocasts_functional", lambda *of: True)
         y = fused_norm(*half, spec)
-    assert y.dtype == torch.float32 and torch.equal(y, expected)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize(

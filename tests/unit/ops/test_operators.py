@@ -21,14 +21,13 @@ def random(*shape, seed=3):
 
 
 def calls_of_norms():
-    x, weight, bias, gate, heads = (
-        random(2, 5, 64),
-        random(64),
-        random(64),
-        random(2, 5, 64),
-        random(5, 64),
-    )
-    layer, llama = spec_args(LAYER_NORM), spec_args(LLAMA)
+    x = random(2, 5, 64)
+    weight = random(64)
+    bias = random(64)
+    gate = random(2, 5, 64)
+    heads = random(5, 64)
+    layer = spec_args(LAYER_NORM)
+    llama = spec_args(LLAMA)
     gated = spec_args(
         NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before")
     )
@@ -41,7 +40,9 @@ def calls_of_norms():
     yield norm_forward_op, (x[:0], None, None, None, *plain, True)
     yield norm_forward_op, (x, weight, None, gate, *gated, True)
     yield norm_forward_op, (x, heads, None, None, *llama, True)
-    rstd, mean, empty = torch.rand(10), torch.rand(10), torch.rand(0)
+    rstd = torch.rand(10)
+    mean = torch.rand(10)
+    empty = torch.rand(0)
     other = x.transpose(0, 1).contiguous().transpose(0, 1)
     of_llama = rstd, empty, *llama
     of_layer = rstd, mean, *layer, [True, True, True, False]
@@ -117,7 +118,8 @@ def test_statistics_are_those_of_each_row_whatever_the_order_of_rows(
     statistics at the row's place.
     """
     spec, of_heads = FORMULAS[name]
-    x, dy = random(*shape).to(dtype), random(*shape, seed=4).to(dtype)
+    x = random(*shape).to(dtype)
+    dy = random(*shape, seed=4).to(dtype)
     weight = random(4, 16, seed=5) if of_heads else random(16, seed=5)
     bias = random(16, seed=6).to(dtype) if spec.has_bias else None
     gate = random(*shape, seed=7).to(dtype) if spec.gate else None

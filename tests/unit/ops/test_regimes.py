@@ -155,7 +155,8 @@ def assert_near(got, expected, tolerance=2e-6):
 
 
 def assert_equal(got, expected):
-    assert len(got) == len(expected) and all(map(torch.equal, got, expected))
+    assert len(got) == len(expected)
+    assert all(map(torch.equal, got, expected))
 
 
 # Compilers
@@ -176,10 +177,8 @@ def test_compile_without_graph_breaks(module, backend, dynamic):
     with use_backend(backend), count_launches() as launches:
         for batch, length in ((2, 5), (3, 7)):
             inputs = module.inputs(batch, length)
-            got, expected = (
-                outcome(compiled, module, inputs),
-                outcome(module, module, inputs),
-            )
+            got = outcome(compiled, module, inputs)
+            expected = outcome(module, module, inputs)
             assert_near(got, expected)
             assert [t.stride() for t in got] == [t.stride() for t in expected]
         with torch.no_grad():
@@ -285,10 +284,8 @@ def test_gradients_of_the_reference_to_the_second_order(module):
     names, values = zip(*module.named_parameters(), strict=True)
 
     def function(*leaves):
-        operands, parameters = (
-            leaves[: module.operands],
-            dict(zip(names, leaves[module.operands :], strict=True)),
-        )
+        operands = leaves[: module.operands]
+        parameters = dict(zip(names, leaves[module.operands :], strict=True))
         return torch.func.functional_call(
             module, parameters, (*operands, *inputs[module.operands :])
         )
@@ -451,7 +448,8 @@ def test_batched_gradients(module):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functorch_transforms(module, backend):
     inputs = module.inputs(3, 4)
-    operands, rest = inputs[: module.operands], inputs[module.operands :]
+    operands = inputs[: module.operands]
+    rest = inputs[module.operands :]
     with use_backend(backend):
         expected = module(*inputs)
         if not rest:  # a rotary embedding has no batch to map over
@@ -480,7 +478,8 @@ def test_functorch_transforms(module, backend):
 def test_autocast_gives_the_dtypes_of_eager(module, dtype):
     inputs = [t.to(dtype) for t in module.inputs(1, 4)]
     with torch.autocast(DEVICE, dtype), use_backend("triton"):
-        ours, theirs = module(*inputs), module.eager(*inputs)
+        ours = module(*inputs)
+        theirs = module.eager(*inputs)
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.02)
@@ -510,7 +509,8 @@ class Logged(torch.Tensor):
 
 
 def test_tensor_subclasses_go_through_the_registered_operator(monkeypatch):
-    module, seen = Norms(), []
+    module = Norms()
+    seen = []
     monkeypatch.setattr(Logged, "seen", seen)
     inputs = module.inputs(1, 4)
     with use_backend("triton"), torch.no_grad():

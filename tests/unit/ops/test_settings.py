@@ -9,7 +9,8 @@ from hf_rmsnorm import NormSpec, settings, use_backend
 from hf_rmsnorm.ops import backend, chosen_backend, resolve_backend
 
 SPEC = NormSpec(False, 1e-6)
-X, W = torch.ones(2, 8), torch.ones(8)
+X = torch.ones(2, 8)
+W = torch.ones(8)
 
 
 @pytest.fixture
@@ -51,7 +52,8 @@ def test_compiled_code_holds_the_modules_own_arithmetic(
 
 
 def test_backends_are_chosen_in_a_thread_and_given_back_in_their_order():
-    again, elsewhere = use_backend("reference"), []
+    again = use_backend("reference")
+    elsewhere = []
     with use_backend("triton"):
         with again, use_backend("triton"), again:
             assert chosen_backend() == "reference"
@@ -59,4 +61,5 @@ def test_backends_are_chosen_in_a_thread_and_given_back_in_their_order():
             thread.start()
             thread.join()
         assert chosen_backend() == "triton"
-    assert chosen_backend() == "auto" and elsewhere == ["auto"]
+    assert chosen_backend() == "auto"
+    assert elsewhere == ["auto"]

@@ -149,25 +149,23 @@ def alike(made, wanted):
     ],
 )
 def test_one_warning_has_the_cause_and_the_cure(error, cause, cure, fail):
-    x, weight = torch.randn(2, 8), torch.rand(8)
+    x = torch.randn(2, 8)
+    weight = torch.rand(8)
     wanted = rms_norm(x.double(), weight.double()).float()
     tried = fail(error)
     with pytest.warns(UserWarning) as seen:
         made = [rms_norm(x, weight) for _ in range(2)]
     first, *rest = str(seen[0].message).splitlines()
-    assert (
-        len(seen) == 1
-        and first.startswith("hf_rmsnorm: ")
-        and cause in first
-        and cure in " ".join(rest)
-    )
-    assert all(torch.allclose(y, wanted) for y in made) and len(tried) == 1
+    assert len(seen) == 1
+    assert first.startswith("hf_rmsnorm: ")
+    assert cause in first
+    assert cure in " ".join(rest)
+    assert all(torch.allclose(y, wanted) for y in made)
+    assert len(tried) == 1
     where = runs_on("cpu")
-    assert (
-        where["backend"] == "original"
-        and cause in where["reason"]
-        and cure in where["reason"]
-    )
+    assert where["backend"] == "original"
+    assert cause in where["reason"]
+    assert cure in where["reason"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +187,9 @@ def test_a_model_trains_as_if_it_were_not_patched(make, error, word, fail):
     tried = fail(error, word)
     with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
         first = step(model)
-    assert len(seen) == 1 and tried and len(tried) == len(set(tried))  # each once
+    assert len(seen) == 1
+    assert tried
+    assert len(tried) == len(set(tried))  # each once
     times = len(tried)
     assert all(
         torch.allclose(a, b, atol=1e-6)
@@ -237,7 +237,8 @@ class Gated(nn.Module):
 def test_other_families_have_the_right_gradients(module, operands, options, word, fail):
     model = module()
     inputs = [torch.randn(2, 5, 64, requires_grad=True) for _ in range(operands)]
-    asked, dy = [*inputs, *model.parameters()], torch.randn(2, 5, 64)
+    asked = [*inputs, *model.parameters()]
+    dy = torch.randn(2, 5, 64)
     y = model(*inputs)
     wanted = torch.autograd.grad(y, asked, dy)
     patch_model(model, **options)
@@ -245,7 +246,8 @@ def test_other_families_have_the_right_gradients(module, operands, options, word
     with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
         made = model(*inputs)
         gradients = torch.autograd.grad(made, asked, dy)
-    assert len(seen) == 1 and len(tried) == 1
+    assert len(seen) == 1
+    assert len(tried) == 1
     assert torch.allclose(made, y, atol=1e-6)
     assert all(
         torch.allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -263,7 +265,8 @@ def test_a_server_s_order_of_rounding_stays(word, fail):
     fail(RuntimeError(NO_COMPILER), word)
     with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
         made = step(model)
-    assert len(seen) == 1 and torch.equal(made[0], wanted[0])
+    assert len(seen) == 1
+    assert torch.equal(made[0], wanted[0])
     assert all(
         torch.allclose(a, b, rtol=0.05, atol=1e-2)
         for a, b in zip(made[1], wanted[1], strict=True)
@@ -279,7 +282,8 @@ def test_a_checkpoint_runs_its_forward_again_as_it_was(fail):
         y = checkpoint(lambda x, norm=norm: norm(x) * 2, y, use_reentrant=False)
     with pytest.warns(UserWarning, match="TRITON_CACHE_DIR"):
         y.sum().backward()
-    assert runs_on("cpu")["backend"] == "original" and x.grad is not None
+    assert runs_on("cpu")["backend"] == "original"
+    assert x.grad is not None
 
 
 def test_the_triton_backend_raises_the_same_words(fail):
@@ -313,9 +317,9 @@ def test_another_error_is_raised_as_it_is(error, fail, recwarn):
     fail(error)
     with pytest.raises(type(error)) as raised:
         rms_norm(torch.randn(2, 8), torch.ones(8))
-    assert (
-        raised.value is error and not recwarn and runs_on("cpu")["backend"] == "triton"
-    )
+    assert raised.value is error
+    assert not recwarn
+    assert runs_on("cpu")["backend"] == "triton"
 
 
 def test_the_error_of_a_hook_is_raised_as_it_is(fail, recwarn):
@@ -327,12 +331,14 @@ def test_the_error_of_a_hook_is_raised_as_it_is(fail, recwarn):
     norms[0].register_forward_hook(hook)
     with pytest.raises(FileNotFoundError, match="the user's own"):
         norms(torch.randn(2, 8))
-    assert not recwarn and runs_on("cpu")["backend"] == "triton"
+    assert not recwarn
+    assert runs_on("cpu")["backend"] == "triton"
 
 
 def test_two_threads_are_warned_once(fail):
     fail(RuntimeError(NO_COMPILER))
-    both, made = threading.Barrier(2), []
+    both = threading.Barrier(2)
+    made = []
 
     def run():
         both.wait()
@@ -345,9 +351,8 @@ def test_two_threads_are_warned_once(fail):
             thread.start()
         for thread in threads:
             thread.join()
-    assert (
-        len(made) == 2 and len([w for w in seen if "hf_rmsnorm" in str(w.message)]) == 1
-    )
+    assert len(made) == 2
+    assert len([w for w in seen if "hf_rmsnorm" in str(w.message)]) == 1
 
 
 def test_only_the_device_that_fails_is_left(fail, monkeypatch):
@@ -355,10 +360,8 @@ def test_only_the_device_that_fails_is_left(fail, monkeypatch):
     fail(RuntimeError(NO_COMPILER))
     with pytest.warns(UserWarning, match="On cpu"):
         rms_norm(torch.ones(2, 8), torch.ones(8))
-    assert (
-        runs_on("cpu")["backend"] == "original"
-        and runs_on("cuda:1")["backend"] == "triton"
-    )
+    assert runs_on("cpu")["backend"] == "original"
+    assert runs_on("cuda:1")["backend"] == "triton"
 
 
 @pytest.mark.parametrize("word", ["", "backward"])

@@ -76,14 +76,17 @@ def test_longrope_models_pass_within_across_and_beyond_their_first_context(lengt
     model = tiny_models.build("phi3", **tiny_models.LONGROPE)
     ids = tiny_models.token_ids(1, length)
     report = in_plain_torch(model, inputs=ids, max_new_tokens=3, backward=True)
-    assert report.passed and report.gradients and report.greedy.compared == 3
+    assert report.passed
+    assert report.gradients
+    assert report.greedy.compared == 3
 
 
 def test_no_more_is_generated_than_the_model_has_positions():
     model = tiny_models.build("gpt2", n_positions=16)
     for prompt, new in ((12, 4), (16, 0)):
         report = in_plain_torch(model, inputs=torch.arange(3, 3 + prompt))
-        assert report.passed and report.greedy.compared == new
+        assert report.passed
+        assert report.greedy.compared == new
     assert "fills the 16 positions" in report.greedy.text
 
 
@@ -91,9 +94,12 @@ def test_no_more_is_generated_than_the_model_has_positions():
 def test_identical_models_pass_with_zero_differences(dtype):
     model = tiny_models.build("llama", dtype)
     report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=4)
-    assert report.passed and not report.greedy.differing and report.norms == ()
+    assert report.passed
+    assert not report.greedy.differing
+    assert report.norms == ()
     floor = report.noise_floor
-    assert floor.difference == 0 and floor.rows == IDS.numel()
+    assert floor.difference == 0
+    assert floor.rows == IDS.numel()
     assert 0 < floor.reference_max == floor.candidate_max
 
 
@@ -118,7 +124,8 @@ def test_patched_candidate_beside_an_unpatched_reference():
     candidate = copy.deepcopy(reference)
     patch_model(candidate)
     report = verify_equivalence(reference, candidate, IDS, max_new_tokens=2)
-    assert report.passed and report.launches
+    assert report.passed
+    assert report.launches
     assert len(report.norms) == len(tiny_models.norms(reference))
 
 
@@ -129,7 +136,8 @@ def test_inputs_may_be_ids_a_mapping_or_a_list():
     inputs = [IDS[0], {"input_ids": IDS, "attention_mask": mask}]
     report = verify_equivalence(model, copy.deepcopy(model), inputs, max_new_tokens=2)
     assert report.noise_floor.rows == IDS.shape[1] + mask.sum().item()
-    assert report.passed and report.greedy.compared == 3 * 2
+    assert report.passed
+    assert report.greedy.compared == 3 * 2
 
 
 def test_offloaded_model():
@@ -152,7 +160,8 @@ def test_wrong_weight_offset_fails_the_noise_floor(dtype):
         "model.layers.2.post_attention_layernorm"
     ]
     assert not report.passed
-    assert not report.greedy.passed and "rounding explains" in report.greedy.text
+    assert not report.greedy.passed
+    assert "rounding explains" in report.greedy.text
 
 
 def test_wrong_eps_fails_the_noise_floor_in_float32():
@@ -163,7 +172,8 @@ def test_wrong_eps_fails_the_noise_floor_in_float32():
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
     assert not report.noise_floor.passed
     # too little for anything but float64 to tell
-    assert report.noise_floor.difference < 0.1 and not report.greedy.differing
+    assert report.noise_floor.difference < 0.1
+    assert not report.greedy.differing
     assert [norm.passed for norm in report.norms] == [False]
 
 
@@ -172,10 +182,13 @@ def test_wrong_rounding_order_fails_norm_by_norm_where_logits_cannot_see_it():
     candidate = copy.deepcopy(model)
     candidate.model.layers[1].input_layernorm.__class__ = OneRoundingNorm
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
-    assert report.noise_floor.passed and report.greedy.passed
+    assert report.noise_floor.passed
+    assert report.greedy.passed
     (norm,) = report.norms
-    assert norm.path == "model.layers.1.input_layernorm" and not norm.passed
-    assert norm.differing > 0.1 * norm.compared and "are off (limit" in norm.text
+    assert norm.path == "model.layers.1.input_layernorm"
+    assert not norm.passed
+    assert norm.differing > 0.1 * norm.compared
+    assert "are off (limit" in norm.text
     assert not report.passed
 
 
@@ -192,7 +205,8 @@ def test_wrong_output_dtype_fails_norm_by_norm():
     )
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     (norm,) = report.norms
-    assert not norm.passed and "returns torch.float32" in norm.text
+    assert not norm.passed
+    assert "returns torch.float32" in norm.text
     assert report.noise_floor.passed
 
 
@@ -207,7 +221,8 @@ def test_forwards_set_on_the_instances_are_compared():
         module.forward = types.MethodType(one_rounding, module)
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     assert len(report.norms) == len(tiny_models.norms(model))
-    assert not report.passed and not any(norm.passed for norm in report.norms)
+    assert not report.passed
+    assert not any(norm.passed for norm in report.norms)
 
 
 def exchange(norm):
@@ -246,7 +261,8 @@ def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
     report = verify_equivalence(model, candidate, IDS, max_new_tokens=0)
     (norm,) = report.norms
     assert norm.path == "model.layers.1.input_layernorm"
-    assert not norm.passed and not report.passed
+    assert not norm.passed
+    assert not report.passed
 
 
 def test_the_same_hooks_and_forwards_in_both_are_no_difference():
@@ -265,9 +281,8 @@ def test_weights_of_another_dtype_fail_norm_by_norm():
     report = verify_equivalence(
         model, copy.deepcopy(model).float(), IDS, max_new_tokens=0
     )
-    assert not report.passed and any(
-        "raises RuntimeError" in norm.text for norm in report.norms
-    )
+    assert not report.passed
+    assert any("raises RuntimeError" in norm.text for norm in report.norms)
 
 
 def test_tie_between_words_is_not_a_failure():
@@ -280,7 +295,9 @@ def test_tie_between_words_is_not_a_failure():
         model.lm_head.weight[max(top, other)] *= 1 - 2**-23
         candidate.lm_head.weight[min(top, other)] *= 1 - 2**-23
     report = verify_equivalence(model, candidate, IDS[:1], max_new_tokens=1)
-    assert report.greedy.differing and report.greedy.passed and report.passed
+    assert report.greedy.differing
+    assert report.greedy.passed
+    assert report.passed
     tokens = {f"{top} instead of {other}", f"{other} instead of {top}"}
     assert any(words in report.greedy.text for words in tokens)
     assert "rounding explains" in str(report)
@@ -290,12 +307,14 @@ def test_a_norm_the_inputs_do_not_reach_is_named():
     model = tiny_models.build("llama")
     model.spare = LlamaRMSNorm(64)
     report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
-    assert report.passed and report.unreached == ("spare",)
+    assert report.passed
+    assert report.unreached == ("spare",)
     assert report.to_dict()["unreached"] == ["spare"]
     text = report.to_text(verbose=True)
     assert text.startswith("PASS, but the inputs did not reach 1 of 6 norms: spare\n")
     (line,) = [line for line in text.splitlines() if line.strip().startswith("spare:")]
-    assert line.endswith("not reached by these inputs") and "PASS" not in line
+    assert line.endswith("not reached by these inputs")
+    assert "PASS" not in line
 
 
 def test_nothing_is_proven_where_no_norm_is_reached():
@@ -303,7 +322,8 @@ def test_nothing_is_proven_where_no_norm_is_reached():
     model.spare = LlamaRMSNorm(64)
     patch_model(model, include="spare")
     report = in_plain_torch(model, inputs=IDS, max_new_tokens=0)
-    assert report.verdict == "FAIL" and report.headline == "FAIL: norms"
+    assert report.verdict == "FAIL"
+    assert report.headline == "FAIL: norms"
 
 
 def test_report_prints_a_verdict_per_line_and_gives_plain_json():
@@ -313,12 +333,14 @@ def test_report_prints_a_verdict_per_line_and_gives_plain_json():
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=2)
     assert isinstance(report, EquivalenceReport)
     lines = str(report).splitlines()
-    assert "PASS  error" in str(report) and "FAIL  norms" in str(report)
+    assert "PASS  error" in str(report)
+    assert "FAIL  norms" in str(report)
     assert "FAIL      model.layers.1.input_layernorm:" in str(report)
     assert max(map(len, lines)) <= 100
     assert lines[0] == "FAIL: norms"
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert data["passed"] is False and data["noise_floor"]["passed"] is True
+    assert data["passed"] is False
+    assert data["noise_floor"]["passed"] is True
     assert data["greedy"]["passed"] is True
     assert data["norms"][0]["path"] == "model.layers.1.input_layernorm"
 
@@ -345,7 +367,9 @@ def test_nothing_passes_where_both_give_nan():
     report = in_plain_torch(model, inputs=IDS, max_new_tokens=2)
     text = str(report)
     assert text.startswith("FAIL: the original gives NaN or infinity in float64 too")
-    assert not report.passed and "PASS" not in text and "FAIL  error" in text
+    assert not report.passed
+    assert "PASS" not in text
+    assert "FAIL  error" in text
 
 
 @pytest.mark.parametrize("include", [None, "*.0.*", "*"])
@@ -357,7 +381,9 @@ def test_patch_state_is_restored_and_respected(include):
     before = types_of(model)
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
     assert types_of(model) == before
-    assert report.passed and len(report.norms) == count and report.launches
+    assert report.passed
+    assert len(report.norms) == count
+    assert report.launches
     assert unpatch_model(model) == (count if include else 0)
 
 
@@ -384,7 +410,8 @@ def test_fused_modules_never_run_as_the_reference():
     before = types_of(reference)
     with count_launches() as launches:
         report = verify_equivalence(reference, candidate, IDS, max_new_tokens=2)
-    assert not launches and report.noise_floor.difference == 0
+    assert not launches
+    assert report.noise_floor.difference == 0
     assert types_of(reference) == before
 
 
@@ -395,7 +422,8 @@ def test_training_flags_and_hooks_are_restored_and_dropout_is_off():
     model.transformer.h[0].eval()
     before = [module.training for module in model.modules()]
     report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=2)
-    assert report.passed and report.noise_floor.difference == 0
+    assert report.passed
+    assert report.noise_floor.difference == 0
     assert [module.training for module in model.modules()] == before
     assert not any(module._forward_pre_hooks for module in model.modules())
 
@@ -413,7 +441,8 @@ def test_an_error_in_the_middle_changes_nothing(patch_first):
     if patch_first:
         patch_model(model, include="*.0.*")
     model.model.norm.__class__ = Broken
-    before, training = types_of(model), [module.training for module in model.modules()]
+    before = types_of(model)
+    training = [module.training for module in model.modules()]
     with pytest.raises(RuntimeError, match="broken on purpose"):
         verify_equivalence(model, copy.deepcopy(model), IDS)
     assert types_of(model) == before
@@ -474,7 +503,8 @@ def test_a_model_without_logits_is_judged_by_its_other_outputs():
     with torch.no_grad():
         changed.pooler.dense.weight[0] *= 1.01  # read by the pooled output alone
     report = in_plain_torch(model, changed)
-    assert not report.noise_floor.passed and report.noise_floor.difference > 0
+    assert not report.noise_floor.passed
+    assert report.noise_floor.difference > 0
 
 
 @pytest.mark.parametrize(
@@ -547,11 +577,11 @@ def test_models_that_cannot_be_compared():
 
 
 def test_other_architectures_compare_by_logits_alone():
-    model, other = (
-        tiny_models.build("llama"),
-        tiny_models.build("llama", num_hidden_layers=3),
-    )
+    model = tiny_models.build("llama")
+    other = tiny_models.build("llama", num_hidden_layers=3)
     report = verify_equivalence(model, other, IDS, norms=False, max_new_tokens=0)
-    assert report.norms == () and not report.noise_floor.passed and not report.passed
+    assert report.norms == ()
+    assert not report.noise_floor.passed
+    assert not report.passed
     with pytest.raises(ValueError, match="architectures differ: .* no model.layers.2"):
         verify_equivalence(model, other, IDS, max_new_tokens=0)

@@ -100,10 +100,8 @@ def test_float64_run_leaves_nothing_behind():
         model(IDS)
         assert rotary.inv_freq is not before[1]["inv_freq"]
     assert vars(rotary) == before[0]
-    assert (
-        rotary.inv_freq is before[1]["inv_freq"]
-        and rotary.inv_freq.dtype == torch.float32
-    )
+    assert rotary.inv_freq is before[1]["inv_freq"]
+    assert rotary.inv_freq.dtype == torch.float32
 
 
 def test_float64_run_rotates_by_the_stored_frequencies_of_each_length():
@@ -123,7 +121,8 @@ def test_float64_run_rotates_by_the_stored_frequencies_of_each_length():
         plain.model.rotary_emb.attention_scaling = rotary.attention_scaling
         rotary.inv_freq.copy_(kept := torch.full_like(rotary.inv_freq, 0.3))
         with in_float64(model), in_float64(plain):
-            exact, expected = model(ids).logits, plain(ids).logits
+            exact = model(ids).logits
+            expected = plain(ids).logits
         torch.testing.assert_close(exact, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(exact.float(), single, rtol=0, atol=1e-4)
         assert torch.equal(rotary.inv_freq, kept)  # as the model was before the run
@@ -169,10 +168,8 @@ def test_float64_run_refuses_to_round_what_it_stores_to_half_precision():
     class Keeper(nn.Module):
         def __init__(self):
             super().__init__()
-            self.kept, self.weight = (
-                nn.Buffer(torch.zeros(1, dtype=torch.bfloat16)),
-                nn.Parameter(torch.tensor([1.001])),
-            )
+            self.kept = nn.Buffer(torch.zeros(1, dtype=torch.bfloat16))
+            self.weight = nn.Parameter(torch.tensor([1.001]))
 
         def forward(self, x):
             self.kept.copy_(self.weight)

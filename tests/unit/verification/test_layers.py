@@ -136,7 +136,9 @@ def test_a_fault_in_a_fusion_is_named(fault, monkeypatch):
     put(monkeypatch, module, wrong)
     report = verify(dtype=dtype, new_tokens=0, num_hidden_layers=1)
     failed = [check.path for check in report.fused if not check.passed]
-    assert not report.passed and failed and all(place in path for path in failed)
+    assert not report.passed
+    assert failed
+    assert all(place in path for path in failed)
     assert failed[0] in str(report)
 
 
@@ -158,7 +160,8 @@ class _Losing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, weight, bias, spec, lost):
         ctx.save_for_backward(x, weight)
-        ctx.spec, ctx.lost = spec, lost
+        ctx.spec = spec
+        ctx.lost = lost
         return y.detach().clone()
 
     @staticmethod
@@ -220,7 +223,8 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
         ).sqrt()
         return (y.float() * factor.view(*x.shape[:-1], 1)).to(y.dtype)
 
-    run, fused = norm_module.run, norm_module.fused_norm
+    run = norm_module.run
+    fused = norm_module.fused_norm
 
     def widened_run(launches, operands, keep_output):
         y = run(launches, operands, keep_output)
@@ -231,7 +235,8 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
         norm_module, "fused_norm", lambda x, *a: widened(fused(x, *a), x, a[2])
     )
     report = verify("llama", torch.float32)
-    assert [check for check in report.norms if not check.passed] and not report.passed
+    assert [check for check in report.norms if not check.passed]
+    assert not report.passed
 
 
 def test_a_layer_that_raises_is_named(monkeypatch):
@@ -247,7 +252,8 @@ def test_a_layer_that_raises_is_named(monkeypatch):
     put(monkeypatch, sums, sometimes)
     with use_backend("triton"):
         report = verify_equivalence(model, inputs=IDS, max_new_tokens=0, backward=True)
-    assert not report.passed and "raises RuntimeError: no such kernel" in str(report)
+    assert not report.passed
+    assert "raises RuntimeError: no such kernel" in str(report)
 
 
 def test_nothing_is_verified_where_no_kernel_ran(monkeypatch):
@@ -258,13 +264,15 @@ def test_nothing_is_verified_where_no_kernel_ran(monkeypatch):
     # of a size that no launch is kept for
     model = tiny_models.build("llama", hidden_size=72).eval()
     report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
-    assert report.nothing_ran and not report.passed
+    assert report.nothing_ran
+    assert not report.passed
     assert report.verdict == report.to_dict()["verdict"] == "NOTHING VERIFIED"
     told = " ".join(str(report).split())
     assert told.startswith(
         "NOTHING VERIFIED: no kernel ran, as there is no kernel here: set TRITON_INTERPRET=1"
     )
-    assert 'use_backend("reference")' in told and "PASS" not in told
+    assert 'use_backend("reference")' in told
+    assert "PASS" not in told
     with use_backend("reference"):
         report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
     assert report.passed and not report.launches, (

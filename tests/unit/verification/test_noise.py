@@ -12,10 +12,12 @@ def test_measures_are_those_of_their_definition():
     generator = torch.Generator().manual_seed(0)
     exact = torch.randn(100, 7, generator=generator, dtype=torch.float64) * 3
     noise = 0.01 * torch.randn(exact.shape, generator=generator)
-    reference, candidate = exact.float(), (exact + noise).float()
+    reference = exact.float()
+    candidate = (exact + noise).float()
     sides = [side.split([30, 70]) for side in (reference, candidate, exact)]
     floor = noise_floor(*sides)
-    assert floor.rows == 100 and not floor.passed
+    assert floor.rows == 100
+    assert not floor.passed
     assert floor.difference == (reference.double() - candidate.double()).abs().max()
     assert floor.reference_max == (reference.double() - exact).abs().max()
     rms = (candidate.double() - exact).square().mean().sqrt().item()
@@ -24,10 +26,13 @@ def test_measures_are_those_of_their_definition():
 
 def test_words_hidden_from_the_vocabulary_do_not_widen_the_floor():
     exact = torch.randn(4, 6, dtype=torch.float64)
-    exact[:, 2], exact[:, 3] = -math.inf, torch.finfo(torch.bfloat16).min
+    exact[:, 2] = -math.inf
+    exact[:, 3] = torch.finfo(torch.bfloat16).min
     y = exact.float()
     floor = noise_floor([y], [y.clone()], [exact])
-    assert floor.passed and floor.difference == 0 and floor.max_slack < 1e-5
+    assert floor.passed
+    assert floor.difference == 0
+    assert floor.max_slack < 1e-5
     shown = torch.where(y == -math.inf, 0.0, y)
     assert noise_floor([y], [shown], [exact]).difference == math.inf
 
@@ -35,7 +40,8 @@ def test_words_hidden_from_the_vocabulary_do_not_widen_the_floor():
 def test_nothing_to_compare_fails_and_says_so():
     for outputs in ([], [torch.zeros(0, 6)], [torch.full((2, 6), -math.inf)]):
         floor = noise_floor(outputs, outputs, [y.double() for y in outputs])
-        assert not floor.passed and "nothing to compare" in floor.reason
+        assert not floor.passed
+        assert "nothing to compare" in floor.reason
 
 
 def test_nan_fails_and_says_so():
@@ -44,10 +50,13 @@ def test_nan_fails_and_says_so():
     broken = y.clone()
     broken[1, 1] = math.nan
     floor = noise_floor([y], [broken], [exact])
-    assert not floor.passed and "changed model gives NaN or infinity" in floor.reason
+    assert not floor.passed
+    assert "changed model gives NaN or infinity" in floor.reason
     floor = noise_floor([broken], [broken], [exact])
-    assert not floor.passed and "original itself gives NaN or infinity" in floor.reason
+    assert not floor.passed
+    assert "original itself gives NaN or infinity" in floor.reason
     for bad in (math.nan, math.inf):  # from broken weights, so that all three are alike
         broken[1, 1] = bad
         floor = noise_floor([broken], [broken], [broken.double()])
-        assert not floor.passed and "NaN or infinity in float64 too" in floor.reason
+        assert not floor.passed
+        assert "NaN or infinity in float64 too" in floor.reason

@@ -96,7 +96,8 @@ def replaced(make):
 def test_a_model_with_codes_for_weights_is_verified(make):
     with use_backend("reference"):
         report = verify_equivalence(replaced(make), inputs=IDS, max_new_tokens=2)
-    assert report.passed and 0 < report.noise_floor.reference_max < 0.1
+    assert report.passed
+    assert 0 < report.noise_floor.reference_max < 0.1
     assert report.quantised == {"Module" if make is ReadsCodes else make.__name__: 2}
 
 
@@ -109,7 +110,8 @@ def test_the_float64_run_is_that_of_the_unpacked_weights():
         a = model(IDS).logits
     with in_float64(plain):
         b = plain(IDS).logits
-    assert a.dtype == torch.float64 and 0 < (a - b).abs().max() < 0.01
+    assert a.dtype == torch.float64
+    assert 0 < (a - b).abs().max() < 0.01
     assert "forward" not in vars(model.model.layers[0].mlp.down_proj)
 
 
@@ -120,4 +122,6 @@ def test_a_small_mask_beside_plain_weights_changes_nothing():
     attention.register_buffer("bias", torch.ones(8, 8, dtype=torch.uint8).tril())
     with use_backend("reference"):
         report = verify_equivalence(model, inputs=IDS, max_new_tokens=0)
-    assert report.passed and not report.quantised and "quantised" not in str(report)
+    assert report.passed
+    assert not report.quantised
+    assert "quantised" not in str(report)
