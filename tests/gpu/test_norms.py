@@ -79,7 +79,9 @@ def test_formula_in_dtype(name, dtypes):
     x_dtype, weight_dtype = DTYPES[dtypes]
     if x_dtype != weight_dtype and name in ONE_DTYPE:
         pytest.skip("it takes one dtype")
-    size = 1024 if GPU else 64
+    size = 64
+    if GPU:
+        size = 1024
     x, dy = rows_and_gradient(ROWS, size, x_dtype)
     judge(make(name, size, weight_dtype), x, dy)
 
@@ -296,7 +298,9 @@ def heads_of(layout, heads, length, head_dim, seed):
     """(batch, heads, length, head_dim), as a projection gives them."""
     if layout == "contiguous":
         return random(2, heads, length, head_dim, seed=seed)
-    width = 3 * heads if layout == "packed" else heads
+    width = heads
+    if layout == "packed":
+        width = 3 * heads
     rows = random(2, length, width, head_dim, seed=seed)
     return rows[:, :, :heads].transpose(1, 2)
 

@@ -132,7 +132,9 @@ def assert_same(result, expected):
     """
     assert result.keys() == expected.keys()
     for key, value in expected.items():
-        error = 1e-15 if value.dtype == torch.float64 else 0.0
+        error = 0.0
+        if value.dtype == torch.float64:
+            error = 1e-15
         torch.testing.assert_close(result[key], value, rtol=0, atol=error, msg=key)
 
 

@@ -89,7 +89,9 @@ def faults(src, dst, whole, place):
         write_plan(PLAN, src, dst, progress=None if place else within_a_shard)
 
     status, _ = forked(dying)
-    wrong = [] if os.WIFSIGNALED(status) else ["it was not killed"]
+    wrong = ["it was not killed"]
+    if os.WIFSIGNALED(status):
+        wrong = []
     if dst.exists() and contents(dst) != whole:
         wrong.append("DST was there and not whole")
     resumed = 0

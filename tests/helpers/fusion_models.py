@@ -9,7 +9,9 @@ INSIDE = "+ post_attention_layernorm"
 
 
 def layers_of(model):
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    if hasattr(model, "transformer"):
+        return model.transformer.h
+    return model.model.layers
 
 
 def build(family, dtype=torch.float32, **config):

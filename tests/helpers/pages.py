@@ -42,7 +42,9 @@ def blocks(language: str) -> list[Block]:
                 continue
             line = text.count("\n", 0, match.start()) + 1
             output = _OUTPUT.match(text, match.end())
-            shown = output[1] if output else ""
+            shown = ""
+            if output:
+                shown = output[1]
             result.append(Block(page, line, match[2], shown))
     return result
 

@@ -35,7 +35,9 @@ def run_ranks(work, tmp_path, monkeypatch, *args):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in PATHS if path))
     # Forked, they have everything imported; a process that has used a GPU cannot be
     # forked.
-    method = "spawn" if torch.accelerator.is_available() else "fork"
+    method = "fork"
+    if torch.accelerator.is_available():
+        method = "spawn"
     torch.multiprocessing.start_processes(
         _rank, (tmp_path / "store", work, args), RANKS, start_method=method
     )
@@ -55,7 +57,9 @@ def _rank(rank, store, work, args):
 def batch(rank=None):
     """(4, 6) token ids, or the two rows of one rank."""
     ids = tiny_models.token_ids(4, 6)
-    return ids if rank is None else ids[2 * rank : 2 * rank + 2]
+    if rank is None:
+        return ids
+    return ids[2 * rank : 2 * rank + 2]
 
 
 def exact_gradients(model):
@@ -111,7 +115,9 @@ def assert_gradients_as_accurate(fused, plain, exact, what=""):
 def counted(model):
     """What runs in a ``with``: kernels by name, and "sums" computed with a norm."""
     ran = Counter()
-    watched = model if is_patched(model) else None
+    watched = None
+    if is_patched(model):
+        watched = model
     with use_backend("triton"), count_launches(watched) as launches:
         yield ran
     ran.update(launches)

@@ -82,7 +82,9 @@ def _back(made, leaves, dy):
     outputs = made()
     if isinstance(outputs, torch.Tensor):
         outputs = (outputs,)
-    gradients = [dy if y.shape == dy.shape else torch.ones_like(y) for y in outputs]
+    gradients = []
+    for y in outputs:
+        gradients.append(dy if y.shape == dy.shape else torch.ones_like(y))
     torch.autograd.grad(outputs, leaves, gradients)
 
 
@@ -150,7 +152,9 @@ def counted() -> dict:
             kernel, grid, *_ = launch
             all_warps = of_launch(driver.active.machine, launch)
             programs = int(np.prod(grid))
-            share = programs if "reduce" in kernel.name else rows
+            share = rows
+            if "reduce" in kernel.name:
+                share = programs
             counts = {unit: all_warps[unit] / share for unit in UNITS}
             warps = programs * kernel.threads // 32
             counts["barriers"] = all_warps["barriers"] / warps

@@ -30,12 +30,15 @@ def train(model, recentre, rank=None):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         ids = tiny_models.token_ids(4, 12, seed=step)
-        ids = ids if rank is None else ids[2 * rank : 2 * rank + 2]
+        if rank is not None:
+            ids = ids[2 * rank : 2 * rank + 2]
         with use_backend("reference"):
             model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        moved = model.get_input_embeddings() if rank is None else None
+        moved = None
+        if rank is None:
+            moved = model.get_input_embeddings()
         assert moved is None or moved.weight.mean(-1).abs().max() > 1e-5
         recentre()
 
@@ -69,7 +72,9 @@ def work(rank, store, folders):
 
         for before in (False, True):
             model = load(folder)
-            recentre = Recentre(model) if before else None
+            recentre = None
+            if before:
+                recentre = Recentre(model)
             for layer in next(
                 m for m in model.modules() if isinstance(m, torch.nn.ModuleList)
             ):

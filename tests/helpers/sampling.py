@@ -28,7 +28,9 @@ def choose(tier: str, items: list, named_files: set[Path]) -> list:
 
 def _first_and_last(cases: list) -> list:
     """The cases, of more than two the first and the last."""
-    return cases if len(cases) == 1 else [cases[0], cases[-1]]
+    if len(cases) == 1:
+        return cases
+    return [cases[0], cases[-1]]
 
 
 def _has(item, marker: str) -> bool:

@@ -18,11 +18,15 @@ def _hat(h, eps):
 
 def _float_sum(x, residual):
     h = x.float()
-    return h if residual is None else h + residual.float()
+    if residual is None:
+        return h
+    return h + residual.float()
 
 
 def _rounded_sum(x, residual):
-    return x if residual is None else x + residual
+    if residual is None:
+        return x
+    return x + residual
 
 
 def vllm_rms(x, weight, eps, residual=None):
@@ -59,7 +63,9 @@ def torch_rms(x, weight, eps, residual=None):
 
 def vllm_gated_after(x, gate, weight, eps, sigmoid):
     """`RMSNormGated` with ``norm_before_gate``."""
-    activation = torch.sigmoid if sigmoid else F.silu
+    activation = F.silu
+    if sigmoid:
+        activation = torch.sigmoid
     y = _hat(x.float(), eps) * weight.float()
     return (y * activation(gate.float())).to(x.dtype)
 

@@ -76,7 +76,9 @@ def build(family, dtype=torch.float32, seed=0, **config):
         dtype: of all parameters.
         config: changes to its configuration, for example ``num_hidden_layers=4``.
     """
-    sizes = {} if family == "gpt2" else _SIZES
+    sizes = _SIZES
+    if family == "gpt2":
+        sizes = {}
     options = _TOKENS | sizes | FAMILIES.get(family, {}) | config
     config = AutoConfig.for_model(family, **options)
     with torch.random.fork_rng(devices=[]):

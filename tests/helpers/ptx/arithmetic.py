@@ -55,7 +55,9 @@ def to_bf16(a):
     bits = a.view(u32)
     out = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(u16)
     odd = np.isnan(a)
-    return np.where(odd, u16.type(0x7FFF), out) if odd.any() else out
+    if odd.any():
+        return np.where(odd, u16.type(0x7FFF), out)
+    return out
 
 
 def of_bf16(a):
@@ -102,7 +104,9 @@ def _of_half(name: str, kinds: str, function: Callable, compares: bool = False):
 
     def one(*halves):
         result = function(*(wide(half.view(KINDS[kind])) for half in halves))
-        return result if compares else narrow(result)
+        if compares:
+            return result
+        return narrow(result)
 
     return kinds.replace("x", kind), one
 
@@ -113,7 +117,9 @@ def _of_pair(name: str, kinds: str, function: Callable, compares: bool = False):
 
     def both(*pairs):
         low, high = (one(*halves) for halves in zip(*map(_unpack, pairs), strict=True))
-        return (low, high) if compares else _pack(low, high)
+        if compares:
+            return (low, high)
+        return _pack(low, high)
 
     return kinds.replace("x", "w"), both
 

@@ -109,7 +109,9 @@ class Kernel:
         """
         if text == "_":
             return None
-        key = text if text[0] == "%" else (text, kind)
+        key = text
+        if text[0] != "%":
+            key = (text, kind)
         if key not in self._slots:
             self._slots[key] = len(self.registers)
             self.registers.append(None)

@@ -157,7 +157,9 @@ class _Run:
             return self.mask
         if going is None or going is self.mask:
             return NOBODY
-        return ~going if self.mask is None else self.mask & ~going
+        if self.mask is None:
+            return ~going
+        return self.mask & ~going
 
     def _guarded(self, instruction: Instruction):
         """The lanes that an instruction is for: a mask, or NOBODY."""
@@ -165,11 +167,15 @@ class _Run:
             return self.mask
         slot, wanted = instruction.guard
         value = self._whole(slot, "value decides", self.mask)
-        value = value if wanted else ~value
+        if not wanted:
+            value = ~value
         if self.mask is None and value.all():
             return None
-        value = value if self.mask is None else value & self.mask
-        return value if value.any() else NOBODY
+        if self.mask is not None:
+            value = value & self.mask
+        if value.any():
+            return value
+        return NOBODY
 
     def _step(self, instruction: Instruction) -> None:
         mask = self._guarded(instruction)
@@ -194,7 +200,9 @@ class _Run:
             results = blurred(results)
         if type(results) is not tuple:
             results = (results,)
-        poison = self._poison_of(instruction.sources) if self.poison else None
+        poison = None
+        if self.poison:
+            poison = self._poison_of(instruction.sources)
         for slot, result in zip(instruction.targets, results, strict=True):
             self._put(slot, result, mask, poison)
 
@@ -216,7 +224,9 @@ class _Run:
         """A register, as unsigned bits, of the lanes of a mask only."""
         value = self._whole(slot, use, mask)
         value = np.broadcast_to(value.view(f"u{value.itemsize}"), self.count)
-        return value if mask is None else value[mask]
+        if mask is None:
+            return value
+        return value[mask]
 
     def _address(self, slot: int, mask, offset: int):
         value = self._some(slot, mask, "address")
@@ -225,7 +235,9 @@ class _Run:
     def _poison_of(self, slots):
         """Which lanes hold poison in any of these registers, or None."""
         held = [self.poison[slot] for slot in slots if slot in self.poison]
-        return reduce(np.logical_or, held) if held else None
+        if held:
+            return reduce(np.logical_or, held)
+        return None
 
     def _put(self, slot: int | None, value, mask, poison=None) -> None:
         if slot is None:
@@ -234,8 +246,12 @@ class _Run:
             value = np.where(mask, value, self._whole(slot).view(value.dtype))
             before = self.poison.get(slot)
             if poison is not None or before is not None:
-                new = np.False_ if poison is None else poison
-                old = np.False_ if before is None else before
+                new = poison
+                if poison is None:
+                    new = np.False_
+                old = before
+                if before is None:
+                    old = np.False_
                 poison = np.where(mask, new, old)
         self.registers[slot] = value
         if poison is not None and poison.any():
@@ -263,7 +279,9 @@ class _Run:
         return whole
 
     def _among(self, mask):
-        return self.lanes if mask is None else self.lanes[mask]
+        if mask is None:
+            return self.lanes
+        return self.lanes[mask]
 
     def _together(self, mask, size: int, what: str):
         """Which groups of so many lanes are here; none may be split."""
@@ -280,7 +298,9 @@ class _Run:
         numbers = (address >> np.uint64(SPACING)).astype(np.int64) - 1
         alike = (numbers == numbers[0]).all()
         for number in numbers[:1] if alike else np.unique(numbers):
-            which = slice(None) if alike else numbers == number
+            which = slice(None)
+            if not alike:
+                which = numbers == number
             if number not in self.windows:
                 raise Fault(
                     f"outside of every argument, at {int(address[which][0]):#x}"
@@ -326,7 +346,9 @@ class _Run:
 
     def _st(self, instruction: Instruction, mask) -> None:
         space, _, width, count = instruction.numbers
-        use = "value is stored" if space == "global" else ""
+        use = ""
+        if space == "global":
+            use = "value is stored"
         lanes = self._among(mask)
         unsigned = UNSIGNED[width]
         for address, slots in self._accesses(

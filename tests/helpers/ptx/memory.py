@@ -97,7 +97,9 @@ class Window:
 
     def moved(self) -> int:
         """Bytes that were read and bytes that were written, each byte once."""
-        written = 0 if self.owner is None else np.count_nonzero(self.owner)
+        written = 0
+        if self.owner is not None:
+            written = np.count_nonzero(self.owner)
         return self.item * int(np.count_nonzero(self.loaded) + written)
 
     def store(self, address, values, width: int, count: int, program) -> None:
@@ -157,7 +159,9 @@ class Access:
     text: str
 
     def of(self, mask) -> "Access":
-        values = None if self.values is None else self.values[mask]
+        values = self.values
+        if values is not None:
+            values = values[mask]
         granules = self.granules[mask]
         lanes = self.lanes[mask]
         return Access(self.write, granules, lanes, values, self.text)
@@ -268,7 +272,9 @@ class Shared:
 def _joined(accesses: list[Access]):
     """All granules, and the lane that touched each."""
     granules = [access.granules.ravel() for access in accesses]
-    lanes = [np.repeat(a.lanes, a.granules.shape[1]) for a in accesses]
+    lanes = []
+    for a in accesses:
+        lanes.append(np.repeat(a.lanes, a.granules.shape[1]))
     return np.concatenate(granules), np.concatenate(lanes)
 
 

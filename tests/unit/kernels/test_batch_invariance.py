@@ -99,7 +99,9 @@ def unrounded(spec, size, dtype):
 
 def heads(spec, size, dtype):
     """A row is a token, of four heads of q and as many of k."""
-    weights = [parameters(spec, size // 8, dtype)[0] for _ in range(2)]
+    weights = []
+    for _ in range(2):
+        weights.append(parameters(spec, size // 8, dtype)[0])
 
     def run(rows, dy, angles):
         rows, dy, angles = (
@@ -130,10 +132,9 @@ def heads(spec, size, dtype):
 
 
 def outputs(run, operands, offset):
-    placed = [
-        t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t)
-        for t in operands
-    ]
+    placed = []
+    for t in operands:
+        placed.append(t.new_empty(t.numel() + offset)[offset:].view(t.shape).copy_(t))
     with use_backend("triton"), count_launches() as launches:
         found = run(*placed)
     assert launches
@@ -147,10 +148,11 @@ def check(made, size, dtype, shapes=SHAPES, offset=0):
     for shape in shapes:
         rows = torch.Size(shape).numel()
         for place in {0, rows - 1}:
-            batch = [
-                torch.full((rows, size), torch.nan, dtype=dtype, device=DEVICE)
-                for _ in full
-            ]
+            batch = []
+            for _ in full:
+                batch.append(
+                    torch.full((rows, size), torch.nan, dtype=dtype, device=DEVICE)
+                )
             for t, whole in zip(batch, full, strict=True):
                 t[place] = whole[ROW]
             for a, b in zip(

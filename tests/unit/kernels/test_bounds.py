@@ -38,30 +38,26 @@ class Margins:
     def empty_strided(self, shape, strides, *, dtype, device=None):
         if device is not None and torch.device(device).type == "meta":
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        size = (
-            1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-            if 0 not in shape
-            else 0
-        )
+        size = 0
+        if 0 not in shape:
+            size = 1 + sum(
+                (n - 1) * stride for n, stride in zip(shape, strides, strict=True)
+            )
         whole = torch.full((size + 2 * MARGIN,), KEPT, dtype=dtype)
         self.made.append((whole, size))
         return whole.as_strided(shape, strides, MARGIN)
 
     def empty_like(self, t, **options):
         like = torch.empty_like(t, **options)
-        return (
-            like
-            if like.is_meta
-            else self.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        )
+        if like.is_meta:
+            return like
+        return self.empty_strided(like.shape, like.stride(), dtype=like.dtype)
 
     def empty(self, *shape, **options):
         like = torch.empty(*shape, **options)
-        return (
-            like
-            if like.is_meta
-            else self.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        )
+        if like.is_meta:
+            return like
+        return self.empty_strided(like.shape, like.stride(), dtype=like.dtype)
 
     def assert_kept(self):
         assert self.made
@@ -99,8 +95,11 @@ def compare(ours, theirs, operands, margins):
     def run(function):
         leaves = [t.detach().requires_grad_() for t in operands]
         outputs = function(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        dys = [operand(*y.shape, seed=9 + i) for i, y in enumerate(outputs)]
+        if not isinstance(outputs, tuple):
+            outputs = (outputs,)
+        dys = []
+        for i, y in enumerate(outputs):
+            dys.append(operand(*y.shape, seed=9 + i))
         return *outputs, *torch.autograd.grad(outputs, leaves, dys)
 
     for got, right in zip(run(ours), run(theirs), strict=True):

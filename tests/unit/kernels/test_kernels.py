@@ -83,13 +83,16 @@ def shuffled(operands, dy, seed):
     whole rows of heads.
     """
     x, weight, bias, gate = operands
-    first = 0 if weight is None else weight.dim() - 1
+    first = 0
+    if weight is not None:
+        first = weight.dim() - 1
     x, dy, gate = (
         t if t is None else t.detach().flatten(0, -2 - first) for t in (x, dy, gate)
     )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator).to(x.device)
-    gate = None if gate is None else gate[order]
+    if gate is not None:
+        gate = gate[order]
     return (x[order], weight, bias, gate), dy[order]
 
 
@@ -122,7 +125,9 @@ def check(spec, x, weight, bias, dy, gate=None):
             names.append(name)
     assert len(fused) == len(names)
     for i, name in enumerate(names):
-        others = [made[i] for made in orders] if name in ("dweight", "dbias") else []
+        others = []
+        if name in ("dweight", "dbias"):
+            others = [made[i] for made in orders]
         assert_as_accurate(fused[i], eager[i], exact[i], name, others)
     assert real_strides(fused[0]) == real_strides(eager[0])
 
@@ -190,7 +195,9 @@ def test_every_width_of_a_gated_row(name, hidden_size):
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_every_tile_width(name, hidden_size):
     # what a row of one leaves of dx is noise, here or eager's
-    count = 3 if hidden_size > 1 else 64
+    count = 64
+    if hidden_size > 1:
+        count = 3
     check_rows(name, (count, hidden_size), torch.bfloat16)
 
 

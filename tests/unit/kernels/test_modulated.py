@@ -58,11 +58,15 @@ def operands(spec, dtype, shape=(3, 1), before="no sum"):
 def by_operators(spec, operands, one_plus=True):
     """What the model computes."""
     x, weight, bias, scale, shift, factor, residual = operands
-    h = x if factor is None else factor * x
+    h = x
+    if factor is not None:
+        h = factor * x
     if residual is not None:
         h = residual + h
     y = reference_norm(h, weight, bias, spec)
-    y = y * (1 + scale) if one_plus else y * scale
+    if one_plus:
+        scale = 1 + scale
+    y = y * scale
     if shift is not None:
         y = y + shift
     return None if residual is None else h, y
@@ -79,7 +83,9 @@ def run(function, spec, operands, dys, **options):
 
 def check(spec, operands, **options):
     """All results and gradients; returns those of the kernels, and eager's."""
-    dys = [random(3, 5, dtype=operands[0].dtype, seed=seed) for seed in (7, 8)]
+    dys = []
+    for seed in (7, 8):
+        dys.append(random(3, 5, dtype=operands[0].dtype, seed=seed))
     with use_backend("triton"), count_launches() as launches:
         ours = run(modulated_norm, spec, operands, dys, **options)
     assert launches["norm_forward"] == launches["norm_backward"] == 1

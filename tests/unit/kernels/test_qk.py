@@ -262,9 +262,13 @@ def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(
 
 def gradients(function, q, k, weights, dq, dk):
     """Outputs and gradients of everything that takes one; q and k keep their strides."""
-    leaves = [t if t is None else t.detach().requires_grad_() for t in (q, k, *weights)]
+    leaves = []
+    for t in (q, k, *weights):
+        leaves.append(t if t is None else t.detach().requires_grad_())
     outputs = function(*leaves)
-    dys = [d.to(y.dtype) for y, d in zip(outputs, (dq, dk), strict=True)]
+    dys = []
+    for y, d in zip(outputs, (dq, dk), strict=True):
+        dys.append(d.to(y.dtype))
     wanted = [t for t in leaves if t is not None]
     grads = torch.autograd.grad(outputs, wanted, dys)
     of_leaves = iter(grads)

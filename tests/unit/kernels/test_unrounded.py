@@ -33,11 +33,10 @@ def operands(size, dtype, spec):
 
 def run(left, right, weight, dy, spec, backend):
     total = (left + right).requires_grad_()
-    leaves = [
-        t
-        for t in (total, weight if weight is None else weight.requires_grad_())
-        if t is not None
-    ]
+    leaves = []
+    for t in (total, weight if weight is None else weight.requires_grad_()):
+        if t is not None:
+            leaves.append(t)
     with use_backend(backend):
         y = norm_of_summands(total, left, right, weight, None, spec)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]

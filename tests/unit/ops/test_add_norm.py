@@ -111,7 +111,9 @@ def check(spec, x, residual, weight, bias, dh, dy):
         assert strides(fused[name]) == strides(expected[name])
     dx = fused["x"]
     dresidual = fused["residual"]
-    narrow = x.dtype if x.dtype != torch.float32 else residual.dtype
+    narrow = x.dtype
+    if narrow == torch.float32:
+        narrow = residual.dtype
     same = torch.equal(dx.to(narrow), dresidual.to(narrow))
     assert same, "x and residual share one gradient"
 
@@ -286,7 +288,9 @@ def test_bytes_kept_for_the_backward(name):
     for parameter in (weight, bias):
         if parameter is not None:
             del kept[parameter.untyped_storage().data_ptr()]
-    statistics = 2 if spec.centered else 1
+    statistics = 1
+    if spec.centered:
+        statistics = 2
     assert sum(kept.values()) == rows * (64 * 2 + 4 * statistics)
 
 

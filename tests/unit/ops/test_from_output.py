@@ -77,7 +77,9 @@ def test_formulas_whose_input_follows_from_their_output(spec, refused):
 @pytest.mark.parametrize("spec", [SPEC, BIASED], ids=["without a bias", "with a bias"])
 def test_a_scale_that_became_zero_gives_no_nan(spec):
     weight = filled(0.0)
-    bias = filled(0.5) if spec.has_bias else None
+    bias = None
+    if spec.has_bias:
+        bias = filled(0.5)
     x = torch.randn(
         3, D, generator=torch.Generator().manual_seed(0), requires_grad=True
     )

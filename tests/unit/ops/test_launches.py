@@ -97,10 +97,11 @@ def gradients(compute, inputs, unpack):
     for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
             outputs = compute(*inputs)
-        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        dys = [
-            torch.arange(y.numel()).view_as(y).to(y.dtype) / y.numel() for y in outputs
-        ]
+        if isinstance(outputs, torch.Tensor):
+            outputs = (outputs,)
+        dys = []
+        for y in outputs:
+            dys.append(torch.arange(y.numel()).view_as(y).to(y.dtype) / y.numel())
         found = torch.autograd.grad(
             outputs, [t for t in inputs if t.requires_grad], dys
         )

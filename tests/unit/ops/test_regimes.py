@@ -242,11 +242,10 @@ def test_export(module, backend, strict):
         program = torch.export.export(
             module, inputs, strict=strict, dynamic_shapes=(sizes,) * len(inputs)
         )
-        names = [
-            str(node.target)
-            for node in program.graph.nodes
-            if node.op == "call_function"
-        ]
+        names = []
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                names.append(str(node.target))
         fused = names.count("hf_rmsnorm.norm_forward.default")
         assert fused == (module.calls if backend == "triton" else 0)
         for given in (inputs, module.inputs(5, 3)):
@@ -347,11 +346,9 @@ def test_activation_checkpointing(module, backend, reentrant):
 
 def test_selective_checkpointing(module):
     def keep_matmuls(ctx, op, *args, **kwargs):
-        return (
-            CheckpointPolicy.MUST_SAVE
-            if op is torch.ops.aten.mm.default
-            else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        if op is torch.ops.aten.mm.default:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     inputs = module.inputs(1, 4)
     context = partial(create_selective_checkpoint_contexts, keep_matmuls)
@@ -425,9 +422,9 @@ def test_batched_gradients(module):
 
     def product(*operands):
         """Of both outputs where there are two, so that the gradient of each matters."""
-        outputs = [
-            y.flatten()[:16] for y in module(*operands, *inputs[module.operands :])
-        ]
+        outputs = []
+        for y in module(*operands, *inputs[module.operands :]):
+            outputs.append(y.flatten()[:16])
         return outputs[0] * outputs[-1]
 
     with use_backend("triton"):

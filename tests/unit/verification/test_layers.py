@@ -228,7 +228,9 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
 
     def widened_run(launches, operands, keep_output):
         y = run(launches, operands, keep_output)
-        return None if y is None else widened(y, operands[0], launches.spec)
+        if y is None:
+            return None
+        return widened(y, operands[0], launches.spec)
 
     monkeypatch.setattr(norm_module, "run", widened_run)
     monkeypatch.setattr(
@@ -247,7 +249,9 @@ def test_a_layer_that_raises_is_named(monkeypatch):
     patch_model(model)
 
     def sometimes(real, *args):
-        return broken() if torch.is_grad_enabled() else real(*args)
+        if torch.is_grad_enabled():
+            return broken()
+        return real(*args)
 
     put(monkeypatch, sums, sometimes)
     with use_backend("triton"):
