@@ -40,9 +40,9 @@ class Margins:
             return torch.empty_strided(shape, strides, dtype=dtype, device=device)
         size = 0
         if 0 not in shape:
-            size = 1 + sum(
-                (n - 1) * stride for n, stride in zip(shape, strides, strict=True)
-            )
+            size = 1
+            for n, stride in zip(shape, strides, strict=True):
+                size += (n - 1) * stride
         whole = torch.full((size + 2 * MARGIN,), KEPT, dtype=dtype)
         self.made.append((whole, size))
         return whole.as_strided(shape, strides, MARGIN)
@@ -78,17 +78,18 @@ def margins(monkeypatch):
 def operand(*shape, seed=0):
     """Random numbers with NaN on both sides of each row."""
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.full((*shape[:-1], shape[-1] + 64), torch.nan)
-    whole[..., 32:-32] = torch.randn(shape, generator=generator)
-    return whole[..., 32:-32]
+    *outer, columns = shape
+    whole = torch.full((*outer, columns + 64), torch.nan)
+    inner = whole[..., 32:-32]
+    return inner.copy_(torch.randn(shape, generator=generator))
 
 
 def parameter(*shape, seed=0):
-    whole = torch.full((torch.Size(shape).numel() + 2 * MARGIN,), torch.nan)
-    found = whole[MARGIN:-MARGIN].view(shape)
-    return found.copy_(
-        torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
-    )
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(shape, generator=generator)
+    whole = torch.full((values.numel() + 2 * MARGIN,), torch.nan)
+    inner = whole[MARGIN:-MARGIN].view(shape)
+    return inner.copy_(values + 0.5)
 
 
 def compare(ours, theirs, operands, margins):

@@ -18,11 +18,13 @@ def views(draw):
     order = draw(st.permutations(range(len(sizes))))
     gaps = [draw(st.integers(0, 2)) for _ in sizes]
     last_gap = draw(st.sampled_from([0, 0, 0, 2]))
-    whole = [size + gap for size, gap in zip(sizes, gaps, strict=True)] + [
-        COLUMNS + last_gap
-    ]
-    numbers = torch.arange(torch.Size(whole).numel()).view(whole)
-    view = numbers[tuple(slice(size) for size in sizes) + (slice(last_gap, None),)]
+    whole = [size + gap for size, gap in zip(sizes, gaps, strict=True)]
+    whole.append(COLUMNS + last_gap)
+    numbers = torch.arange(torch.Size(whole).numel())
+    numbers = numbers.view(whole)
+    places = [slice(size) for size in sizes]
+    places.append(slice(last_gap, None))
+    view = numbers[tuple(places)]
     if draw(st.booleans()):
         view = view[..., :1].expand(*sizes, COLUMNS)
     return view.permute(*order, len(sizes))
@@ -45,23 +47,21 @@ def test_an_address_reaches_every_row_in_its_order(view):
             )
             continue
         for r, row in enumerate(rows):
-            start = (
-                view.storage_offset()
-                + r // address.length * address.outer
-                + r % address.length * address.inner
-            )
-            assert row.tolist() == list(range(start, start + COLUMNS))
+            group, place = divmod(r, address.length)
+            start = view.storage_offset()
+            start += group * address.outer
+            start += place * address.inner
+            expected = range(start, start + COLUMNS)
+            assert row.tolist() == list(expected)
 
 
 @given(views())
 def test_the_order_of_memory_is_from_the_slowest_dimension_to_the_fastest(view):
     order = memory_order(view.shape, view.stride())
     if view.stride(-1) == 1:
-        strides = [
-            s
-            for s, size in zip(in_order(view, order).stride(), view.shape, strict=True)
-        ][:-1]
-        sizes = in_order(view, order).shape[:-1]
+        ordered = in_order(view, order)
+        strides = ordered.stride()[:-1]
+        sizes = ordered.shape[:-1]
         real = []
         for s, size in zip(strides, sizes, strict=True):
             if size > 1:
@@ -83,15 +83,15 @@ def test_rows_that_need_no_copy():
         (torch.empty(16)[:1], (1, 0, 0)),
         (torch.empty(4, 32)[:, ::2], None),
     ):
-        assert row_address(view.shape, view.stride(), None) == (
-            two_levels and RowAddress(*two_levels)
-        )
+        expected = None
+        if two_levels is not None:
+            expected = RowAddress(*two_levels)
+        assert row_address(view.shape, view.stride(), None) == expected
     transposed = batch_first.transpose(1, 2)
     order = memory_order(transposed.shape, transposed.stride())
     assert order == (0, 2, 1)
-    assert row_address(transposed.shape, transposed.stride(), order) == RowAddress(
-        80, 0, 16
-    )
+    address = row_address(transposed.shape, transposed.stride(), order)
+    assert address == RowAddress(80, 0, 16)
     output = torch.empty_like(transposed)
     read = {"x": transposed, "other": None}
     for name, where in (("copied", None), ("in place", order)):

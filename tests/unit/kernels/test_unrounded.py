@@ -9,6 +9,7 @@ from tolerance import assert_as_accurate
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops.unrounded import norm_of_summands
 from hf_rmsnorm.reference import reference_norm
+from tests.unit.kernels.test_kernels import doubled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -22,21 +23,21 @@ SPECS = {
 
 def operands(size, dtype, spec):
     generator = torch.Generator().manual_seed(size)
-    left, right, dy = (
-        torch.randn(64, size, generator=generator).to(DEVICE, dtype) for _ in range(3)
-    )
-    weight = (1 - spec.weight_offset + 0.3 * torch.randn(size, generator=generator)).to(
-        DEVICE, dtype
-    )
-    return left, right, weight if spec.has_weight else None, dy
+    tensors = torch.randn(3, 64, size, generator=generator)
+    left, right, dy = tensors.to(DEVICE, dtype)
+    weight = None
+    if spec.has_weight:
+        weight = 0.3 * torch.randn(size, generator=generator)
+        weight = weight + 1 - spec.weight_offset
+        weight = weight.to(DEVICE, dtype)
+    return left, right, weight, dy
 
 
 def run(left, right, weight, dy, spec, backend):
     total = (left + right).requires_grad_()
-    leaves = []
-    for t in (total, weight if weight is None else weight.requires_grad_()):
-        if t is not None:
-            leaves.append(t)
+    leaves = [total]
+    if weight is not None:
+        leaves.append(weight.requires_grad_())
     with use_backend(backend):
         y = norm_of_summands(total, left, right, weight, None, spec)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
@@ -55,25 +56,22 @@ def test_forward_and_backward(name, size, dtype):
     assert launches["norm_forward"] == 1
     expected = run(left, right, weight, dy, spec, "reference")
     assert (got[0] != expected[0]).float().mean() <= 1e-3
-    rounded = run((left + right), torch.zeros_like(left), weight, dy, spec, "reference")
-    assert (got[0] != rounded[0]).float().mean() > 0.05, "the sum was rounded first"
-    doubles = (
-        t if t is None else t.detach().double() for t in (left, right, weight, dy)
-    )
-    exact = run(*doubles, spec, "reference")
-    for name, ours, theirs, right_one in zip(
-        ("y", "dx", "dweight"), got, expected, exact, strict=False
-    ):
-        assert_as_accurate(ours, theirs, right_one, name)
+    zeros = torch.zeros_like(left)
+    rounded = run(left + right, zeros, weight, dy, spec, "reference")
+    differs = got[0] != rounded[0]
+    assert differs.float().mean() > 0.05, "the sum was rounded first"
+    exact = run(*doubled(left, right, weight, dy), spec, "reference")
+    names = ("y", "dx", "dweight")
+    for name, *tensors in zip(names, got, expected, exact, strict=False):
+        assert_as_accurate(*tensors, name)
 
 
 def test_rows_of_any_strides():
     spec = SPECS["vLLM"]
     left, right, weight, dy = operands(96, BF16, spec)
     apart = torch.empty(64, 200, dtype=BF16, device=DEVICE)[:, 3:99].copy_(right)
-    whole, strided = (
-        run(left, each, weight, dy, spec, "triton") for each in (right, apart)
-    )
+    whole = run(left, right, weight, dy, spec, "triton")
+    strided = run(left, apart, weight, dy, spec, "triton")
     assert torch.equal(whole[0], strided[0])
     assert strided[0].stride() == (96, 1)
 
@@ -88,17 +86,20 @@ def test_a_gradient_of_the_gradient():
     def penalty(function, *tensors):
         left, right, weight, dy = tensors
         total = (left + right).requires_grad_()
-        (dx,) = torch.autograd.grad(
-            function(total, left, right, weight), total, dy, create_graph=True
-        )
-        return torch.autograd.grad(dx.float().square().sum(), total)[0]
+        y = function(total, left, right, weight)
+        (dx,) = torch.autograd.grad(y, total, dy, create_graph=True)
+        loss = dx.float().square().sum()
+        (gradient,) = torch.autograd.grad(loss, total)
+        return gradient
+
+    def fused(*operands):
+        return norm_of_summands(*operands, None, spec)
+
+    def plain(total, left, right, weight):
+        return reference_norm(total, weight, None, spec)
 
     with use_backend("triton"):
-        got = penalty(
-            lambda *t: norm_of_summands(*t, None, spec), left, right, weight, dy
-        )
-    exact = penalty(
-        lambda t, a, b, w: reference_norm(t, w, None, spec),
-        *(t.double() for t in (left, right, weight, dy)),
-    )
-    assert (got - exact).abs().max() <= 0.01 * exact.abs().max()
+        got = penalty(fused, left, right, weight, dy)
+    exact = penalty(plain, *doubled(left, right, weight, dy))
+    error = (got - exact).abs()
+    assert error.max() <= 0.01 * exact.abs().max()

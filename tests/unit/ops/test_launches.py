@@ -101,11 +101,11 @@ def gradients(compute, inputs, unpack):
             outputs = (outputs,)
         dys = []
         for y in outputs:
-            dys.append(torch.arange(y.numel()).view_as(y).to(y.dtype) / y.numel())
-        found = torch.autograd.grad(
-            outputs, [t for t in inputs if t.requires_grad], dys
-        )
-    return found
+            values = torch.arange(y.numel()) / y.numel()
+            dys.append(values.view_as(y).to(y.dtype))
+        leaves = [t for t in inputs if t.requires_grad]
+        made = torch.autograd.grad(outputs, leaves, dys)
+    return made
 
 
 @pytest.mark.parametrize("case", ["norm", "sum", "queries and keys"])
@@ -130,14 +130,12 @@ def test_saved_tensors_that_come_back_in_other_strides(case):
     }[case]
     expected = gradients(compute, inputs, lambda t: t)
     with use_backend("reference"):
-        for ours, theirs in zip(
-            expected, gradients(compute, inputs, lambda t: t), strict=True
-        ):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        plain = gradients(compute, inputs, lambda t: t)
+    for ours, theirs in zip(expected, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     for unpack in (in_rows, in_columns):
-        for ours, theirs in zip(
-            gradients(compute, inputs, unpack), expected, strict=True
-        ):
+        made = gradients(compute, inputs, unpack)
+        for ours, theirs in zip(made, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 

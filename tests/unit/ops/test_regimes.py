@@ -110,9 +110,11 @@ class Heads(nn.Module):
         def turned(t, weight):
             t = reference_norm(t, weight, None, LLAMA)
             left, right = t.chunk(2, dim=-1)
-            return t * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
+            other = torch.cat((-right, left), dim=-1)
+            return t * cos[:, None] + other * sin[:, None]
 
-        return tuple(map(turned, self.split(x), (self.q_weight, self.k_weight)))
+        q, k = self.split(x)
+        return turned(q, self.q_weight), turned(k, self.k_weight)
 
 
 MODULES = {"norm": Norms, "add_norm": Sums, "qk_norm": Heads}
@@ -124,10 +126,11 @@ def module(request):
 
 
 def loss(outputs):
-    return sum(
-        y.float().sin().sum() if i else y.float().square().sum()
-        for i, y in enumerate(outputs)
-    )
+    first, *others = outputs
+    total = first.float().square().sum()
+    for y in others:
+        total = total + y.float().sin().sum()
+    return total
 
 
 def leaves_of(module, inputs):
@@ -149,9 +152,8 @@ def outcome(function, module, inputs):
 
 def assert_near(got, expected, tolerance=2e-6):
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=tolerance, atol=tolerance * b.abs().max().item()
-        )
+        atol = tolerance * b.abs().max().item()
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=atol)
 
 
 def assert_equal(got, expected):
@@ -203,8 +205,10 @@ def test_dynamic_compile_does_not_recompile_for_new_batches_and_lengths(
         )
         for batch, length in ((2, 5), (3, 7), (5, 2)):
             inputs = module.inputs(batch, length)
-            outputs = compiled(*(leaves_of(module, inputs) if training else inputs[: module.operands]),
-                               *inputs[module.operands :])  # fmt: skip
+            operands = inputs[: module.operands]
+            if training:
+                operands = leaves_of(module, inputs)
+            outputs = compiled(*operands, *inputs[module.operands :])
             if training:
                 loss(outputs).backward()
 
@@ -227,7 +231,8 @@ def test_a_compiled_loss_of_one_output(name, used):
             partial(one, module), fullgraph=True, backend="aot_eager"
         )
         got = torch.autograd.grad(compiled(*leaves), leaves)
-    assert_near(got, torch.autograd.grad(one(module.eager, *leaves), leaves), 1e-5)
+    expected = torch.autograd.grad(one(module.eager, *leaves), leaves)
+    assert_near(got, expected, 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -321,9 +326,8 @@ def test_double_backward_of_the_kernels(name, used):
         first = torch.autograd.grad(
             lost, weights, create_graph=True, materialize_grads=True
         )
-        return torch.autograd.grad(
-            sum(g.square().sum() for g in first), weights, materialize_grads=True
-        )
+        penalty = sum(g.square().sum() for g in first)
+        return torch.autograd.grad(penalty, weights, materialize_grads=True)
 
     with use_backend("triton"):
         got = second(module)
@@ -336,12 +340,8 @@ def test_activation_checkpointing(module, backend, reentrant):
     inputs = module.inputs(1, 4)
     with use_backend(backend):
         plain = outcome(module, module, inputs)
-        assert_equal(
-            outcome(
-                partial(checkpoint, module, use_reentrant=reentrant), module, inputs
-            ),
-            plain,
-        )
+        again = partial(checkpoint, module, use_reentrant=reentrant)
+        assert_equal(outcome(again, module, inputs), plain)
 
 
 def test_selective_checkpointing(module):
@@ -456,14 +456,10 @@ def test_functorch_transforms(module, backend):
             *operands
         )
         leaves = leaves_of(module, inputs)
-        assert_near(
-            got, torch.autograd.grad(loss(module(*leaves, *rest)), leaves), 1e-4
-        )
-        values, tangents = torch.func.jvp(
-            lambda *t: module(*t, *rest),
-            operands,
-            tuple(torch.ones_like(t) for t in operands),
-        )
+        lost = loss(module(*leaves, *rest))
+        assert_near(got, torch.autograd.grad(lost, leaves), 1e-4)
+        ones = tuple(map(torch.ones_like, operands))
+        values, tangents = torch.func.jvp(lambda *t: module(*t, *rest), operands, ones)
     assert_near(values, expected, 1e-5)
     assert [t.shape for t in tangents] == [t.shape for t in values]
 

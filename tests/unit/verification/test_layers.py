@@ -46,20 +46,21 @@ def test_what_is_fused_rightly_passes(family, dtype):
 
 def of_the_unrounded_sum(real, x, residual, weight, bias, spec, *rest):
     total, _ = real(x, residual, weight, bias, spec, *rest)
-    y = reference_norm(residual.float() + x.float(), weight.float(), bias, spec)
+    wide = residual.float() + x.float()
+    y = reference_norm(wide, weight.float(), bias, spec)
     return total, y.to(total.dtype)
 
 
 def rounded_once(real, x, residual, weight, bias, spec, *rest):
     total, _ = real(x, residual, weight, bias, spec, *rest)
-    return total, reference_norm(total, weight, bias, replace(spec, rounding="once"))
+    spec = replace(spec, rounding="once")
+    return total, reference_norm(total, weight, bias, spec)
 
 
 def ten_eps(real, x, residual, weight, bias, spec, *rest):
     total, _ = real(x, residual, weight, bias, spec, *rest)
-    return total, reference_norm(
-        total, weight, bias, spec.with_eps(10 * spec.eps + 1e-5)
-    )
+    spec = spec.with_eps(10 * spec.eps + 1e-5)
+    return total, reference_norm(total, weight, bias, spec)
 
 
 def another_sum(real, *args):
@@ -72,12 +73,12 @@ def dropped_summand(real, x, residual, weight, bias, spec, *rest):
 
 
 def unrounded_before_rotating(real, q, k, q_weight, k_weight, spec, cos, sin, **rest):
-    tables = cos.float(), sin.float()
-    sides = ((q, q_weight), (k, k_weight))
-    return tuple(
-        rotated(reference_norm(x.float(), w.float(), None, spec), *tables).to(x.dtype)
-        for x, w in sides
-    )
+    made = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        y = reference_norm(x.float(), weight.float(), None, spec)
+        y = rotated(y, cos.float(), sin.float())
+        made.append(y.to(x.dtype))
+    return tuple(made)
 
 
 def rotated_back(real, q, k, q_weight, k_weight, spec, cos, sin, **rest):
@@ -85,9 +86,8 @@ def rotated_back(real, q, k, q_weight, k_weight, spec, cos, sin, **rest):
 
 
 def ten_eps_in_both(real, q, k, q_weight, k_weight, spec, *tables, **rest):
-    return real(
-        q, k, q_weight, k_weight, spec.with_eps(10 * spec.eps + 1e-4), *tables, **rest
-    )
+    spec = spec.with_eps(10 * spec.eps + 1e-4)
+    return real(q, k, q_weight, k_weight, spec, *tables, **rest)
 
 
 FAULTS = {
@@ -172,18 +172,24 @@ class _Losing(torch.autograd.Function):
         dy = dy.float()
         if spec.centered:
             wide = wide - wide.mean(-1, keepdim=True)
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+        variance = wide.square().mean(-1, keepdim=True)
+        rstd = torch.rsqrt(variance + spec.eps)
         xhat = wide * rstd
-        dx = g = dy * weight.float()
+        g = dy * weight.float()
+        dx = g
         if spec.centered and ctx.lost != "mean":
             dx = dx - g.mean(-1, keepdim=True)
         if ctx.lost != "projection":
-            dx = dx - xhat * (g * xhat).mean(-1, keepdim=True)
-        dweight = (dy * xhat).flatten(0, -2).sum(0).to(weight.dtype)
+            along = (g * xhat).mean(-1, keepdim=True)
+            dx = dx - xhat * along
+        dx = rstd * dx
+        dweight = (dy * xhat).flatten(0, -2).sum(0)
+        dweight = dweight.to(weight.dtype)
         dbias = None
         if spec.has_bias:
-            dbias = dy.flatten(0, -2).sum(0).to(weight.dtype)
-        return (rstd * dx).to(x.dtype), None, dweight, dbias, None, None
+            dbias = dy.flatten(0, -2).sum(0)
+            dbias = dbias.to(weight.dtype)
+        return dx.to(x.dtype), None, dweight, dbias, None, None
 
 
 @pytest.mark.parametrize(
@@ -217,11 +223,13 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
     def widened(y, x, spec):
         columns = x.shape[-1]
         rows = x.reshape(-1, columns).float()
-        wide = torch.cat([rows, rows.roll(-1, 0)[:, : columns // 2]], -1)
-        factor = (rows.square().mean(-1) + spec.eps).sqrt() / (
-            wide.square().sum(-1) / columns + spec.eps
-        ).sqrt()
-        return (y.float() * factor.view(*x.shape[:-1], 1)).to(y.dtype)
+        behind = rows.roll(-1, 0)[:, : columns // 2]
+        wide = torch.cat([rows, behind], -1)
+        right = rows.square().mean(-1) + spec.eps
+        wrong = wide.square().sum(-1) / columns + spec.eps
+        factor = right.sqrt() / wrong.sqrt()
+        factor = factor.view(*x.shape[:-1], 1)
+        return (y.float() * factor).to(y.dtype)
 
     run = norm_module.run
     fused = norm_module.fused_norm
@@ -232,10 +240,12 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
             return None
         return widened(y, operands[0], launches.spec)
 
+    def widened_norm(x, weight, bias, spec, *rest):
+        y = fused(x, weight, bias, spec, *rest)
+        return widened(y, x, spec)
+
     monkeypatch.setattr(norm_module, "run", widened_run)
-    monkeypatch.setattr(
-        norm_module, "fused_norm", lambda x, *a: widened(fused(x, *a), x, a[2])
-    )
+    monkeypatch.setattr(norm_module, "fused_norm", widened_norm)
     report = verify("llama", torch.float32)
     assert [check for check in report.norms if not check.passed]
     assert not report.passed
@@ -292,5 +302,8 @@ def test_nothing_is_left_behind():
     with use_backend("triton"):
         verify_equivalence(model, inputs=IDS, max_new_tokens=2, backward=True)
     assert [type(module) for module in model.modules()] == classes
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+    for parameter in model.parameters():
+        assert not parameter.requires_grad
+        assert parameter.grad is None

@@ -10,18 +10,23 @@ from hf_rmsnorm.verification.noise import noise_floor
 
 def test_measures_are_those_of_their_definition():
     generator = torch.Generator().manual_seed(0)
-    exact = torch.randn(100, 7, generator=generator, dtype=torch.float64) * 3
-    noise = 0.01 * torch.randn(exact.shape, generator=generator)
+    exact = torch.randn(100, 7, generator=generator, dtype=torch.float64)
+    exact = 3 * exact
+    noise = torch.randn(exact.shape, generator=generator)
     reference = exact.float()
-    candidate = (exact + noise).float()
+    candidate = exact + 0.01 * noise
+    candidate = candidate.float()
     sides = [side.split([30, 70]) for side in (reference, candidate, exact)]
     floor = noise_floor(*sides)
     assert floor.rows == 100
     assert not floor.passed
-    assert floor.difference == (reference.double() - candidate.double()).abs().max()
-    assert floor.reference_max == (reference.double() - exact).abs().max()
-    rms = (candidate.double() - exact).square().mean().sqrt().item()
-    assert floor.candidate_rms == pytest.approx(rms)
+    between = reference.double() - candidate.double()
+    assert floor.difference == between.abs().max()
+    of_reference = reference.double() - exact
+    assert floor.reference_max == of_reference.abs().max()
+    of_candidate = candidate.double() - exact
+    rms = of_candidate.square().mean().sqrt()
+    assert floor.candidate_rms == pytest.approx(rms.item())
 
 
 def test_words_hidden_from_the_vocabulary_do_not_widen_the_floor():
@@ -34,12 +39,14 @@ def test_words_hidden_from_the_vocabulary_do_not_widen_the_floor():
     assert floor.difference == 0
     assert floor.max_slack < 1e-5
     shown = torch.where(y == -math.inf, 0.0, y)
-    assert noise_floor([y], [shown], [exact]).difference == math.inf
+    floor = noise_floor([y], [shown], [exact])
+    assert floor.difference == math.inf
 
 
 def test_nothing_to_compare_fails_and_says_so():
     for outputs in ([], [torch.zeros(0, 6)], [torch.full((2, 6), -math.inf)]):
-        floor = noise_floor(outputs, outputs, [y.double() for y in outputs])
+        exact = [y.double() for y in outputs]
+        floor = noise_floor(outputs, outputs, exact)
         assert not floor.passed
         assert "nothing to compare" in floor.reason
 
