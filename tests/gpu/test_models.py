@@ -19,7 +19,8 @@ PROMPT = "The licence of this software permits"
 def demo(name, dtype):
     """An embedded trained model on the device, in eval mode, and a prompt."""
     path = demo_path(name)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(DEVICE).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = model.to(DEVICE).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids.to(DEVICE)
     return model, ids if GPU else ids[:, :6]

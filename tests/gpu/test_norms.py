@@ -103,7 +103,8 @@ def row_major():
 
 def slice_of_a_packed_projection():
     packed = random(2, 24, 12 * 128)
-    return packed[..., 4 * 128 : 8 * 128].unflatten(-1, (4, 128))
+    middle = packed[..., 4 * 128 : 8 * 128]
+    return middle.unflatten(-1, (4, 128))
 
 
 def heads_before_rows():
@@ -149,7 +150,8 @@ def test_half_precision_is_bit_equal_to_llama_rmsnorm(hidden_size, dtype):
     norm = make("llama", hidden_size, dtype)
     x = random(4096 if GPU else 16, hidden_size, dtype=dtype)
     fused, _ = fuse(norm)
-    equal = (fused(x) == norm(x)).double().mean().item()
+    same = fused(x) == norm(x)
+    equal = same.double().mean().item()
     assert equal >= 0.999, f"{equal:.5%} of the elements are bit-equal"
 
 
@@ -165,7 +167,8 @@ def test_gradients_are_the_same_bits_every_time(name, hidden_size):
     x, dy = rows_and_gradient(rows, hidden_size)
     first = run(fused, x, dy)
     for _ in range(times):
-        assert all(map(torch.equal, first, run(fused, x, dy)))
+        again = run(fused, x, dy)
+        assert all(map(torch.equal, first, again))
 
 
 @real_gpu
@@ -184,12 +187,14 @@ def test_offsets_beyond_two_to_the_31(stride):
     y, dx, dweight = run(norm, x, dy)
     # Only the last rows, all of whose offsets are past 2^31, have a gradient: alone
     # they must give the same.
-    y_alone, dx_alone, dweight_alone = run(norm, x[last].contiguous(), dy[last].clone())
+    alone = x[last].contiguous()
+    y_alone, dx_alone, dweight_alone = run(norm, alone, dy[last].clone())
     assert torch.equal(y[last], y_alone)
     assert torch.equal(dx[last], dx_alone)
     assert not dx[:-tail].any()
-    error = (dweight.double() - dweight_alone.double()).abs().max()
-    assert error <= ulp(dweight_alone.abs().max(), BF16)
+    difference = dweight.double() - dweight_alone.double()
+    largest = dweight_alone.abs().max()
+    assert difference.abs().max() <= ulp(largest, BF16)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -244,7 +249,8 @@ def test_cuda_graph_capture(name, memory_efficient):
     x.data.copy_(fresh)
     graph.replay()
     torch.cuda.synchronize()
-    assert all(map(torch.equal, [y, *grads], run(fused, fresh, dy)))
+    expected = run(fused, fresh, dy)
+    assert all(map(torch.equal, [y, *grads], expected))
 
 
 @real_gpu
@@ -323,7 +329,8 @@ def test_queries_and_keys_in_one_launch(layout, head_dim):
     q_weight = random(head_dim, seed=2)
     k_weight = random(head_dim, seed=3)
     operands = [q, k, q_weight, k_weight]
-    angles = random(2, length, head_dim // 2, dtype=FP32, seed=4).repeat(1, 1, 2)
+    angles = random(2, length, head_dim // 2, dtype=FP32, seed=4)
+    angles = angles.repeat(1, 1, 2)
     tables = [angles.cos().to(BF16), angles.sin().to(BF16)]
     dys = [random(*q.shape, seed=5), random(*k.shape, seed=6)]
     with count_launches() as launches:
@@ -336,4 +343,5 @@ def test_queries_and_keys_in_one_launch(layout, head_dim):
     exact = norm_of_heads("reference", *doubles)
     names = ("yq", "yk", "dq", "dk", "dwq", "dwk")
     assert_all_as_accurate(names, fused, eager, exact)
-    assert [y.stride() for y in fused[:2]] == [y.stride() for y in eager[:2]]
+    for y, right in zip(fused[:2], eager[:2], strict=True):
+        assert y.stride() == right.stride()

@@ -64,7 +64,8 @@ def make(folder, mebibytes, count, fill):
         text = json.dumps(header).encode()
         with open(folder / name, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            piece = (torch.randn(1 << 20) * 0.02 + 0.01).bfloat16()
+            piece = torch.randn(1 << 20) * 0.02 + 0.01
+            piece = piece.bfloat16()
             for _ in range(0, at if fill else 0, piece.nbytes):
                 file.write(piece.view(torch.uint8).numpy())
             file.truncate(8 + len(text) + at)

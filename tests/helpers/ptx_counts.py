@@ -122,8 +122,10 @@ def _heads():
 
     from hf_rmsnorm import NormSpec
 
-    q, k = (torch.randn(2, 16, heads, 128).to(BF16) for heads in (16, 8))
-    q, k = (t.transpose(1, 2).requires_grad_() for t in (q, k))
+    q = torch.randn(2, 16, 16, 128).to(BF16)
+    k = torch.randn(2, 16, 8, 128).to(BF16)
+    q = q.transpose(1, 2).requires_grad_()
+    k = k.transpose(1, 2).requires_grad_()
     tables = [torch.randn(2, 16, 128).to(BF16) for _ in range(2)]
     weights = [torch.randn(128).to(BF16).requires_grad_() for _ in range(2)]
     spec = NormSpec(False, 1e-6, rounding="before_weight")

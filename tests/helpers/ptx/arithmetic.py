@@ -53,7 +53,8 @@ def fma32(a, b, c):
 
 def to_bf16(a):
     bits = a.view(u32)
-    out = ((bits + ((bits >> 16) & 1) + 0x7FFF) >> 16).astype(u16)
+    out = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    out = out.astype(u16)
     odd = np.isnan(a)
     if odd.any():
         return np.where(odd, u16.type(0x7FFF), out)
@@ -244,7 +245,8 @@ def _table() -> dict[str, tuple[str, Callable]]:
         table[f"selp.{name}"] = 2 * kind + "p", lambda a, b, p: np.where(p, a, b)
     for name in INTEGERS:
         for head, (kinds, function) in INTEGER.items():
-            kinds = kinds.replace("x", TYPES[name]).replace("y", SIGNED[name])
+            kinds = kinds.replace("x", TYPES[name])
+            kinds = kinds.replace("y", SIGNED[name])
             table[f"{head}.{name}"] = kinds, function
         for head, function in (COMPARE | {"ne": np.not_equal}).items():
             table[f"setp.{head}.{name}"] = 2 * SIGNED[name], function

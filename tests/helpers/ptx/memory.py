@@ -67,7 +67,8 @@ class Window:
 
     def _places(self, address, total: int):
         """Where accesses of `total` bytes are, in memory seen as rows of so many."""
-        at = (address - np.uint64(self.address)).view(np.int64)
+        at = address - np.uint64(self.address)
+        at = at.view(np.int64)
         first = at.min()
         end = at.max() + total
         if (address % np.uint64(total)).any():

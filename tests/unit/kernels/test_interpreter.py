@@ -40,16 +40,19 @@ def test_float32_is_rounded_to_nearest_even():
     with faithful_interpreter():
         found = converted(VALUES.numpy(), tl.float32, tl.bfloat16)
     assert found.tolist()[-1] == 0x7FC0  # NaN, as a GPU writes it
-    rounded = torch.from_numpy(found.view(np.int16).copy()).view(torch.bfloat16)
+    rounded = torch.from_numpy(found.view(np.int16).copy())
+    rounded = rounded.view(torch.bfloat16)
     torch.testing.assert_close(
         rounded, VALUES.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
     )
 
 
 def test_every_bfloat16_is_kept():
-    halves = np.arange(2**16, dtype=np.uint32).astype(np.uint16)
+    halves = np.arange(2**16, dtype=np.uint32)
+    halves = halves.astype(np.uint16)
     with faithful_interpreter():
-        found = converted(halves, tl.bfloat16, tl.float32).view(np.uint32)
+        found = converted(halves, tl.bfloat16, tl.float32)
+        found = found.view(np.uint32)
     assert np.array_equal(found, halves.astype(np.uint32) << 16)
 
 
@@ -73,7 +76,8 @@ def test_rows_of_a_tile_are_added_in_pairs():
     tile = interpreter.TensorHandle(np.full((4096, 2), 0.1, np.float32), tl.float32)
     tile = tl.core.tensor(tile, tl.block_type(tl.float32, [4096, 2]))
     with faithful_interpreter():
-        found = interpreter.ReduceOps(0, tl.standard._sum_combine, False).sum(tile)
+        reduction = interpreter.ReduceOps(0, tl.standard._sum_combine, False)
+        found = reduction.sum(tile)
     exact = 4096 * float(np.float32(0.1))
     assert np.abs(found.handle.data - exact).max() < exact * 2**-23
 

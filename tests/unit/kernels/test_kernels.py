@@ -55,13 +55,20 @@ def parameters(spec, hidden_size, dtype, seed=0):
     mean = 1.0 - spec.weight_offset
     weight = torch.randn(hidden_size, generator=generator) * 0.3 + mean
     bias = torch.randn(hidden_size, generator=generator)
-    weight, bias = (t.to(DEVICE, dtype).requires_grad_() for t in (weight, bias))
-    return weight if spec.has_weight else None, bias if spec.has_bias else None
+    weight = weight.to(DEVICE, dtype).requires_grad_()
+    bias = bias.to(DEVICE, dtype).requires_grad_()
+    if not spec.has_weight:
+        weight = None
+    if not spec.has_bias:
+        bias = None
+    return weight, bias
 
 
 def rows(*shape, dtype, seed=0, mean=0.25):
     generator = torch.Generator().manual_seed(seed + 1)
-    return (torch.randn(*shape, generator=generator) * 1.7 + mean).to(DEVICE, dtype)
+    values = torch.randn(shape, generator=generator)
+    values = values * 1.7 + mean
+    return values.to(DEVICE, dtype)
 
 
 def doubled(*tensors):
@@ -86,13 +93,14 @@ def shuffled(operands, dy, seed):
     first = 0
     if weight is not None:
         first = weight.dim() - 1
-    x, dy, gate = (
-        t if t is None else t.detach().flatten(0, -2 - first) for t in (x, dy, gate)
-    )
+    last = -2 - first
+    x = x.detach().flatten(0, last)
+    dy = dy.flatten(0, last)
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(x), generator=generator).to(x.device)
+    order = torch.randperm(len(x), generator=generator)
+    order = order.to(x.device)
     if gate is not None:
-        gate = gate[order]
+        gate = gate.detach().flatten(0, last)[order]
     return (x[order], weight, bias, gate), dy[order]
 
 
@@ -118,9 +126,8 @@ def check(spec, x, weight, bias, dy, gate=None):
     for seed in range(4):
         orders.append(run(reference_norm, spec, *shuffled(operands, dy, seed)))
     names = ["y"]
-    for name, operand in zip(
-        ("dx", "dweight", "dbias", "dgate"), operands, strict=True
-    ):
+    gradients = "dx", "dweight", "dbias", "dgate"
+    for name, operand in zip(gradients, operands, strict=True):
         if operand is not None:
             names.append(name)
     assert len(fused) == len(names)
@@ -135,7 +142,8 @@ def check(spec, x, weight, bias, dy, gate=None):
 def check_rows(name, shape, x_dtype, weight_dtype=None):
     """`check` of rows that lie one behind the other."""
     weight, bias = parameters(SPECS[name], shape[-1], weight_dtype or x_dtype)
-    x, dy = (rows(*shape, dtype=x_dtype, seed=seed) for seed in (0, 7))
+    x = rows(*shape, dtype=x_dtype, seed=0)
+    dy = rows(*shape, dtype=x_dtype, seed=7)
     check(SPECS[name], x, weight, bias, dy)
 
 
@@ -351,7 +359,8 @@ def test_nan_inf_and_zero_rows_stay_in_their_row(name):
     x[4] = 0.0
     with torch.no_grad(), use_backend("triton"):
         y = fused_norm(x, weight, bias, SPECS[name])
-    expected = reference_norm(x, weight, bias, SPECS[name]).detach()
+    expected = reference_norm(x, weight, bias, SPECS[name])
+    expected = expected.detach()
     assert torch.equal(y.isnan(), expected.isnan())
     torch.testing.assert_close(y, expected, equal_nan=True)
 
@@ -414,6 +423,7 @@ def test_constant_rows_of_layer_norm_are_exactly_zero(hidden_size, value):
 @pytest.mark.parametrize("hidden_size", [1000, 14336])
 def test_layer_norm_of_rows_far_from_zero(hidden_size):
     """A mean 10,000 times the deviation: its own rounding must not reach the result."""
-    x = (100 + 0.01 * rows(3, hidden_size, dtype=torch.float32, mean=0)).contiguous()
+    x = 100 + 0.01 * rows(3, hidden_size, dtype=torch.float32, mean=0)
+    x = x.contiguous()
     dy = rows(3, hidden_size, dtype=torch.float32, seed=7)
     check(SPECS["layer_norm_no_affine"], x, None, None, dy)

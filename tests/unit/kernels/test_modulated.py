@@ -35,7 +35,8 @@ BEFORE = ["no sum", "a sum", "a gated sum"]
 def random(*shape, dtype, seed, mean=0.0, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(*shape, 96, generator=generator)
-    return (mean + scale * values).to(DEVICE, dtype)
+    values = mean + scale * values
+    return values.to(DEVICE, dtype)
 
 
 def operands(spec, dtype, shape=(3, 1), before="no sum"):
@@ -200,7 +201,8 @@ def test_one_of_the_two_results_is_not_used(used):
 
     def gradients(function):
         x, *others, residual = tensors
-        x, residual = (t.clone().requires_grad_() for t in (x, residual))
+        x = x.clone().requires_grad_()
+        residual = residual.clone().requires_grad_()
         made = function(spec, (x, *others, residual))
         return torch.autograd.grad(made[used], (x, residual), dy)
 

@@ -117,7 +117,8 @@ def run_from_output(spec):
 
 
 def run_qk(spec):
-    q, k = (operands(spec, 1, 5, heads, 16)[0].transpose(1, 2) for heads in (4, 2))
+    q = operands(spec, 1, 5, 4, 16)[0].transpose(1, 2)
+    k = operands(spec, 1, 5, 2, 16)[0].transpose(1, 2)
     *_, weight, _, _ = operands(spec, 16)
     table = torch.randn(1, 5, 16)
     *found, _ = qk_norm_forward((q, k, weight, weight, table, table), spec)

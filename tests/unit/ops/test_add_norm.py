@@ -2,8 +2,6 @@
 gradients against float64.
 """
 
-import itertools
-
 import pytest
 import torch
 from add_norm import fused_add_norm
@@ -18,8 +16,11 @@ from tests.unit.kernels.test_kernels import (
     DTYPES,
     LAYOUTS,
     SPECS,
+    contiguous,
+    doubled,
     packed,
     parameters,
+    real_strides,
     rows,
     transposed,
     unaligned,
@@ -36,10 +37,6 @@ PLAIN = [
 def eager(x, residual, weight, bias, spec):
     h = residual + x
     return h, reference_norm(h, weight, bias, spec)
-
-
-def strides(t):
-    return [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1]
 
 
 NAMES = "x", "residual", "weight", "bias"
@@ -98,9 +95,7 @@ def check(spec, x, residual, weight, bias, dh, dy):
     assert torch.equal(dy, before), "the incoming gradient was overwritten"
     check_bits(fused, spec, *tensors)
     expected = run(eager, spec, tensors, upstream)
-    exact = run(
-        eager, spec, [t if t is None else t.double() for t in tensors], upstream
-    )
+    exact = run(eager, spec, doubled(*tensors), upstream)
     orders = [shuffled(spec, tensors, upstream, seed) for seed in range(4)]
     for name, result in fused.items():
         others = []
@@ -108,7 +103,7 @@ def check(spec, x, residual, weight, bias, dh, dy):
             others = [order[name] for order in orders]
         assert_as_accurate(result, expected[name], exact[name], name, others)
     for name in ("h", "y"):
-        assert strides(fused[name]) == strides(expected[name])
+        assert real_strides(fused[name]) == real_strides(expected[name])
     dx = fused["x"]
     dresidual = fused["residual"]
     narrow = x.dtype
@@ -162,15 +157,13 @@ MIXED = [
 
 
 def mixtures():
-    for name, dtypes in itertools.product(PLAIN, MIXED):
-        if not SPECS[name].functional or dtypes[2] == torch.float32:
-            # torch's own norms take one dtype
-            yield name, dtypes, 96
-    yield from (
-        ("llama", MIXED[0], 14336),
-        ("llama", MIXED[1], 14336),
-        ("layer_norm", MIXED[0], 14336),
-    )
+    for name in PLAIN:
+        for dtypes in MIXED:
+            if not SPECS[name].functional or dtypes[2] == torch.float32:
+                # torch's own norms take one dtype
+                yield name, dtypes, 96
+    yield "llama", MIXED[0], 14336
+    yield "layer_norm", MIXED[0], 14336
 
 
 @pytest.mark.parametrize(("name", "dtypes", "hidden_size"), mixtures(), ids=str)
@@ -182,10 +175,6 @@ def test_x_residual_and_weight_of_other_dtypes(name, dtypes, hidden_size):
     residual = residual.to(of_residual)
     check(SPECS[name], x, residual, weight, bias, dh, dy)
     check(SPECS[name], x, residual, weight, bias, None, dy)
-
-
-def contiguous(shape, dtype, seed):
-    return rows(*shape, dtype=dtype, seed=seed)
 
 
 @pytest.mark.parametrize("x_layout", [contiguous, *LAYOUTS])
@@ -208,15 +197,20 @@ def test_sums_out_of_range_and_half_way_round_as_the_addition_does(dtype):
     tiny = torch.finfo(dtype).tiny
     one = 1 + torch.finfo(dtype).eps
     most = torch.finfo(dtype).max
-    values = torch.tensor([0.0, -0.0, tiny, tiny / 2, 1.0, one, -one, 2.0**-9, 2.0**-12, most, -most, torch.inf,
-                           -torch.inf, torch.nan, 3.0, 257.0], dtype=torch.float64).to(DEVICE, dtype)  # fmt: skip
-    x, residual = (
-        t.reshape(-1, 16) for t in torch.meshgrid(values, values, indexing="ij")
-    )
+    values = [0.0, tiny, tiny / 2, 1.0, one, 2.0**-9, 2.0**-12, most, torch.inf]
+    values += [-value for value in (0.0, one, most, torch.inf)]
+    values += [torch.nan, 3.0, 257.0]
+    values = torch.tensor(values, dtype=torch.float64)
+    values = values.to(DEVICE, dtype)
+    x, residual = torch.meshgrid(values, values, indexing="ij")
+    x = x.contiguous()
+    residual = residual.contiguous()
     with torch.no_grad(), use_backend("triton"):
-        h, _ = fused_add_norm(x, residual.contiguous(), None, None, SPECS["no_weight"])
-    torch.testing.assert_close(h, residual + x, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(h.signbit() & ~h.isnan(), (residual + x).signbit() & ~h.isnan())
+        h, _ = fused_add_norm(x, residual, None, None, SPECS["no_weight"])
+    total = residual + x
+    torch.testing.assert_close(h, total, rtol=0, atol=0, equal_nan=True)
+    is_number = ~h.isnan()
+    assert torch.equal(h.signbit() & is_number, total.signbit() & is_number)
 
 
 class Record(TorchDispatchMode):

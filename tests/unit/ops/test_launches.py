@@ -113,8 +113,10 @@ def test_saved_tensors_that_come_back_in_other_strides(case):
     x, residual = (
         torch.randn(3, 2, HIDDEN).transpose(0, 1).requires_grad_() for _ in range(2)
     )
-    q, k = (torch.randn(2, 5, h, 16).transpose(1, 2).requires_grad_() for h in (4, 2))
-    weight, short = (torch.rand(n).requires_grad_() for n in (HIDDEN, 16))
+    q = torch.randn(2, 5, 4, 16).transpose(1, 2).requires_grad_()
+    k = torch.randn(2, 5, 2, 16).transpose(1, 2).requires_grad_()
+    weight = torch.rand(HIDDEN).requires_grad_()
+    short = torch.rand(16).requires_grad_()
     tables = torch.randn(1, 5, 16), torch.randn(1, 5, 16)
     spec = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
     compute, inputs = {

@@ -51,7 +51,9 @@ def block():
 
 
 def some_input(*shape, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    return values.to(DEVICE)
 
 
 def outcome(function, block, x):
@@ -141,26 +143,6 @@ def test_backward_uses_the_backend_of_its_forward():
     assert launches["norm_backward"] == 1
 
 
-def test_choice_of_backend_is_per_thread_and_nests():
-    import threading
-
-    seen = {}
-
-    def other():
-        with count_launches() as launches, use_backend("triton"):
-            rms_norm(torch.ones(1, 8, device=DEVICE))
-        seen["triton"] = launches["norm_forward"]
-
-    with use_backend("triton"), use_backend("reference"):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        with count_launches() as launches:
-            rms_norm(torch.ones(1, 8, device=DEVICE))
-    assert seen == {"triton": 1}
-    assert not launches
-
-
 @pytest.fixture
 def autocast_of_cuda():
     """As on a GPU: seen through fake CUDA tensors."""
@@ -202,9 +184,8 @@ def test_an_accelerators_autocast_takes_a_sum_and_a_functional_norm_apart(
 ):
     """F.layer_norm returns float32 there, while the stream stays as it is."""
     layer = NormSpec(True, 1e-5, has_bias=True, functional=True)
-    x, weight = (
-        torch.empty(*s, 8, dtype=torch.bfloat16, device="cuda") for s in ((2,), ())
-    )
+    x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
+    weight = torch.empty(8, dtype=torch.bfloat16, device="cuda")
     for operand in (x, x.float()):
         h, y = fused_add_norm(operand, operand, weight, weight, layer)
         assert (h.dtype, y.dtype) == (operand.dtype, torch.float32)

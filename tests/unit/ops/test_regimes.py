@@ -33,7 +33,9 @@ LAYER_NORM = NormSpec(True, 1e-5, has_bias=True, functional=True)
 
 
 def random(*shape, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    return values.to(DEVICE)
 
 
 class Norms(nn.Module):
@@ -94,12 +96,14 @@ class Heads(nn.Module):
         )
 
     def inputs(self, batch=2, length=8):
-        angles = random(batch, length, self.size // 2, seed=5).repeat(1, 1, 2)
+        angles = random(batch, length, self.size // 2, seed=5)
+        angles = angles.repeat(1, 1, 2)
         return random(batch, length, 6 * self.size), angles.cos(), angles.sin()
 
     def split(self, x):
         parts = x.split((4 * self.size, 2 * self.size), dim=-1)
-        return (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
+        heads = [part.unflatten(-1, (-1, self.size)) for part in parts]
+        return [part.transpose(1, 2) for part in heads]
 
     def forward(self, x, cos, sin):
         return fused_qk_norm(

@@ -183,7 +183,8 @@ class _Losing(torch.autograd.Function):
             along = (g * xhat).mean(-1, keepdim=True)
             dx = dx - xhat * along
         dx = rstd * dx
-        dweight = (dy * xhat).flatten(0, -2).sum(0)
+        dweight = (dy * xhat).flatten(0, -2)
+        dweight = dweight.sum(0)
         dweight = dweight.to(weight.dtype)
         dbias = None
         if spec.has_bias:
