@@ -210,7 +210,8 @@ def _fused_layers(model: nn.Module) -> dict[str, tuple]:
     for path, module in model.named_modules():
         part = layer_part(type(module))
         if part is not None:
-            layers[f"{path}: {part._hf_rmsnorm_fusion}"] = (module, None)
+            words = part._hf_rmsnorm_fusion.words
+            layers[f"{path}: {words}"] = (module, None)
     return layers
 
 
