@@ -83,5 +83,6 @@ def row(page: str, start: str) -> list[str]:
     """The cells of the one table row of a page that starts with `start`, without its
     first.
     """
-    (cells,) = re.findall(rf"^\| {re.escape(start)} \|(.*)\|$", PAGES[page], re.M)
+    row = rf"^\| {re.escape(start)} \|(.*)\|$"
+    (cells,) = re.findall(row, PAGES[page], re.M)
     return [cell.strip() for cell in cells.split("|")]

@@ -45,9 +45,9 @@ def fma32(a, b, c):
     if tie.any():
         part = total - product
         lost = (product - (total - part)) + (c - part)
-        total = np.where(
-            tie & (lost != 0), np.nextafter(total, np.copysign(np.inf, lost)), total
-        )
+        towards = np.copysign(np.inf, lost)
+        moved = np.nextafter(total, towards)
+        total = np.where(tie & (lost != 0), moved, total)
     return total.astype(f32)
 
 
@@ -70,7 +70,8 @@ def _narrow(total):
     rounding is right.
     """
     near = total.astype(f32)
-    other = np.nextafter(near, np.where(total > near, np.inf, -np.inf).astype(f32))
+    away = np.where(total > near, np.inf, -np.inf)
+    other = np.nextafter(near, away.astype(f32))
     even = near.view(u32) % 2 == 0
     inexact = (near != total) & np.isfinite(near)
     return to_bf16(np.where(inexact & even, other, near))
@@ -92,7 +93,8 @@ OF_HALVES = {
 
 
 def _pack(low, high):
-    return high.view(u16).astype(u32) << 16 | low.view(u16)
+    upper = high.view(u16).astype(u32) << 16
+    return upper | low.view(u16)
 
 
 def _unpack(pair):
@@ -104,7 +106,8 @@ def _of_half(name: str, kinds: str, function: Callable, compares: bool = False):
     kind, wide, narrow = HALVES[name]
 
     def one(*halves):
-        result = function(*(wide(half.view(KINDS[kind])) for half in halves))
+        bits = [half.view(KINDS[kind]) for half in halves]
+        result = function(*map(wide, bits))
         if compares:
             return result
         return narrow(result)
@@ -117,7 +120,9 @@ def _of_pair(name: str, kinds: str, function: Callable, compares: bool = False):
     _, one = _of_half(name, kinds, function, compares)
 
     def both(*pairs):
-        low, high = (one(*halves) for halves in zip(*map(_unpack, pairs), strict=True))
+        lows, highs = zip(*map(_unpack, pairs), strict=True)
+        low = one(*lows)
+        high = one(*highs)
         if compares:
             return (low, high)
         return _pack(low, high)
@@ -126,12 +131,14 @@ def _of_pair(name: str, kinds: str, function: Callable, compares: bool = False):
 
 
 def _rsqrt(a):
-    return (1.0 / np.sqrt(a.astype(f64))).astype(f32)
+    root = np.sqrt(a.astype(f64))
+    return (1.0 / root).astype(f32)
 
 
 def _flushed(a):
     """Numbers too small to be normal become zero."""
-    return np.where(np.abs(a) < f32.type(2.0**-126), 0 * a, a)
+    normal = f32.type(2.0**-126)
+    return np.where(np.abs(a) < normal, 0 * a, a)
 
 
 FLOAT = {
@@ -187,7 +194,8 @@ def _picked(a, b, how):
         four = how.astype(u64) >> (4 * place)
         byte = (both >> ((four & 7) * 8)) & 255
         sign = np.where(byte & 128, 255, 0)
-        picked = picked | (np.where(four & 8, sign, byte).astype(u32) << (8 * place))
+        chosen = np.where(four & 8, sign, byte)
+        picked = picked | chosen.astype(u32) << (8 * place)
     return picked
 
 
@@ -284,4 +292,5 @@ def blurred(value):
     exponent = bits & 0x7F80_0000
     mixed = (bits ^ (bits >> 15)) * u32.type(0x9E37_79B1)
     moved = bits + (mixed ^ (mixed >> 13)) % 3 - 1
-    return np.where((exponent == 0) | (exponent == 0x7F80_0000), bits, moved).view(f32)
+    keeps = (exponent == 0) | (exponent == 0x7F80_0000)
+    return np.where(keeps, bits, moved).view(f32)

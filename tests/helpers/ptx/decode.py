@@ -66,7 +66,8 @@ class Kernel:
     def __init__(self, text: str):
         self.text = text
         self.name = re.search(r"\.visible \.entry (\w+)\(", text)[1]
-        head, _, body = text[text.index(f".entry {self.name}(") :].partition(")\n")
+        start = text.index(f".entry {self.name}(")
+        head, _, body = text[start:].partition(")\n")
         self.params = re.findall(r"\.param \.(\w+)[^,\n]*?(\w+_param_\d+)", head)
         self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])
         self.registers: list = []
@@ -125,7 +126,8 @@ class Kernel:
         elif text[0] != "%":
             self.registers[slot] = _constant(text, kind)
         elif match := re.fullmatch(r"%(p|rs|r|rd)\d+", text):
-            self.widths[slot] = KINDS[WIDTHS[match[1]]]
+            kind = WIDTHS[match[1]]
+            self.widths[slot] = KINDS[kind]
         else:
             raise Unknown(text)
 
@@ -259,4 +261,5 @@ def _constant(text: str, kind: str):
     if kind == "p":
         return np.bool_(value)
     size = KINDS[kind].itemsize
-    return np.dtype(f"u{size}").type(value % 2 ** (8 * size)).view(KINDS[kind])
+    bits = value % 2 ** (8 * size)
+    return np.dtype(f"u{size}").type(bits).view(KINDS[kind])

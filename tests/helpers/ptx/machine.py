@@ -52,7 +52,10 @@ class Machine:
         """
         windows, given = self._take(kernel, arguments)
         programs = int(np.prod(grid))
-        step = max(1, min(LANES // kernel.threads, SHARED // max(shared, 1)))
+        step = LANES // kernel.threads
+        if shared:
+            step = min(step, SHARED // shared)
+        step = max(step, 1)
         try:
             for first in range(0, programs, step):
                 some = np.arange(first, min(first + step, programs))
@@ -63,7 +66,8 @@ class Machine:
         except Fault as fault:
             raise Fault(f"{kernel.name}: {fault}") from None
         if self.watch is not None:
-            self.watch(sum(window.moved() for window in windows.values()))
+            moved = sum(window.moved() for window in windows.values())
+            self.watch(moved)
         return [n for n, window in windows.items() if window.owner is not None]
 
     def _take(self, kernel: Kernel, arguments: list) -> tuple[dict, dict]:
@@ -82,7 +86,8 @@ class Machine:
             else:
                 size = int(kind[1:]) // 8
                 bits = int(value or 0) % 2 ** (8 * size)
-                given[name] = np.dtype(f"u{size}").type(bits)
+                unsigned = UNSIGNED[size]
+                given[name] = unsigned.type(bits)
         return windows, given
 
 
@@ -99,8 +104,10 @@ class _Run:
         self.threads = kernel.threads  # of a program
         self.count = len(programs) * self.threads
         self.lanes = np.arange(self.count, dtype=np.int32)
-        self.program = np.repeat(programs + 1, self.threads).astype(np.int32)
-        values = given | {"%tid.x": (self.lanes % self.threads).astype(np.uint32)}
+        program = np.repeat(programs + 1, self.threads)
+        self.program = program.astype(np.int32)
+        thread = self.lanes % self.threads
+        values = given | {"%tid.x": thread.astype(np.uint32)}
         places = np.unravel_index(self.program - 1, grid, "F")
         for axis, place, size in zip("xyz", places, grid, strict=True):
             values[f"%ctaid.{axis}"] = place.astype(np.uint32)
@@ -190,10 +197,14 @@ class _Run:
         values = []
         for slot, kind in zip(instruction.sources, instruction.kinds, strict=True):
             value = self._whole(slot)
-            values.append(value if value.dtype is kind else value.view(kind))
+            if value.dtype is not kind:
+                value = value.view(kind)
+            values.append(value)
         if instruction.divides:
             zero = values[1] == 0
-            if (zero if mask is None else zero & mask).any():
+            if mask is not None:
+                zero = zero & mask
+            if zero.any():
                 raise Fault("division by zero")
         results = instruction.function(*values)
         if self.blurred and instruction.approximate:
@@ -213,24 +224,30 @@ class _Run:
         value = self.registers[slot]
         if value is None:
             self.poison[slot] = np.True_
-            value = self.registers[slot] = self.kernel.widths[slot].type(0)
+            width = self.kernel.widths[slot]
+            value = width.type(0)
+            self.registers[slot] = value
         if use and slot in self.poison:
             poison = self.poison[slot]
-            if (poison if mask is None else poison & mask).any():
+            if mask is not None:
+                poison = poison & mask
+            if poison.any():
                 raise Fault(f"an uninitialised {use}")
         return value
 
     def _some(self, slot: int, mask, use: str = ""):
         """A register, as unsigned bits, of the lanes of a mask only."""
         value = self._whole(slot, use, mask)
-        value = np.broadcast_to(value.view(f"u{value.itemsize}"), self.count)
+        value = value.view(UNSIGNED[value.itemsize])
+        value = np.broadcast_to(value, self.count)
         if mask is None:
             return value
         return value[mask]
 
     def _address(self, slot: int, mask, offset: int):
         value = self._some(slot, mask, "address")
-        return value + value.dtype.type(offset % 2 ** (8 * value.itemsize))
+        bits = 8 * value.itemsize
+        return value + value.dtype.type(offset % 2**bits)
 
     def _poison_of(self, slots):
         """Which lanes hold poison in any of these registers, or None."""
@@ -243,7 +260,8 @@ class _Run:
         if slot is None:
             return
         if mask is not None:
-            value = np.where(mask, value, self._whole(slot).view(value.dtype))
+            held = self._whole(slot).view(value.dtype)
+            value = np.where(mask, value, held)
             before = self.poison.get(slot)
             if poison is not None or before is not None:
                 new = poison
@@ -274,7 +292,8 @@ class _Run:
         """Values of the mask's lanes, with zeros for the other lanes."""
         if mask is None:
             return values
-        whole = np.zeros((self.count, *values.shape[1:]), values.dtype)
+        shape = self.count, *values.shape[1:]
+        whole = np.zeros(shape, values.dtype)
         whole[mask] = values
         return whole
 
@@ -295,16 +314,16 @@ class _Run:
 
     def _by_window(self, address):
         """(the memory of an argument, which of the addresses point into it)."""
-        numbers = (address >> np.uint64(SPACING)).astype(np.int64) - 1
+        numbers = address >> np.uint64(SPACING)
+        numbers = numbers.astype(np.int64) - 1
         alike = (numbers == numbers[0]).all()
         for number in numbers[:1] if alike else np.unique(numbers):
             which = slice(None)
             if not alike:
                 which = numbers == number
             if number not in self.windows:
-                raise Fault(
-                    f"outside of every argument, at {int(address[which][0]):#x}"
-                )
+                where = int(address[which][0])
+                raise Fault(f"outside of every argument, at {where:#x}")
             yield self.windows[number], which
 
     def _read(self, address, width: int, count: int):
@@ -327,10 +346,12 @@ class _Run:
         if (rows % 16).any():
             raise Fault("misaligned: a row of a matrix in shared memory")
         within = (lane % 4 * 4).astype(np.uint32)
-        return [
-            ((rows[:, 8 * k + lane // 4] + within).ravel(), (slot,))
-            for k, slot in enumerate(slots)
-        ]
+        accesses = []
+        for k, slot in enumerate(slots):
+            first = rows[:, 8 * k + lane // 4]
+            places = (first + within).ravel()
+            accesses.append((places, (slot,)))
+        return accesses
 
     def _ld(self, instruction: Instruction, mask) -> None:
         space, _, width, count = instruction.numbers
@@ -382,7 +403,8 @@ class _Run:
         # what is not read becomes zero
         values = np.zeros((len(lanes), size // 2), np.uint16)
         if reads.any():
-            values[reads] = self._read(source[reads], 4, size // 4).view(np.uint16)
+            read = self._read(source[reads], 4, size // 4)
+            values[reads] = read.view(np.uint16)
         where = self.shared.start_copy(to, size, lanes, instruction.text)
         copy = lanes, self.committed[lanes], where, values, instruction.text
         self.copies.append(copy)
@@ -401,7 +423,8 @@ class _Run:
                 done &= mask[lanes]
             self.shared.end_copy(where[done], values[done], lanes[done], text)
             if not done.all():
-                rest = [array[~done] for array in (lanes, groups, where, values)]
+                left_over = ~done
+                rest = [t[left_over] for t in (lanes, groups, where, values)]
                 self.copies.append((*rest, text))
 
     def _shuffle(self, instruction: Instruction, mask) -> None:

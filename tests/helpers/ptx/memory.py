@@ -31,16 +31,22 @@ class Window:
         self.item = tensor.element_size()
         self.shape = tuple(tensor.shape)
         strides = zip(tensor.stride(), self.shape, strict=True)
-        self.strides = [stride if size > 1 else 0 for stride, size in strides]
+        self.strides = []
+        last = 0
+        for stride, size in strides:
+            if size < 2:
+                stride = 0
+            self.strides.append(stride)
+            last += (size - 1) * stride
         spanned = 0
         if tensor.numel():
-            last = zip(self.shape, self.strides, strict=True)
-            spanned = 1 + sum((size - 1) * stride for size, stride in last)
+            spanned = last + 1
         self.size = spanned * self.item
         self.start = tensor.data_ptr()
         self.end = self.start + self.size
         # what lies shortly before it is still near it
-        self.address = (number + 1 << SPACING) + 4096 + self.start % 4096
+        self.address = number + 1 << SPACING
+        self.address += 4096 + self.start % 4096
         self.shift = self.start % 64  # the array of bytes starts at a multiple of 64
         padded = -(-(self.shift + self.size) // 64) * 64
         about = {
@@ -63,7 +69,8 @@ class Window:
     def _of_view(self, elements):
         first = self.shift // self.item
         strides = [stride * elements.itemsize for stride in self.strides]
-        return np.lib.stride_tricks.as_strided(elements[first:], self.shape, strides)
+        elements = elements[first:]
+        return np.lib.stride_tricks.as_strided(elements, self.shape, strides)
 
     def _places(self, address, total: int):
         """Where accesses of `total` bytes are, in memory seen as rows of so many."""
@@ -87,10 +94,13 @@ class Window:
 
     def load(self, address, width: int, count: int):
         self.read = True
-        places = self._places(address, width * count)
+        total = width * count
+        places = self._places(address, total)
         if self.loaded is not None:
-            self.loaded.reshape(-1, width * count // self.item)[places] = True
-        return self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places]
+            loaded = self.loaded.reshape(-1, total // self.item)
+            loaded[places] = True
+        rows = _rows(self.bytes, width, count)
+        return rows[places]
 
     def keep_what_is_read(self) -> None:
         """From now on, keep which elements are read, for `moved`."""
@@ -104,21 +114,25 @@ class Window:
         return self.item * int(np.count_nonzero(self.loaded) + written)
 
     def store(self, address, values, width: int, count: int, program) -> None:
-        places = self._places(address, width * count)
+        total = width * count
+        places = self._places(address, total)
         if self.owner is None:
-            self.owner = np.zeros(len(self.bytes) // self.item, np.int32)
-        owner = self.owner.reshape(-1, width * count // self.item)
+            elements = len(self.bytes) // self.item
+            self.owner = np.zeros(elements, np.int32)
+        owner = self.owner.reshape(-1, total // self.item)
         if owner[places].any() or len(np.unique(places)) < len(places):
             raise Fault(f"written twice: a place in argument {self.number}")
         owner[places] = program[:, None]
-        self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places] = values
+        rows = _rows(self.bytes, width, count)
+        rows[places] = values
 
     def close(self, others) -> None:
         """What can be said once all programs have run."""
         if self.owner is None:
             return
         number = self.number
-        missing = int((self._of_view(self.owner) == 0).sum())
+        owners = self._of_view(self.owner)
+        missing = int((owners == 0).sum())
         if missing:
             message = f"{missing} elements of argument {number} are not written"
             raise Fault(f"{message}, and others are")
@@ -131,9 +145,16 @@ class Window:
 
     def _meets(self, other: "Window") -> bool:
         """Whether they share memory. Views with gaps may lie within each other."""
-        overlap = self.start < other.end and other.start < self.end
+        if other.end <= self.start or self.end <= other.start:
+            return False
         gapless = self.allowed is None and other.allowed is None
-        return overlap and (other is self or gapless)
+        return other is self or gapless
+
+
+def _rows(array, width: int, count: int):
+    """Bytes seen as rows of so many numbers of that width."""
+    numbers = array.view(UNSIGNED[width])
+    return numbers.reshape(-1, count)
 
 
 def _alike(held, values) -> bool:
@@ -142,8 +163,10 @@ def _alike(held, values) -> bool:
     """
     same = held == values
     if not same.all() and same.shape[1] % 2 == 0:
-        nan = np.isnan(held.view(np.float32)) & np.isnan(values.view(np.float32))
-        same = same[:, ::2] & same[:, 1::2] | nan
+        first = np.isnan(held.view(np.float32))
+        second = np.isnan(values.view(np.float32))
+        pairs = same[:, ::2] & same[:, 1::2]
+        same = pairs | first & second
     return same.all()
 
 
@@ -169,7 +192,9 @@ class Access:
 
     def is_in(self, held) -> bool:
         """Whether the memory holds what was written here."""
-        return self.values is not None and _alike(held[self.granules], self.values)
+        if self.values is None:
+            return False
+        return _alike(held[self.granules], self.values)
 
 
 class Shared:
@@ -196,8 +221,10 @@ class Shared:
             raise Fault(f"misaligned: {total} bytes of shared memory")
         if end > self.size:
             raise Fault(f"outside of shared memory: byte {end} of {self.size}")
-        places = (lanes // self.threads * self.stride + address) // total
-        granules = places[:, None] * (total // 2) + np.arange(total // 2)
+        of_program = lanes // self.threads * self.stride
+        places = (of_program + address) // total
+        count = total // 2
+        granules = places[:, None] * count + np.arange(count)
         if (self.state[granules] == COPYING).any():
             raise Fault("touched before an asynchronous copy to it has been waited for")
         self.accesses.append(Access(write, granules, lanes, values, text))
@@ -207,8 +234,10 @@ class Shared:
         """(values, which lanes read what nobody wrote, or None)."""
         places, granules = self._touch(False, address, width * count, lanes, None, text)
         unset = (self.state[granules] == EMPTY).any(1)
-        values = self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places]
-        return values, unset if unset.any() else None
+        values = _rows(self.bytes, width, count)[places]
+        if not unset.any():
+            unset = None
+        return values, unset
 
     def store(
         self, address, values, width: int, count: int, lanes, text: str, poison=None
@@ -221,7 +250,8 @@ class Shared:
         self.state[granules] = FILLED
         if poison is not None:
             self.state[granules[poison]] = EMPTY
-        self.bytes.view(UNSIGNED[width]).reshape(-1, count)[places] = values
+        rows = _rows(self.bytes, width, count)
+        rows[places] = values
 
     def start_copy(self, address, size: int, lanes, text: str):
         """The granules that a copy will fill, which is under way from now on."""
@@ -241,13 +271,21 @@ class Shared:
         accesses = self.accesses
         self.accesses = []
         if passing is not None:
-            here = [passing[access.lanes // self.threads] for access in accesses]
-            pairs = list(zip(accesses, here, strict=True))
-            self.accesses = [access.of(~mask) for access, mask in pairs]
-            accesses = [access.of(mask) for access, mask in pairs]
-        accesses = [access for access in accesses if len(access.granules)]
-        writes = [access for access in accesses if access.write]
-        reads = [access for access in accesses if not access.write]
+            here = []
+            for access in accesses:
+                mask = passing[access.lanes // self.threads]
+                self.accesses.append(access.of(~mask))
+                here.append(access.of(mask))
+            accesses = here
+        writes = []
+        reads = []
+        for access in accesses:
+            if not len(access.granules):
+                continue
+            if access.write:
+                writes.append(access)
+            else:
+                reads.append(access)
         if writes:
             self._look_for_races(writes, reads)
 
@@ -280,4 +318,5 @@ def _joined(accesses: list[Access]):
 
 
 def _texts(accesses: list[Access]) -> str:
-    return ", ".join(sorted({access.text for access in accesses})[:4])
+    texts = sorted({access.text for access in accesses})
+    return ", ".join(texts[:4])

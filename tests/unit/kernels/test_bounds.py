@@ -124,8 +124,12 @@ def test_norms(name, rows, columns, margins):
         parameter(columns),
         *([parameter(columns, seed=1)] if has_bias else []),
     )
-    compare(lambda x, w, b=None: fused_norm(x, w, b, spec), lambda x, w, b=None: reference_norm(x, w, b, spec),
-            operands, margins)  # fmt: skip
+    compare(
+        lambda x, w, b=None: fused_norm(x, w, b, spec),
+        lambda x, w, b=None: reference_norm(x, w, b, spec),
+        operands,
+        margins,
+    )
 
 
 @pytest.mark.parametrize("columns", [9, 520, 8_200, 16_376])
@@ -149,8 +153,12 @@ def test_sums(columns, margins):
 @pytest.mark.parametrize("spec", [AFTER, BEFORE])
 def test_gates(spec, columns, margins):
     operands = operand(3, columns), parameter(columns), operand(3, columns, seed=1)
-    compare(lambda x, w, g: fused_norm(x, w, None, spec, gate=g), lambda x, w, g: reference_norm(x, w, None, spec, g),
-            operands, margins)  # fmt: skip
+    compare(
+        lambda x, w, g: fused_norm(x, w, None, spec, gate=g),
+        lambda x, w, g: reference_norm(x, w, None, spec, g),
+        operands,
+        margins,
+    )
 
 
 @pytest.mark.parametrize("columns", [9, 64, 1_032])
@@ -160,8 +168,12 @@ def test_weights_of_heads(columns, margins):
         parameter(3, columns),
         parameter(3, columns, seed=1),
     )
-    compare(lambda x, w, b: fused_norm(x, w, b, BIASED), lambda x, w, b: reference_norm(x, w, b, BIASED),
-            operands, margins)  # fmt: skip
+    compare(
+        lambda x, w, b: fused_norm(x, w, b, BIASED),
+        lambda x, w, b: reference_norm(x, w, b, BIASED),
+        operands,
+        margins,
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,8 +187,12 @@ def test_queries_and_keys(head_dim, turned, margins):
         parameter(head_dim),
         parameter(head_dim),
     )
-    compare(lambda *t: fused_qk_norm(*t, RMS, *tables), lambda *t: reference_qk_norm(*t, RMS, *tables),
-            operands, margins)  # fmt: skip
+    compare(
+        lambda *t: fused_qk_norm(*t, RMS, *tables),
+        lambda *t: reference_qk_norm(*t, RMS, *tables),
+        operands,
+        margins,
+    )
 
 
 @pytest.mark.parametrize("columns", [40, 520, 16_376])
@@ -188,5 +204,9 @@ def test_from_the_output(name, columns, margins):
         parameter(columns),
         *([parameter(columns, seed=1)] if has_bias else []),
     )
-    compare(lambda x, w, b=None: fused_norm(x, w, b, spec, keep_output=True),
-            lambda x, w, b=None: reference_norm(x, w, b, spec), operands, margins)  # fmt: skip
+    compare(
+        lambda x, w, b=None: fused_norm(x, w, b, spec, keep_output=True),
+        lambda x, w, b=None: reference_norm(x, w, b, spec),
+        operands,
+        margins,
+    )

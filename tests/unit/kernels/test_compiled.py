@@ -142,8 +142,10 @@ def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkey
     for _ in range(2):
         start.on(("partials", "out"))
     *direct, arguments = made.launcher.told[-1]
-    assert direct == [1, 1, 1, "stream of 5", "function", "coop", "pdl", "metadata", *[None] * 5, "annotations",
-                      "signature"]  # fmt: skip
+    expected = [1, 1, 1, "stream of 5", "function", "coop", "pdl", "metadata"]
+    expected += [None] * 5
+    expected += ["annotations", "signature"]
+    assert direct == expected
     assert arguments == ("partials", "out", *start.tail)
     for name in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:

@@ -195,11 +195,11 @@ def test_every_width_of_a_gated_row(name, hidden_size):
     check_rows(name, (3, hidden_size), torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    "hidden_size",
-    [1, 7, 64, 128, 896, 1000, 1024, 2048, 2560, 4096,
-     *(pytest.param(n, marks=pytest.mark.full) for n in (5120, 8192, 14336)), 16384],
-)  # fmt: skip
+WIDTHS = [1, 7, 64, 128, 896, 1000, 1024, 2048, 2560, 4096, 16384]
+WIDTHS += [pytest.param(n, marks=pytest.mark.full) for n in (5120, 8192, 14336)]
+
+
+@pytest.mark.parametrize("hidden_size", WIDTHS)
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_every_tile_width(name, hidden_size):
     # what a row of one leaves of dx is noise, here or eager's

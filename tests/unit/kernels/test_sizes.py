@@ -85,12 +85,25 @@ def test_every_side_of_a_tile_is_a_power_of_two():
 @pytest.mark.parametrize(
     "hidden_size, config",
     [
-        (1, (1, 2_048, 4)), (64, (64, 32, 4)), (256, (256, 8, 4)), (257, (512, 4, 1)), (1_024, (1_024, 2, 1)),
-        (1_025, (2_048, 1, 1)), (1_280, (2_048, 1, 1)), (1_281, (2_048, 1, 2)), (2_048, (2_048, 1, 2)),
-        (2_049, (4_096, 1, 2)), (2_561, (4_096, 1, 4)), (4_096, (4_096, 1, 4)), (5_120, (8_192, 1, 4)),
-        (8_192, (8_192, 1, 8)), (8_193, (16_384, 1, 8)), (12_288, (16_384, 1, 16)), (MAX_HIDDEN_SIZE, (16_384, 1, 16)),
+        (1, (1, 2_048, 4)),
+        (64, (64, 32, 4)),
+        (256, (256, 8, 4)),
+        (257, (512, 4, 1)),
+        (1_024, (1_024, 2, 1)),
+        (1_025, (2_048, 1, 1)),
+        (1_280, (2_048, 1, 1)),
+        (1_281, (2_048, 1, 2)),
+        (2_048, (2_048, 1, 2)),
+        (2_049, (4_096, 1, 2)),
+        (2_561, (4_096, 1, 4)),
+        (4_096, (4_096, 1, 4)),
+        (5_120, (8_192, 1, 4)),
+        (8_192, (8_192, 1, 8)),
+        (8_193, (16_384, 1, 8)),
+        (12_288, (16_384, 1, 16)),
+        (MAX_HIDDEN_SIZE, (16_384, 1, 16)),
     ],
-)  # fmt: skip
+)
 def test_forwards_have_few_warps_to_a_row(hidden_size, config):
     made = forward_config(hidden_size)
     assert (made.block, made.rows, made.num_warps) == config
@@ -138,11 +151,20 @@ def test_backwards_in_float32_on_sm_90(hidden_size, gated, added, config):
 @pytest.mark.parametrize(
     "hidden_size, gaps, warps, programs",
     [
-        (1_024, False, 2, 6), (1_025, True, 2, 6), (1_536, True, 2, 6), (1_537, False, 4, 4), (2_048, False, 4, 4),
-        (2_560, True, 4, 4), (3_072, True, 4, 4), (3_073, False, 8, 2), (5_120, True, 8, 2), (6_145, False, 16, 1),
-        (10_240, True, 16, 1), (12_289, False, 16, 1),
+        (1_024, False, 2, 6),
+        (1_025, True, 2, 6),
+        (1_536, True, 2, 6),
+        (1_537, False, 4, 4),
+        (2_048, False, 4, 4),
+        (2_560, True, 4, 4),
+        (3_072, True, 4, 4),
+        (3_073, False, 8, 2),
+        (5_120, True, 8, 2),
+        (6_145, False, 16, 1),
+        (10_240, True, 16, 1),
+        (12_289, False, 16, 1),
     ],
-)  # fmt: skip
+)
 def test_what_lies_behind_a_row_of_two_bytes_an_element_is_not_computed(
     hidden_size, gaps, warps, programs
 ):
@@ -160,10 +182,19 @@ def test_what_lies_behind_a_row_of_two_bytes_an_element_is_not_computed(
 @pytest.mark.parametrize(
     "hidden_size, eighths, warps, programs",
     [
-        (1_024, 0, 2, 6), (1_025, 5, 1, 6), (1_280, 5, 1, 6), (1_281, 6, 2, 4), (1_537, 0, 4, 4), (2_049, 5, 2, 4),
-        (2_561, 6, 4, 2), (3_073, 0, 8, 2), (5_120, 5, 4, 2), (5_121, 6, 8, 1), (6_145, 0, 16, 1),
+        (1_024, 0, 2, 6),
+        (1_025, 5, 1, 6),
+        (1_280, 5, 1, 6),
+        (1_281, 6, 2, 4),
+        (1_537, 0, 4, 4),
+        (2_049, 5, 2, 4),
+        (2_561, 6, 4, 2),
+        (3_073, 0, 8, 2),
+        (5_120, 5, 4, 2),
+        (5_121, 6, 8, 1),
+        (6_145, 0, 16, 1),
     ],
-)  # fmt: skip
+)
 def test_two_sums_of_a_row_take_fewer_warps_or_fewer_programs(
     hidden_size, eighths, warps, programs
 ):

@@ -28,14 +28,35 @@ def of(rows, columns=D):
     return torch.ones(1, columns).expand(rows, columns)
 
 
+GATED = NormSpec(False, 1e-6, gate="silu_after")
+GROUPED = NormSpec(False, 1e-6, group_size=4)
+WEIGHTLESS = NormSpec(False, 1e-6, has_weight=False)
+TOO_WIDE = of(1, MAX_HIDDEN_SIZE + 1)
+OTHER_ROWS = f"rows, not 1 to {MAX_ROWS}"
+
+
 @pytest.mark.parametrize(
     "said, x, weight, bias, spec, gate",
     [
         ("x is torch.float64", of(2).double(), W, None, RMS, None),
-        ("shape (), is not between 1 and", torch.ones(()), None, None, NormSpec(False, 1e-6, has_weight=False), None),
-        ("is not between 1 and", of(1, MAX_HIDDEN_SIZE + 1), of(1, MAX_HIDDEN_SIZE + 1)[0], None, RMS, None),
-        ("do not divide rows of 8", of(2), W, None, NormSpec(False, 1e-6, group_size=3), None),
-        ("has a gate and the call has none", of(2), W, None, NormSpec(False, 1e-6, gate="silu_after"), None),
+        (
+            "shape (), is not between 1 and",
+            torch.ones(()),
+            None,
+            None,
+            WEIGHTLESS,
+            None,
+        ),
+        ("is not between 1 and", TOO_WIDE, TOO_WIDE[0], None, RMS, None),
+        (
+            "do not divide rows of 8",
+            of(2),
+            W,
+            None,
+            NormSpec(False, 1e-6, group_size=3),
+            None,
+        ),
+        ("has a gate and the call has none", of(2), W, None, GATED, None),
         ("or the other way round", of(2), W, None, RMS, of(2)),
         ("weight is torch.float64", of(2), W.double(), None, RMS, None),
         ("bias is torch.int64", of(2), W, W.long(), BIASED, None),
@@ -44,17 +65,17 @@ def of(rows, columns=D):
         ("weight has shape (8, 3), and x", of(2), of(D, 3), None, RMS, None),
         ("parameters of ", torch.ones(1, 0, D), of(0), None, RMS, None),
         ("parameters of ", of(MAX_HEADS + 1)[None], of(MAX_HEADS + 1), None, RMS, None),
-        ("parameters of ", of(2)[None], of(2), None, NormSpec(False, 1e-6, group_size=4), None),
+        ("parameters of ", of(2)[None], of(2), None, GROUPED, None),
         ("weight and bias differ in shape", of(2)[None], of(2), W, BIASED, None),
         ("weight is on meta and x on cpu", of(2), W.to("meta"), None, RMS, None),
         ("bias is on meta and x on cpu", of(2), W, W.to("meta"), BIASED, None),
-        ("gate is torch.float64", of(2), W, None, NormSpec(False, 1e-6, gate="silu_after"), of(2).double()),
-        ("gate has shape (1, 8), and x", of(2), W, None, NormSpec(False, 1e-6, gate="silu_after"), of(1)),
-        ("gate is on meta and x", of(2), W, None, NormSpec(False, 1e-6, gate="silu_after"), of(2).to("meta")),
-        (f"rows, not 1 to {MAX_ROWS}", of(MAX_ROWS + 1), W, None, RMS, None),
-        (f"rows, not 1 to {MAX_ROWS}", of(MAX_ROWS // 2 + 1), W, None, NormSpec(False, 1e-6, group_size=4), None),
+        ("gate is torch.float64", of(2), W, None, GATED, of(2).double()),
+        ("gate has shape (1, 8), and x", of(2), W, None, GATED, of(1)),
+        ("gate is on meta and x", of(2), W, None, GATED, of(2).to("meta")),
+        (OTHER_ROWS, of(MAX_ROWS + 1), W, None, RMS, None),
+        (OTHER_ROWS, of(MAX_ROWS // 2 + 1), W, None, GROUPED, None),
     ],
-)  # fmt: skip
+)
 def test_what_no_kernel_serves_is_refused_in_words(said, x, weight, bias, spec, gate):
     assert said in why_not(spec, x, weight, bias, gate)
 
@@ -68,7 +89,7 @@ def test_what_no_kernel_serves_is_refused_in_words(said, x, weight, bias, spec, 
         (of(2, MAX_HIDDEN_SIZE), of(1, MAX_HIDDEN_SIZE)[0], None, RMS, None),
         (of(2, MAX_HIDDEN_SIZE)[None], of(2, MAX_HIDDEN_SIZE), None, RMS, None),
         (of(2, 1), torch.ones(1), None, RMS, None),
-        (of(2), W, None, NormSpec(False, 1e-6, gate="silu_after"), of(2).half()),
+        (of(2), W, None, GATED, of(2).half()),
         (of(2).half(), W.bfloat16(), None, RMS, None),
     ],
 )
@@ -82,11 +103,17 @@ def test_the_largest_and_the_smallest_are_served(x, weight, bias, spec, gate):
 @pytest.mark.parametrize(
     "device_type, hip, capability, served",
     [
-        ("cuda", None, (8, 0), True), ("cuda", None, (7, 5), True), ("cuda", None, (7, 2), False),
-        ("cuda", None, (6, 1), False), ("cuda", "6.4", (6, 1), True),
-        ("xpu", None, None, True), ("mps", None, None, False), ("cpu", None, None, False), ("meta", None, None, False),
+        ("cuda", None, (8, 0), True),
+        ("cuda", None, (7, 5), True),
+        ("cuda", None, (7, 2), False),
+        ("cuda", None, (6, 1), False),
+        ("cuda", "6.4", (6, 1), True),
+        ("xpu", None, None, True),
+        ("mps", None, None, False),
+        ("cpu", None, None, False),
+        ("meta", None, None, False),
     ],
-)  # fmt: skip
+)
 def test_which_devices_kernels_run_on(
     device_type, hip, capability, served, monkeypatch
 ):
@@ -143,20 +170,8 @@ SUMS = [
         of(2),
         RMS,
     ),
-    (
-        "which the kernels do not compute",
-        of(2),
-        of(2),
-        W,
-        NormSpec(False, 1e-6, gate="silu_after"),
-    ),
-    (
-        "which the kernels do not compute",
-        of(2),
-        of(2),
-        W,
-        NormSpec(False, 1e-6, group_size=4),
-    ),
+    ("which the kernels do not compute", of(2), of(2), W, GATED),
+    ("which the kernels do not compute", of(2), of(2), W, GROUPED),
 ]
 
 
@@ -181,7 +196,6 @@ def pair(
     return [spec, *operands.values()]
 
 
-WEIGHTLESS = NormSpec(False, 1e-6, has_weight=False)
 NONE = {"q_weight": None, "k_weight": None}
 WIDEST = (1, 1, 3, MAX_HEAD_DIM)
 MANY = {
@@ -209,7 +223,7 @@ def test_queries_and_keys_that_one_launch_takes(operands):
     assert serves_qk(*operands)
 
 
-TOO_WIDE = (1, 1, 3, MAX_HEAD_DIM + 2)
+WIDE_HEADS = (1, 1, 3, MAX_HEAD_DIM + 2)
 TABLE = torch.ones(1, 3, 4)
 REFUSED = {
     "centred": pair(spec=NormSpec(True, 1e-6)),
@@ -224,7 +238,7 @@ REFUSED = {
     "another batch": pair(k=(1, 2, 3, 4)),
     "another length": pair(k=(2, 2, 4, 4)),
     "another width": pair(k=(2, 2, 3, 5)),
-    "wide heads": pair(q=TOO_WIDE, k=TOO_WIDE, weight=(MAX_HEAD_DIM + 2,)),
+    "wide heads": pair(q=WIDE_HEADS, k=WIDE_HEADS, weight=(MAX_HEAD_DIM + 2,)),
     "columns with gaps": pair(given={"q": torch.ones(2, 4, 4, 3).mT}),
     "a short weight": pair(given={"q_weight": torch.ones(3)}),
     "a weight of heads": pair(weight=(4, 4)),

@@ -67,9 +67,14 @@ def test_parameters_at_each_bound(weight, bias, spec, refusal):
 
 @pytest.mark.parametrize(
     "spec, refused",
-    [(SPEC, False), (NormSpec(False, 1e-6, rounding="rstd"), True), (NormSpec(False, 1e-6, gate="silu_after"), True),
-     (NormSpec(False, 1e-6, eps_outside=True), True), (NormSpec(False, 1e-6, rounding="weight_dtype"), False)],
-)  # fmt: skip
+    [
+        (SPEC, False),
+        (NormSpec(False, 1e-6, rounding="rstd"), True),
+        (NormSpec(False, 1e-6, gate="silu_after"), True),
+        (NormSpec(False, 1e-6, eps_outside=True), True),
+        (NormSpec(False, 1e-6, rounding="weight_dtype"), False),
+    ],
+)
 def test_formulas_whose_input_follows_from_their_output(spec, refused):
     assert bool(input_needed(filled(1.0), None, spec)) == refused
 

@@ -74,10 +74,12 @@ def orders(t):
 
 
 FORMULAS = {
-    "llama": (LLAMA, False), "layer norm": (NormSpec(True, 1e-5, has_bias=True), False),
+    "llama": (LLAMA, False),
+    "layer norm": (NormSpec(True, 1e-5, has_bias=True), False),
     "functional": (LAYER_NORM, False),
-    "gate": (NormSpec(False, 1e-6, gate="silu_after"), False), "heads": (LLAMA, True),
-}  # fmt: skip
+    "gate": (NormSpec(False, 1e-6, gate="silu_after"), False),
+    "heads": (LLAMA, True),
+}
 
 
 def by_operators(spec, dy, x, weight, bias, gate):
@@ -141,8 +143,12 @@ def test_statistics_are_those_of_each_row_whatever_the_order_of_rows(
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("rounding", ["before_weight", "weight_dtype", "once"])
 def test_what_the_reference_serves_has_the_dtype_of_eager(rounding, weight_dtype):
-    spec = NormSpec(False, 1e-6, has_weight=weight_dtype is not None,
-                    rounding="once" if weight_dtype is None else rounding)  # fmt: skip
+    spec = NormSpec(
+        False,
+        1e-6,
+        has_weight=weight_dtype is not None,
+        rounding="once" if weight_dtype is None else rounding,
+    )
     x = random(3, 2 * 16_400).bfloat16()  # too wide for the kernels
     weight = None if weight_dtype is None else random(2 * 16_400).to(weight_dtype)
     for each, w in (

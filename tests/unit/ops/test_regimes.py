@@ -169,8 +169,13 @@ def assert_equal(got, expected):
 
 
 static_kernels = pytest.param("triton", False)
-COMPILED = [static_kernels, *(pytest.param(*case, marks=pytest.mark.full) for case in (
-    ("triton", True), ("reference", False), ("reference", True)))]  # fmt: skip
+COMPILED = [
+    static_kernels,
+    *(
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (("triton", True), ("reference", False), ("reference", True))
+    ),
+]
 
 
 @pytest.mark.full
