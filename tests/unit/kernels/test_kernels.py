@@ -16,7 +16,8 @@ from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.reference import reference_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (FP32, BF16, FP16)
 SPECS = {
     "llama": NormSpec(False, 1e-6, rounding="before_weight"),
     "fp32_weight": NormSpec(False, 1e-5),
@@ -184,7 +185,7 @@ def test_the_gate_is_read_where_it_lies(name, dtype):
     x = projected[..., :96]
     gate = projected[..., 104:]
     check(spec, x, weight, bias, dy, gate)
-    turned = rows(5, 2, 96, dtype=torch.float32).transpose(0, 1)
+    turned = rows(5, 2, 96, dtype=FP32).transpose(0, 1)
     check(spec, x, weight, bias, dy, turned)
     check(spec, turned.to(dtype), weight, bias, dy, gate)
 
@@ -192,7 +193,7 @@ def test_the_gate_is_read_where_it_lies(name, dtype):
 @pytest.mark.parametrize("hidden_size", [1024, 5120, 8192, 16384])
 @pytest.mark.parametrize("name", ["silu_before", "sigmoid_after"])
 def test_every_width_of_a_gated_row(name, hidden_size):
-    check_rows(name, (3, hidden_size), torch.bfloat16)
+    check_rows(name, (3, hidden_size), BF16)
 
 
 WIDTHS = [1, 7, 64, 128, 896, 1000, 1024, 2048, 2560, 4096, 16384]
@@ -206,7 +207,7 @@ def test_every_tile_width(name, hidden_size):
     count = 64
     if hidden_size > 1:
         count = 3
-    check_rows(name, (count, hidden_size), torch.bfloat16)
+    check_rows(name, (count, hidden_size), BF16)
 
 
 @pytest.mark.full
@@ -216,7 +217,7 @@ def test_every_tile_width(name, hidden_size):
 )
 def test_rows_much_shorter_than_their_tile(name, hidden_size):
     """What lies behind them is not computed; there are more rows than programs."""
-    check_rows(name, (40, hidden_size), torch.bfloat16)
+    check_rows(name, (40, hidden_size), BF16)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +226,10 @@ def test_rows_much_shorter_than_their_tile(name, hidden_size):
 @pytest.mark.parametrize(
     ("x_dtype", "weight_dtype"),
     [
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.float16, torch.float32),
-        (torch.float16, torch.bfloat16),
+        (BF16, FP32),
+        (FP32, BF16),
+        (FP16, FP32),
+        (FP16, BF16),
     ],
 )
 def test_mixed_dtypes(name, x_dtype, weight_dtype):
@@ -272,17 +273,17 @@ LAYOUTS = [packed, transposed, last_dimension_strided, unaligned, expanded]
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_strided_rows_and_gradients(name, x_layout, dy_layout):
     shape = (2, 3, 4, 64)
-    weight, bias = parameters(SPECS[name], 64, torch.bfloat16)
-    x = x_layout(shape, torch.bfloat16, 0)
-    dy = dy_layout(shape, torch.bfloat16, 7)
+    weight, bias = parameters(SPECS[name], 64, BF16)
+    x = x_layout(shape, BF16, 0)
+    dy = dy_layout(shape, BF16, 7)
     check(SPECS[name], x, weight, bias, dy)
 
 
 @pytest.mark.parametrize("layout", [packed, transposed, unaligned])
 def test_addressable_views_are_read_in_place(layout):
     """No operator but the allocation of the output: a copy of x would show."""
-    x = layout((2, 3, 4, 64), torch.bfloat16, 0)
-    weight, _ = parameters(SPECS["llama"], 64, torch.bfloat16)
+    x = layout((2, 3, 4, 64), BF16, 0)
+    weight, _ = parameters(SPECS["llama"], 64, BF16)
     dispatched = set()
 
     class Record(torch.utils._python_dispatch.TorchDispatchMode):
@@ -300,17 +301,17 @@ def test_addressable_views_are_read_in_place(layout):
 def test_offsets_beyond_32_bits():
     hidden_size = 64
     stride = 2**31 + 64
-    storage = torch.zeros(stride + hidden_size, dtype=torch.bfloat16, device=DEVICE)
+    storage = torch.zeros(stride + hidden_size, dtype=BF16, device=DEVICE)
     x = storage.as_strided((2, hidden_size), (stride, 1))
-    x.copy_(rows(2, hidden_size, dtype=torch.bfloat16))
-    weight, bias = parameters(SPECS["llama"], hidden_size, torch.bfloat16)
-    dy = rows(2, hidden_size, dtype=torch.bfloat16, seed=7)
+    x.copy_(rows(2, hidden_size, dtype=BF16))
+    weight, bias = parameters(SPECS["llama"], hidden_size, BF16)
+    dy = rows(2, hidden_size, dtype=BF16, seed=7)
     check(SPECS["llama"], x, weight, bias, dy)
 
 
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_no_rows_need_no_kernel(name):
-    weight, bias = parameters(SPECS[name], 64, torch.float32)
+    weight, bias = parameters(SPECS[name], 64, FP32)
     x = torch.empty((2, 0, 64), device=DEVICE, requires_grad=True)
     with count_launches() as launches:
         y = fused_norm(x, weight, bias, SPECS[name])
@@ -322,9 +323,9 @@ def test_no_rows_need_no_kernel(name):
 
 def test_weight_gradient_is_deterministic_and_skipped_when_frozen():
     spec = SPECS["llama"]
-    weight, _ = parameters(spec, 128, torch.bfloat16)
-    x = rows(50, 128, dtype=torch.bfloat16).requires_grad_()
-    dy = rows(50, 128, dtype=torch.bfloat16, seed=7)
+    weight, _ = parameters(spec, 128, BF16)
+    x = rows(50, 128, dtype=BF16).requires_grad_()
+    dy = rows(50, 128, dtype=BF16, seed=7)
 
     def gradients(weight, *wanted):
         return torch.autograd.grad(fused_norm(x, weight, None, spec), wanted, dy)
@@ -342,8 +343,8 @@ def test_weight_gradient_is_deterministic_and_skipped_when_frozen():
 
 def test_many_rows_sum_in_float32():
     """A bfloat16 running sum over 4,000 rows would lose most of them."""
-    x = torch.ones(4000, 8, dtype=torch.bfloat16, device=DEVICE)
-    weight = torch.ones(8, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+    x = torch.ones(4000, 8, dtype=BF16, device=DEVICE)
+    weight = torch.ones(8, dtype=BF16, device=DEVICE, requires_grad=True)
     with use_backend("triton"):
         y = fused_norm(x, weight, None, SPECS["llama"])
         (dw,) = torch.autograd.grad(y, weight, torch.ones_like(x))
@@ -352,8 +353,8 @@ def test_many_rows_sum_in_float32():
 
 @pytest.mark.parametrize("name", ["llama", "layer_norm"])
 def test_nan_inf_and_zero_rows_stay_in_their_row(name):
-    weight, bias = parameters(SPECS[name], 64, torch.float32)
-    x = rows(6, 64, dtype=torch.float32)
+    weight, bias = parameters(SPECS[name], 64, FP32)
+    x = rows(6, 64, dtype=FP32)
     x[1, 3] = torch.nan
     x[2, 5] = torch.inf
     x[4] = 0.0
@@ -395,11 +396,11 @@ def test_any_shape_stride_dtype_and_formula(
     # root a norm multiplies by the reciprocal where eager divides, one float32 rounding
     # more, which the tests by formula above allow for.
     if spec.gate is not None or spec.group_size is not None or spec.eps_outside:
-        if x_dtype == torch.float32:
-            x_dtype = torch.bfloat16
-        if weight_dtype == torch.float32:
-            weight_dtype = torch.bfloat16
-    if torch.float32 in (x_dtype, weight_dtype):
+        if x_dtype == FP32:
+            x_dtype = BF16
+        if weight_dtype == FP32:
+            weight_dtype = BF16
+    if FP32 in (x_dtype, weight_dtype):
         # In float32 both errors are a few roundings: over a handful of elements their
         # ratio is luck.
         hidden_size = max(hidden_size, 64)
@@ -423,7 +424,7 @@ def test_constant_rows_of_layer_norm_are_exactly_zero(hidden_size, value):
 @pytest.mark.parametrize("hidden_size", [1000, 14336])
 def test_layer_norm_of_rows_far_from_zero(hidden_size):
     """A mean 10,000 times the deviation: its own rounding must not reach the result."""
-    x = 100 + 0.01 * rows(3, hidden_size, dtype=torch.float32, mean=0)
+    x = 100 + 0.01 * rows(3, hidden_size, dtype=FP32, mean=0)
     x = x.contiguous()
-    dy = rows(3, hidden_size, dtype=torch.float32, seed=7)
+    dy = rows(3, hidden_size, dtype=FP32, seed=7)
     check(SPECS["layer_norm_no_affine"], x, None, None, dy)

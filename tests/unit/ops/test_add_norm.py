@@ -13,7 +13,10 @@ from hf_rmsnorm.kernels.compiled import INTERPRETED
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels.test_kernels import (
+    BF16,
     DTYPES,
+    FP16,
+    FP32,
     LAYOUTS,
     SPECS,
     contiguous,
@@ -107,7 +110,7 @@ def check(spec, x, residual, weight, bias, dh, dy):
     dx = fused["x"]
     dresidual = fused["residual"]
     narrow = x.dtype
-    if narrow == torch.float32:
+    if narrow == FP32:
         narrow = residual.dtype
     same = torch.equal(dx.to(narrow), dresidual.to(narrow))
     assert same, "x and residual share one gradient"
@@ -141,26 +144,26 @@ for width in (4096, 8192, 12288, 14336, 16384):
 @pytest.mark.parametrize("hidden_size", WIDTHS)
 @pytest.mark.parametrize("name", ["llama", "layer_norm", "layer_norm_no_bias"])
 def test_every_width(name, hidden_size):
-    weight, bias = parameters(SPECS[name], hidden_size, torch.bfloat16)
-    x, residual, dh, dy = operands((3, hidden_size), torch.bfloat16)
+    weight, bias = parameters(SPECS[name], hidden_size, BF16)
+    x, residual, dh, dy = operands((3, hidden_size), BF16)
     check(SPECS[name], x, residual, weight, bias, dh, dy)
 
 
 MIXED = [
     # autocast: a linear's output, the residual stream, the weight
-    (torch.bfloat16, torch.float32, torch.float32),
-    (torch.float16, torch.float32, torch.float32),
-    (torch.float32, torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.float32, torch.bfloat16),
-    (torch.float32, torch.float16, torch.float16),
-    (torch.bfloat16, torch.bfloat16, torch.float32),
+    (BF16, FP32, FP32),
+    (FP16, FP32, FP32),
+    (FP32, BF16, FP32),
+    (BF16, FP32, BF16),
+    (FP32, FP16, FP16),
+    (BF16, BF16, FP32),
 ]
 
 
 def mixtures():
     for name in PLAIN:
         for dtypes in MIXED:
-            if not SPECS[name].functional or dtypes[2] == torch.float32:
+            if not SPECS[name].functional or dtypes[2] == FP32:
                 # torch's own norms take one dtype
                 yield name, dtypes, 96
     yield "llama", MIXED[0], 14336
@@ -171,7 +174,7 @@ def mixtures():
 def test_x_residual_and_weight_of_other_dtypes(name, dtypes, hidden_size):
     of_x, of_residual, of_weight = dtypes
     weight, bias = parameters(SPECS[name], hidden_size, of_weight)
-    x, residual, dh, dy = operands((3, hidden_size), torch.float32)
+    x, residual, dh, dy = operands((3, hidden_size), FP32)
     x = x.to(of_x)
     residual = residual.to(of_residual)
     check(SPECS[name], x, residual, weight, bias, dh, dy)
@@ -184,15 +187,14 @@ def test_x_residual_and_weight_of_other_dtypes(name, dtypes, hidden_size):
 def test_strided_operands(name, x_layout, residual_layout):
     """h and y come in the order that PyTorch's addition gives these operands."""
     shape = (2, 3, 4, 64)
-    dtype = torch.bfloat16
-    weight, bias = parameters(SPECS[name], 64, dtype)
-    x = x_layout(shape, dtype, 0)
-    residual = residual_layout(shape, dtype, 3)
-    _, _, dh, dy = operands(shape, dtype)
+    weight, bias = parameters(SPECS[name], 64, BF16)
+    x = x_layout(shape, BF16, 0)
+    residual = residual_layout(shape, BF16, 3)
+    _, _, dh, dy = operands(shape, BF16)
     check(SPECS[name], x, residual, weight, bias, dh, dy)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_sums_out_of_range_and_half_way_round_as_the_addition_does(dtype):
     """Ties to even, overflow to infinity, NaN, signed zeros and subnormal sums."""
     tiny = torch.finfo(dtype).tiny
@@ -228,9 +230,9 @@ class Record(TorchDispatchMode):
 
 @pytest.mark.parametrize("layout", [contiguous, packed, transposed, unaligned])
 def test_addressable_operands_are_read_in_place(layout):
-    x = layout((2, 3, 4, 64), torch.bfloat16, 0)
-    residual = layout((2, 3, 4, 64), torch.bfloat16, 3)
-    weight, _ = parameters(SPECS["llama"], 64, torch.bfloat16)
+    x = layout((2, 3, 4, 64), BF16, 0)
+    residual = layout((2, 3, 4, 64), BF16, 3)
+    weight, _ = parameters(SPECS["llama"], 64, BF16)
     with (
         torch.no_grad(),
         use_backend("triton"),
@@ -247,7 +249,7 @@ def test_no_zeros_are_made_for_an_output_that_is_not_used():
     """A graph whose h goes nowhere costs neither a tensor of zeros nor the addition of
     it.
     """
-    x, residual, _, dy = operands((4, 64), torch.bfloat16)
+    x, residual, _, dy = operands((4, 64), BF16)
     x.requires_grad_()
     with use_backend("triton"):
         _, y = fused_add_norm(x, residual, None, None, SPECS["no_weight"])
@@ -264,8 +266,8 @@ def test_bytes_kept_for_the_backward(name):
     """
     spec = SPECS[name]
     rows = 10
-    weight, bias = parameters(spec, 64, torch.bfloat16)
-    x, residual, _, _ = operands((rows, 64), torch.bfloat16)
+    weight, bias = parameters(spec, 64, BF16)
+    x, residual, _, _ = operands((rows, 64), BF16)
     x.requires_grad_()
     kept = {}
 
@@ -290,7 +292,7 @@ def test_bytes_kept_for_the_backward(name):
 
 
 def test_leaves_that_share_a_gradient_do_not_share_its_memory():
-    x, residual, _, dy = operands((4, 64), torch.float32)
+    x, residual, _, dy = operands((4, 64), FP32)
     x.requires_grad_(), residual.requires_grad_()
     with use_backend("triton"):
         h, y = fused_add_norm(x, residual, None, None, SPECS["no_weight"])
@@ -300,8 +302,8 @@ def test_leaves_that_share_a_gradient_do_not_share_its_memory():
 
 
 def test_what_is_not_served_is_added_and_normalised_apart():
-    x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
-    weight = torch.ones(64, dtype=torch.bfloat16, device=DEVICE)
+    x, residual, _, _ = operands((2, 3, 64), BF16)
+    weight = torch.ones(64, dtype=BF16, device=DEVICE)
     for other in (residual.float(), residual[:, :1]):
         with use_backend("triton"), count_launches() as launches:
             h, y = fused_add_norm(x, other, weight, None, SPECS["llama"])
@@ -315,9 +317,9 @@ def test_a_sum_in_half_precision_is_not_a_functional_norms_under_autocast(monkey
     monkeypatch.setattr("hf_rmsnorm.ops.norm.autocasts_functional", lambda *of: True)
     spec = NormSpec(True, 1e-5, functional=True)
     weight = torch.ones(64, device=DEVICE).bfloat16()
-    x, residual, _, _ = operands((2, 3, 64), torch.bfloat16)
+    x, residual, _, _ = operands((2, 3, 64), BF16)
     for left in (x, x.float()):
         with use_backend("triton"), torch.no_grad():
             h, y = fused_add_norm(left, residual, weight, None, spec)
         assert h.dtype == left.dtype
-        assert y.dtype == torch.float32
+        assert y.dtype == FP32

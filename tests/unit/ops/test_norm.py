@@ -17,6 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
 from hf_rmsnorm.ops import backend, fused_norm, norm
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["triton", "reference"]
 
@@ -163,14 +165,10 @@ def test_an_accelerators_autocast_computes_functional_norms_in_float32(
     autocast_of_cuda,
 ):
     """F.layer_norm is on autocast's float32 list there, the spelled-out norms not."""
-    x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
-    weight = torch.empty(8, device="cuda", dtype=torch.bfloat16)
-    assert (
-        layer_norm(x, weight).dtype
-        == F.layer_norm(x, (8,), weight).dtype
-        == torch.float32
-    )
-    assert rms_norm(x, weight).dtype == torch.bfloat16
+    x = torch.empty(2, 8, dtype=BF16, device="cuda")
+    weight = torch.empty(8, device="cuda", dtype=BF16)
+    assert layer_norm(x, weight).dtype == F.layer_norm(x, (8,), weight).dtype == FP32
+    assert rms_norm(x, weight).dtype == BF16
     functional = NormSpec(False, 1e-6, functional=True)
     # by torch's version
     assert (
@@ -184,11 +182,11 @@ def test_an_accelerators_autocast_takes_a_sum_and_a_functional_norm_apart(
 ):
     """F.layer_norm returns float32 there, while the stream stays as it is."""
     layer = NormSpec(True, 1e-5, has_bias=True, functional=True)
-    x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
-    weight = torch.empty(8, dtype=torch.bfloat16, device="cuda")
+    x = torch.empty(2, 8, dtype=BF16, device="cuda")
+    weight = torch.empty(8, dtype=BF16, device="cuda")
     for operand in (x, x.float()):
         h, y = fused_add_norm(operand, operand, weight, weight, layer)
-        assert (h.dtype, y.dtype) == (operand.dtype, torch.float32)
+        assert (h.dtype, y.dtype) == (operand.dtype, FP32)
 
 
 class Made(TorchDispatchMode):
@@ -265,10 +263,10 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
     spec = NormSpec(True, 1e-6, has_bias=True, functional=True)
     with use_backend("triton"):
         expected = fused_norm(*(t.float() for t in half), spec)
-        assert fused_norm(*half, spec).dtype == torch.bfloat16
+        assert fused_norm(*half, spec).dtype == BF16
         monkeypatch.setattr(norm, "autocasts_functional", lambda *of: True)
         y = fused_norm(*half, spec)
-    assert y.dtype == torch.float32
+    assert y.dtype == FP32
     assert torch.equal(y, expected)
 
 

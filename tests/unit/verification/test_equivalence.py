@@ -27,6 +27,8 @@ from hf_rmsnorm import (
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.verification import EquivalenceReport
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = tiny_models.token_ids(2, 8)
 TEXT = "The following table lists the statements that may be used in a function."
@@ -90,7 +92,7 @@ def test_no_more_is_generated_than_the_model_has_positions():
     assert "fills the 16 positions" in report.greedy.text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_identical_models_pass_with_zero_differences(dtype):
     model = tiny_models.build("llama", dtype)
     report = verify_equivalence(model, copy.deepcopy(model), IDS, max_new_tokens=4)
@@ -103,7 +105,7 @@ def test_identical_models_pass_with_zero_differences(dtype):
     assert 0 < floor.reference_max == floor.candidate_max
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
 def test_patched_models_pass(family, backend, dtype):
@@ -120,7 +122,7 @@ def test_patched_models_pass(family, backend, dtype):
 
 
 def test_patched_candidate_beside_an_unpatched_reference():
-    reference = tiny_models.build("qwen3", torch.bfloat16).to(DEVICE)
+    reference = tiny_models.build("qwen3", BF16).to(DEVICE)
     candidate = copy.deepcopy(reference)
     patch_model(candidate)
     report = verify_equivalence(reference, candidate, IDS, max_new_tokens=2)
@@ -149,7 +151,7 @@ def test_offloaded_model():
     assert all(p.is_meta for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_wrong_weight_offset_fails_the_noise_floor(dtype):
     model = trained_llama(dtype)
     candidate = copy.deepcopy(model)
@@ -165,7 +167,7 @@ def test_wrong_weight_offset_fails_the_noise_floor(dtype):
 
 
 def test_wrong_eps_fails_the_noise_floor_in_float32():
-    model = trained_llama(torch.float32)
+    model = trained_llama(FP32)
     candidate = copy.deepcopy(model)
     norm = candidate.model.layers[0].input_layernorm
     norm.variance_epsilon = {1e-6: 1e-5, 1e-5: 1e-6}[norm.variance_epsilon]
@@ -178,7 +180,7 @@ def test_wrong_eps_fails_the_noise_floor_in_float32():
 
 
 def test_wrong_rounding_order_fails_norm_by_norm_where_logits_cannot_see_it():
-    model = trained_llama(torch.bfloat16)
+    model = trained_llama(BF16)
     candidate = copy.deepcopy(model)
     candidate.model.layers[1].input_layernorm.__class__ = OneRoundingNorm
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=4)
@@ -197,7 +199,7 @@ def test_wrong_output_dtype_fails_norm_by_norm():
         def forward(self, hidden_states):
             return super().forward(hidden_states).float()
 
-    model = tiny_models.build("llama", torch.bfloat16)
+    model = tiny_models.build("llama", BF16)
     candidate = copy.deepcopy(model)
     candidate.model.norm.__class__ = Wide
     candidate.lm_head.register_forward_pre_hook(
@@ -215,7 +217,7 @@ def one_rounding(norm, hidden_states):
 
 
 def test_forwards_set_on_the_instances_are_compared():
-    model = tiny_models.build("llama", torch.bfloat16)
+    model = tiny_models.build("llama", BF16)
     candidate = copy.deepcopy(model)
     for _, module in tiny_models.norms(candidate):
         module.forward = types.MethodType(one_rounding, module)
@@ -250,7 +252,7 @@ def pre_hook(norm):
     ids=lambda change: change.__name__,
 )
 def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
-    model = tiny_models.build("llama", torch.bfloat16)
+    model = tiny_models.build("llama", BF16)
     with torch.no_grad():
         model.model.layers[1].input_layernorm.weight[:2] = torch.tensor([0.5, 1.5])
     candidate = copy.deepcopy(model)
@@ -266,7 +268,7 @@ def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
 
 
 def test_the_same_hooks_and_forwards_in_both_are_no_difference():
-    model = tiny_models.build("llama", torch.bfloat16)
+    model = tiny_models.build("llama", BF16)
     for _, module in tiny_models.norms(model):
         hook(module)
         module.forward = types.MethodType(one_rounding, module)
@@ -277,7 +279,7 @@ def test_the_same_hooks_and_forwards_in_both_are_no_difference():
 
 
 def test_weights_of_another_dtype_fail_norm_by_norm():
-    model = tiny_models.build("llama", torch.bfloat16)
+    model = tiny_models.build("llama", BF16)
     report = verify_equivalence(
         model, copy.deepcopy(model).float(), IDS, max_new_tokens=0
     )
@@ -330,7 +332,7 @@ def test_nothing_is_proven_where_no_norm_is_reached():
 
 
 def test_report_prints_a_verdict_per_line_and_gives_plain_json():
-    model = trained_llama(torch.bfloat16)
+    model = trained_llama(BF16)
     candidate = copy.deepcopy(model)
     candidate.model.layers[1].input_layernorm.__class__ = OneRoundingNorm
     report = verify_equivalence(model, candidate, text_ids(), max_new_tokens=2)

@@ -11,6 +11,8 @@ from torch import nn
 
 from hf_rmsnorm.verification.float64 import in_float64
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
 IDS = tiny_models.token_ids(2, 8)
 
 
@@ -35,7 +37,7 @@ def llama_in_double(model, ids):
         return exact(ids).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_float64_run_is_double_without_the_casts(dtype):
     model = tiny_models.build("llama", dtype)
     with in_float64(model):
@@ -68,7 +70,7 @@ def test_float64_run_serves_every_dtype_of_a_model_alike(family):
     """Weights that bfloat16 holds exactly are the same function in both dtypes, so
     float64 must not see which it is.
     """
-    half = tiny_models.build(family, torch.bfloat16)
+    half = tiny_models.build(family, BF16)
     full = copy.deepcopy(half).float()
     for a, b in zip(half.buffers(), full.buffers(), strict=True):
         b.data = a.data.float()
@@ -101,7 +103,7 @@ def test_float64_run_leaves_nothing_behind():
         assert rotary.inv_freq is not before[1]["inv_freq"]
     assert vars(rotary) == before[0]
     assert rotary.inv_freq is before[1]["inv_freq"]
-    assert rotary.inv_freq.dtype == torch.float32
+    assert rotary.inv_freq.dtype == FP32
 
 
 def test_float64_run_rotates_by_the_stored_frequencies_of_each_length():
@@ -133,7 +135,7 @@ def test_float64_run_keeps_the_eps_that_float32_implies():
     x = torch.full((1, 8), 1e-4)
     with in_float64(norm):
         y = norm(x)
-    eps = torch.finfo(torch.float32).eps
+    eps = torch.finfo(FP32).eps
     torch.testing.assert_close(
         y, x.double() / (x.double().square() + eps).sqrt(), rtol=1e-12, atol=0
     )
@@ -168,7 +170,7 @@ def test_float64_run_refuses_to_round_what_it_stores_to_half_precision():
     class Keeper(nn.Module):
         def __init__(self):
             super().__init__()
-            self.kept = nn.Buffer(torch.zeros(1, dtype=torch.bfloat16))
+            self.kept = nn.Buffer(torch.zeros(1, dtype=BF16))
             self.weight = nn.Parameter(torch.tensor([1.001]))
 
         def forward(self, x):

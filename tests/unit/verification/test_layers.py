@@ -14,12 +14,14 @@ from hf_rmsnorm.fused import norm as norm_module
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.reference import reference_norm, rotated
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
 IDS = tiny_models.token_ids()
 SUM = "+ post_attention_layernorm"
 PAIR = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
 
 
-def verify(family="qwen3", dtype=torch.bfloat16, new_tokens=2, **config):
+def verify(family="qwen3", dtype=BF16, new_tokens=2, **config):
     model = tiny_models.build(family, dtype, **config).eval()
     with use_backend("triton"):
         return verify_equivalence(
@@ -29,7 +31,7 @@ def verify(family="qwen3", dtype=torch.bfloat16, new_tokens=2, **config):
 
 @pytest.mark.parametrize(
     "family, dtype",
-    [("qwen3", torch.bfloat16), ("llama", torch.float32), ("gpt2", torch.float32)],
+    [("qwen3", BF16), ("llama", FP32), ("gpt2", FP32)],
 )
 def test_what_is_fused_rightly_passes(family, dtype):
     report = verify(family, dtype)
@@ -91,13 +93,13 @@ def ten_eps_in_both(real, q, k, q_weight, k_weight, spec, *tables, **rest):
 
 
 FAULTS = {
-    "a dropped summand": (sums, dropped_summand, torch.bfloat16, SUM),
-    "norm of the unrounded sum": (sums, of_the_unrounded_sum, torch.bfloat16, SUM),
-    "wrong rounding order": (sums, rounded_once, torch.bfloat16, SUM),
-    "ten times eps": (sums, ten_eps, torch.float32, SUM),
-    "another sum": (sums, another_sum, torch.bfloat16, SUM),
-    "ten times eps in q and k": (attention, ten_eps_in_both, torch.float32, PAIR),
-    "a rotation the other way": (attention, rotated_back, torch.bfloat16, PAIR),
+    "a dropped summand": (sums, dropped_summand, BF16, SUM),
+    "norm of the unrounded sum": (sums, of_the_unrounded_sum, BF16, SUM),
+    "wrong rounding order": (sums, rounded_once, BF16, SUM),
+    "ten times eps": (sums, ten_eps, FP32, SUM),
+    "another sum": (sums, another_sum, BF16, SUM),
+    "ten times eps in q and k": (attention, ten_eps_in_both, FP32, PAIR),
+    "a rotation the other way": (attention, rotated_back, BF16, PAIR),
 }
 
 
@@ -196,8 +198,8 @@ class _Losing(torch.autograd.Function):
 @pytest.mark.parametrize(
     "family, lost, dtype, hidden_size",
     [
-        ("starcoder2", "mean", torch.float32, 64),
-        ("qwen3", "projection", torch.bfloat16, 1024),
+        ("starcoder2", "mean", FP32, 64),
+        ("qwen3", "projection", BF16, 1024),
     ],
 )
 def test_a_gradient_that_loses_a_mean_is_named(
@@ -247,7 +249,7 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
 
     monkeypatch.setattr(norm_module, "run", widened_run)
     monkeypatch.setattr(norm_module, "fused_norm", widened_norm)
-    report = verify("llama", torch.float32)
+    report = verify("llama", FP32)
     assert [check for check in report.norms if not check.passed]
     assert not report.passed
 
