@@ -52,20 +52,16 @@ def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
     """(the formula in the server's order of rounding, whether a residual sum in front
     of it is rounded first).
     """
-    has_offset = own.weight_offset != 0.0
     if own.eps_outside:
         return None
     if own.gate is not None or own.group_size is not None:
-        if numerics != "vllm" or own.centered or has_offset or own.has_bias:
-            return None
-        return _gated_formula(own)
-    spec = replace(own, rounding="once", functional=False)
+        return _gated_formula(own) if numerics == "vllm" else None
     if own.centered or numerics == "torch":
-        if has_offset or (own.has_bias and not own.centered):
-            return None
-        return replace(spec, functional=True), True
+        return _formula_of_torch(own)
     if own.has_bias:
         return None
+    spec = replace(own, rounding="once", functional=False)
+    has_offset = own.weight_offset != 0.0
     if numerics == "sglang":
         return spec, has_offset
     if own.has_weight and not has_offset:
@@ -73,10 +69,20 @@ def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:
     return spec, False
 
 
+def _formula_of_torch(own: NormSpec) -> tuple[NormSpec, bool] | None:
+    """`F.layer_norm`, or `F.rms_norm`, which has no bias."""
+    has_rms_bias = own.has_bias and not own.centered
+    if own.weight_offset != 0.0 or has_rms_bias:
+        return None
+    return replace(own, rounding="once", functional=True), True
+
+
 def _gated_formula(own: NormSpec) -> tuple[NormSpec, bool] | None:
     """vLLM's `Mixer2RMSNormGated`, with the gate before the norm; else its
     `RMSNormGated` with ``norm_before_gate``.
     """
+    if own.centered or own.weight_offset != 0.0 or own.has_bias:
+        return None
     rounding = "once"
     if own.gate == "silu_before":
         if own.has_weight:
