@@ -188,12 +188,14 @@ class QKBackward:
         """
         _, _, q, k, q_weight, k_weight, *_ = operands
         need_q, need_k, need_q_weight, need_k_weight = self.need
-        dxq = dxk = partials = None
+        dxq = dxk = dwq = dwk = partials = None
         if need_q or need_k:
             dxq = torch.empty_like(q)
             dxk = torch.empty_like(k)
-        dwq = torch.empty_like(q_weight) if need_q_weight else None
-        dwk = torch.empty_like(k_weight) if need_k_weight else None
+        if need_q_weight:
+            dwq = torch.empty_like(q_weight)
+        if need_k_weight:
+            dwk = torch.empty_like(k_weight)
         if need_q_weight or need_k_weight:
             partials = torch.empty_like(self.partials)
         self.start.on((*operands, dxq, dxk, partials))

@@ -57,9 +57,11 @@ class NormFunction(torch.autograd.Function):
         if dy is not None:
             need = need_x or need_factor or need_residual, *of_norm
             dx, *dparameters = norm_gradients(ctx.kept, saved, dy, dh, need)
-        dresidual = dx if need_residual else None
-        dshift = dy if need_shift else None
-        dfactor = None
+        dresidual = dshift = dfactor = None
+        if need_residual:
+            dresidual = dx
+        if need_shift:
+            dshift = dy
         if factors and dx is not None:
             factor, x = factors
             if need_factor:

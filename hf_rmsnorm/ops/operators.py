@@ -57,17 +57,27 @@ def spec_from(centered: int, *fields) -> NormSpec:
 
 def _or_empty(x, *tensors: Tensor | None) -> list[Tensor]:
     """The tensors; an empty one for None, as all outputs of an operator are tensors."""
-    return [x.new_empty(0, dtype=torch.float32) if t is None else t for t in tensors]
+    made = []
+    for t in tensors:
+        if t is None:
+            t = x.new_empty(0, dtype=torch.float32)
+        made.append(t)
+    return made
 
 
 def _empty_output(x, spec: NormSpec, dtype: torch.dtype) -> Tensor:
-    layout = torch.contiguous_format if spec.functional else torch.preserve_format
+    layout = torch.preserve_format
+    if spec.functional:
+        layout = torch.contiguous_format
     return torch.empty_like(x, dtype=dtype, memory_format=layout)
 
 
 def _empty_result(x, weight, spec: NormSpec) -> Tensor:
-    weight_dtype = None if weight is None else weight.dtype
-    return _empty_output(x, spec, spec.output_dtype(x.dtype, weight_dtype))
+    weight_dtype = None
+    if weight is not None:
+        weight_dtype = weight.dtype
+    dtype = spec.output_dtype(x.dtype, weight_dtype)
+    return _empty_output(x, spec, dtype)
 
 
 def _forward(x, weight, bias, gate, *arguments):
@@ -80,8 +90,12 @@ def _forward(x, weight, bias, gate, *arguments):
     if made is not None:
         y, *of_rows, _ = made
         heads = heads_of(weight, bias)
-        of_rows = [t if t is None else by_row(t, x, spec, heads) for t in of_rows]
-        return y, *_or_empty(x, *of_rows)
+        stats_of_rows = []
+        for t in of_rows:
+            if t is not None:
+                t = by_row(t, x, spec, heads)
+            stats_of_rows.append(t)
+        return y, *_or_empty(x, *stats_of_rows)
     y = _empty_result(x, weight, spec)
     y.copy_(reference_norm(x, weight, bias, spec, gate))
     rstd = mean = None
@@ -133,10 +147,15 @@ def _fake_forward(x, weight, bias, gate, *arguments):
 def _fake_backward(dy, x, weight, bias, gate, rstd, mean, *arguments):
     *formula, (need_x, need_weight, need_bias, need_gate) = arguments
     spec = spec_from(*formula)
-    dx = _empty_output(x, spec, x.dtype) if need_x else None
-    dweight = torch.empty_like(weight) if need_weight else None
-    dbias = torch.empty_like(bias) if need_bias else None
-    dgate = _empty_output(x, spec, gate.dtype) if need_gate else None
+    dx = dweight = dbias = dgate = None
+    if need_x:
+        dx = _empty_output(x, spec, x.dtype)
+    if need_weight:
+        dweight = torch.empty_like(weight)
+    if need_bias:
+        dbias = torch.empty_like(bias)
+    if need_gate:
+        dgate = _empty_output(x, spec, gate.dtype)
     return tuple(_or_empty(x, dx, dweight, dbias, dgate))
 
 
