@@ -177,6 +177,7 @@ def activation(z, G, GATE):
         factor = sigmoid
         slope = sigmoid * (1.0 - sigmoid)
     else:
+        tl.static_assert(GATE == "silu_before" or GATE == "silu_after")
         factor = z * sigmoid
         slope = sigmoid * (1.0 + z * (1.0 - sigmoid))
     return factor, slope
