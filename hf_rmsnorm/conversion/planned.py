@@ -27,13 +27,16 @@ def planned_tensors(
                 "or remove it"
             )
     for step in plan.centre:
-        if step.key not in tensors:
-            raise ConversionError(f"{where}: no tensor {step.key}: {other}")
-        if not _fits(step, tensors[step.key].shape(source)):
+        key = step.key
+        if key not in tensors:
+            raise ConversionError(f"{where}: no tensor {key}: {other}")
+        tensor = tensors[key]
+        shape = tensor.shape(source)
+        if not _fits(step, shape):
             raise ConversionError(
-                f"{where}: {step.key} has another shape than the plan says: {other}"
+                f"{where}: {key} has another shape than the plan says: {other}"
             )
-        tensors[step.key] = tensors[step.key].then(step)
+        tensors[key] = tensor.then(step)
     return tensors
 
 

@@ -73,7 +73,8 @@ class Stored:
         shape = tuple(source.tensors[self.like].shape)
         if self.rows is None:
             return shape
-        return (len(self.rows), *shape[1:])
+        count = len(self.rows)
+        return (count, *shape[1:])
 
     def dtype(self, source: Source) -> torch.dtype:
         """The dtype that the result has it in."""
@@ -90,7 +91,8 @@ class Stored:
 
     def value(self, source: Source) -> torch.Tensor:
         """The tensor in its own dtype."""
-        x = self._read(source).to(self.dtype(source))
+        dtype = self.dtype(source)
+        x = self._read(source).to(dtype)
         if self.step is None:
             return x
         # What an earlier conversion has centred, and training has not moved since,
@@ -104,7 +106,9 @@ class Stored:
 
     def _read(self, source: Source) -> torch.Tensor:
         x = source.read(self.like)
-        return x if self.rows is None else x[self.rows]
+        if self.rows is None:
+            return x
+        return x[self.rows]
 
     def _not_finite(self, source: Source) -> BadTensor:
         if not self._read(source).isfinite().all():
@@ -138,7 +142,8 @@ def is_narrower(dtype: torch.dtype, other: torch.dtype | None) -> bool:
     """Whether a dtype of `FLOATS` rounds more than the other."""
     if other is None:
         return False
-    return torch.finfo(dtype).eps > torch.finfo(other).eps
+    eps = torch.finfo(dtype).eps
+    return eps > torch.finfo(other).eps
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,16 +163,21 @@ class Made:
     is_copy = False
 
     def keys(self) -> set[str]:
-        return set().union(*(part.keys() for part in self.parts))
+        keys = set()
+        for part in self.parts:
+            keys |= part.keys()
+        return keys
 
     def shape(self, source: Source) -> tuple[int, ...]:
-        return (self.parts[0].shape(source)[self.axis],)
+        shape = self.parts[0].shape(source)
+        return (shape[self.axis],)
 
     def dtype(self, source: Source) -> torch.dtype:
         return dtype_of_changed(self.like, source)
 
     def value(self, source: Source) -> torch.Tensor:
-        return self.wide(source).to(self.dtype(source))
+        dtype = self.dtype(source)
+        return self.wide(source).to(dtype)
 
 
 Lazy = Stored | Made  # a tensor of a result, made when it is written
@@ -177,7 +187,8 @@ def filled(of: Lazy, number: float, axis: int = 0) -> Made:
     """A vector of one number, as long as another tensor is along an axis."""
 
     def wide(source: Source) -> torch.Tensor:
-        length = of.shape(source)[axis]
+        shape = of.shape(source)
+        length = shape[axis]
         return torch.full((length,), number, dtype=torch.float64)
 
     return Made(of.like, (of,), wide, axis)
@@ -185,7 +196,11 @@ def filled(of: Lazy, number: float, axis: int = 0) -> Made:
 
 def plus(of: Lazy, number: float) -> Made:
     """A vector with a number added: a norm's weight may be stored less one."""
-    return Made(of.like, (of,), lambda source: of.wide(source) + number)
+
+    def wide(source: Source) -> torch.Tensor:
+        return of.wide(source) + number
+
+    return Made(of.like, (of,), wide)
 
 
 def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Made:
@@ -193,8 +208,11 @@ def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Ma
 
     def wide(source: Source) -> torch.Tensor:
         added = shift.wide(source)
-        pieces = weight.value(source).split(ROWS)
-        total = torch.cat([piece.double() @ added for piece in pieces])
+        matrix = weight.value(source)
+        pieces = []
+        for piece in matrix.split(ROWS):
+            pieces.append(piece.double() @ added)
+        total = torch.cat(pieces)
         if bias is not None:
             total += bias.wide(source)
         return total

@@ -26,10 +26,13 @@ class HeaderEntry:
 
     def data(self, source: Checkpoint) -> memoryview:
         """Its bytes."""
-        if self.tensor.is_copy:
-            return memoryview(source.data(self.tensor.like).numpy())
-        value = self.tensor.value(source)
-        return memoryview(value.reshape(-1).view(torch.uint8).numpy())
+        tensor = self.tensor
+        if tensor.is_copy:
+            data = source.data(tensor.like)
+            return memoryview(data.numpy())
+        value = tensor.value(source).reshape(-1)
+        data = value.view(torch.uint8)
+        return memoryview(data.numpy())
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,19 @@ class Shard:
         header = {"__metadata__": self.metadata}
         at = 0
         for name, entry in self.entries.items():
+            end = at + entry.nbytes
             header[name] = {
                 "dtype": entry.code,
                 "shape": entry.shape,
-                "data_offsets": [at, at + entry.nbytes],
+                "data_offsets": [at, end],
             }
-            at += entry.nbytes
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+            at = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
+        data = text.encode()
+        padding = -len(data) % 8
+        data += b" " * padding
+        length = len(data)
+        return length.to_bytes(8, "little") + data
 
     @property
     def nbytes(self) -> int:
@@ -80,15 +87,21 @@ def lay_out(
         # Safetensors notes there which tensor a tied one is saved as: one that is saved
         # itself is not tied.
         kept = {key: text for key, text in kept.items() if key not in tensors}
-        name = file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
-        by_file[file] = Shard({"format": "pt"} | kept | metadata, {})
-        shards[name] = by_file[file]
+        name = file.replace("pytorch_model", "model")
+        name = name.replace(".bin", ".safetensors")
+        noted = {"format": "pt"} | kept | metadata
+        shard = Shard(noted, {})
+        by_file[file] = shard
+        shards[name] = shard
     ordered = [name for name in source.tensors if name in tensors]
     ordered += sorted(tensors.keys() - source.tensors.keys())
     entries = {name: _entry(tensors[name], source) for name in ordered}
-    for name in sorted(ordered, key=lambda name: -entries[name].width):
-        file = source.tensors[tensors[name].like].file
-        by_file[file].entries[name] = entries[name]
+    ordered.sort(key=lambda name: -entries[name].width)
+    for name in ordered:
+        like = tensors[name].like
+        file = source.tensors[like].file
+        shard = by_file[file]
+        shard.entries[name] = entries[name]
     index = None
     if source.index is not None:
         index = _index(shards, source.index)
@@ -101,12 +114,14 @@ def _entry(made: Lazy, source: Checkpoint) -> HeaderEntry:
         return HeaderEntry(made, stored.code, stored.shape, stored.nbytes)
     dtype = made.dtype(source)
     shape = made.shape(source)
-    return HeaderEntry(made, CODES[dtype], shape, prod(shape) * dtype.itemsize)
+    nbytes = prod(shape) * dtype.itemsize
+    return HeaderEntry(made, CODES[dtype], shape, nbytes)
 
 
 def _index(shards: dict[str, Shard], before: dict) -> dict:
     files = {}
-    size = count = 0
+    size = 0
+    count = 0
     for file, shard in shards.items():
         size += shard.nbytes
         for name, entry in shard.entries.items():
@@ -115,4 +130,7 @@ def _index(shards: dict[str, Shard], before: dict) -> dict:
     metadata = dict(before.get("metadata") or {})
     metadata["total_size"] = size
     metadata["total_parameters"] = count
-    return {**before, "metadata": metadata, "weight_map": dict(sorted(files.items()))}
+    index = dict(before)
+    index["metadata"] = metadata
+    index["weight_map"] = dict(sorted(files.items()))
+    return index

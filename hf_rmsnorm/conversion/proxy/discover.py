@@ -48,7 +48,9 @@ def discover(source, **how) -> CentringPlan:
 
     `source` is a `ProxyModel`, or with `how` the arguments of `make_proxy`.
     """
-    proxy = source if isinstance(source, ProxyModel) else make_proxy(source, **how)
+    proxy = source
+    if not isinstance(source, ProxyModel):
+        proxy = make_proxy(source, **how)
     norms = _reached_norms(proxy)
     keys = KeyMap(proxy.model)
     test = _test_all(proxy, norms)
@@ -64,7 +66,8 @@ def discover(source, **how) -> CentringPlan:
     records = _norm_records(proxy, norms, reasons)
     entries = {weight.key: proxy.widened(weight).how for weight in weights}
     record = make_record(entries, rms_norms(records), proxy.shapes, norms)
-    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
+    converter = f"hf-rmsnorm {__version__}"
+    config: dict = {RECORD_KEY: {"converted_by": converter, **record}}
     copies = _untied(proxy, keys, weights)
     notes = [*NOTES]
     if copies:
@@ -87,7 +90,8 @@ def discover(source, **how) -> CentringPlan:
         undetermined.update(keys.of(name))
     steps = []
     for step in keys.centre(weights):
-        steps.append(replace(step, block=proxy.widths[step.block]))
+        block = proxy.widths[step.block]
+        steps.append(replace(step, block=block))
     plan = CentringPlan(
         centre=tuple(steps),
         copy=tuple(copies),
@@ -118,9 +122,10 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
             name = type(module).__name__
             why = f"patch_model would not run {name} as RMSNorm: {reason}"
     if silent:
+        count = len(norms) + len(silent)
         why = (
-            f"the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms "
-            f"and not {silent[0]}: pass inputs=... that reach all"
+            f"the inputs reached {len(norms)} of {count} LayerNorms and not "
+            f"{silent[0]}: pass inputs=... that reach all"
         )
     raise ConversionRefused(f"{proxy.name}: {why}")
 
@@ -213,7 +218,8 @@ def _causes(work, proxy: ProxyModel, norms: Norms, bad: list[str]) -> dict[str, 
 def _first_with_mean(x: torch.Tensor, means) -> str:
     """Path of the first module of `_causes` whose rows have the means of those of x."""
     wanted = x.mean(-1)
-    error = ZERO_MEAN * x.square().mean(-1).sqrt().max()
+    rms = x.square().mean(-1).sqrt()
+    error = ZERO_MEAN * rms.max()
     for path, mean in means:
         try:
             gaps = mean.expand_as(wanted) - wanted
@@ -245,7 +251,8 @@ def _norm_records(
         size = norm.hidden_size
         width = proxy.widths.get(size, size * proxy.factor)
         reason = reasons.get(path, "")
-        records.append(NormRecord(path, width, norm.spec.eps, not reason, reason))
+        record = NormRecord(path, width, norm.spec.eps, not reason, reason)
+        records.append(record)
     return records
 
 
@@ -253,7 +260,8 @@ def _untied(proxy: ProxyModel, keys: KeyMap, weights: list[Centre]) -> list[Copy
     """Tensors that are stored twice in the result, as a residual weight is tied to
     another parameter.
     """
-    tied = KeyMap(new_model(type(proxy.model), proxy.config))
+    model = new_model(type(proxy.model), proxy.config)
+    tied = KeyMap(model)
     shared = Counter(tied.aliases.values())
     if any(shared[tied.aliases.get(weight.key)] > 1 for weight in weights):
         return keys.untie(tied)
@@ -264,8 +272,10 @@ def would_tie_a_head(model, config, residual_weights: list[Centre]) -> bool:
     """Whether a class with a head would tie it to the table of tokens, which is
     centred, and this one has none.
     """
+    if not getattr(config, "tie_word_embeddings", False):
+        return False
     table = token_table(model)
-    if table is None or not getattr(config, "tie_word_embeddings", False):
+    if table is None:
         return False
     if model.get_output_embeddings() is not None:
         return False

@@ -26,14 +26,17 @@ def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dic
     run(model, inputs)
     vision = getattr(model.config, "vision_config", None)
     if vision is not None:
-        choices = _with_tower(model, inputs, "image", _pictures(vision))
+        pictures = _pictures(vision)
+        choices = _with_tower(model, inputs, "image", pictures)
         inputs = _first_that_runs(model, choices, inputs)
     audio = getattr(model.config, "encoder_config", None)
     audio = getattr(model.config, "audio_config", audio)
     if audio is not None:
-        choices = _with_tower(model, inputs, "audio", _sounds(audio))
+        sounds = _sounds(audio)
+        choices = _with_tower(model, inputs, "audio", sounds)
         inputs = _first_that_runs(model, choices, inputs)
-    return _first_that_runs(model, _with_encoder(model, inputs), inputs)
+    choices = _with_encoder(model, inputs)
+    return _first_that_runs(model, choices, inputs)
 
 
 def _first_that_runs(model, choices: Iterator[dict], inputs: dict) -> dict:
@@ -57,8 +60,11 @@ def _with_tower(
     token = getattr(model.config, f"{kind}_token_id", None)
     token = getattr(model.config, f"{kind}_token_index", token)
     method = f"get_{kind}_features"
-    owner = model if hasattr(model, method) else model.base_model
-    if token is None or not hasattr(owner, method) or "input_ids" not in inputs:
+    owner = model
+    if not hasattr(model, method):
+        owner = model.base_model
+    features = getattr(owner, method, None)
+    if token is None or features is None or "input_ids" not in inputs:
         return
     row = inputs["input_ids"].flatten()
     row = row[row != token]
@@ -66,17 +72,19 @@ def _with_tower(
         for name in values.keys() - names.keys():
             del values[name]
         try:
-            count = count_features(getattr(owner, method), values)
+            count = count_features(features, values)
         except MISFITS:
             continue
         if not count:
             continue
         places = torch.full((count,), token)
-        ids = torch.cat([row[:2], places, row[2:]])[None]
+        ids = torch.cat([row[:2], places, row[2:]])
+        ids = ids[None]
         filled = {**inputs, **values, "input_ids": ids}
         yield filled
         if "mm_token_type_ids" in names:
-            yield {**filled, "mm_token_type_ids": (ids == token).long()}
+            is_feature = ids == token
+            yield {**filled, "mm_token_type_ids": is_feature.long()}
 
 
 def _pictures(part) -> Iterator[dict]:
@@ -89,15 +97,17 @@ def _pictures(part) -> Iterator[dict]:
     patch = first_number(part, "patch_size", default=8)
     frames = first_number(part, "temporal_patch_size", default=1)
     row = channels * patch * patch * frames
+    patches = _normal(GRID * GRID, row)
     grid = torch.tensor([[1, GRID, GRID]])
-    yield {"pixel_values": _normal(GRID * GRID, row), "image_grid_thw": grid}
+    yield {"pixel_values": patches, "image_grid_thw": grid}
 
 
 def _sounds(part) -> Iterator[dict]:
     """Arguments for one sound: its waveform, or its spectrogram with and without a
     mask.
     """
-    yield {"input_values": _normal(1, 4000)}
+    waveform = _normal(1, 4000)
+    yield {"input_values": waveform}
     bins = first_number(part, "num_mel_bins", "n_mels", "input_dim", default=80)
     positions = first_number(part, "max_source_positions", default=0)
     for frames in (2 * positions, FRAMES):
@@ -115,8 +125,9 @@ def _with_encoder(model: torch.nn.Module, inputs: dict) -> Iterator[dict]:
     names = inspect.signature(model.forward).parameters
     if getattr(config, "is_encoder_decoder", False):
         return
-    rows = len(next(iter(inputs.values())))
-    states = _normal(rows, STATES, config.get_text_config().hidden_size)
+    first = next(iter(inputs.values()))
+    hidden_size = config.get_text_config().hidden_size
+    states = _normal(len(first), STATES, hidden_size)
     if "encoder_hidden_states" in names:
         yield {**inputs, "encoder_hidden_states": states}
     if "encoder_outputs" in names:

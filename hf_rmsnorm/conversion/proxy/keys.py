@@ -49,18 +49,24 @@ class KeyMap:
 
     def __init__(self, model: PreTrainedModel):
         self.model = copy.deepcopy(model)
-        first = {id(p): name for name, p in self.model.named_parameters()}
+        first = {}
+        self.shapes = {}
+        self._keys = {}
+        for name, parameter in self.model.named_parameters():
+            first[id(parameter)] = name
+            self.shapes[name] = parameter.shape
+            self._keys[name] = []
         everything = self.model.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in everything}
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
         for buffer in self.model.buffers():
             buffer.zero_()
         numbered = dict(enumerate(self.shapes, 1))
         values = {}
         for number, name in numbered.items():
-            values[name] = torch.full(self.shapes[name], number, dtype=torch.float64)
-        self._keys = {name: [] for name in self.shapes}
-        for key, tensor in self._saved(values).items():
+            shape = self.shapes[name]
+            values[name] = torch.full(shape, number, dtype=torch.float64)
+        saved = self._saved(values)
+        for key, tensor in saved.items():
             for number in tensor.unique().tolist():
                 if number == 0:
                     continue
@@ -69,7 +75,8 @@ class KeyMap:
                         f"{type(model).__name__} saves {key!r}, which no parameter of "
                         "it holds"
                     )
-                self._keys[numbered[number]].append(key)
+                name = numbered[number]
+                self._keys[name].append(key)
 
     def _saved(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Key -> what is saved there of the model with these values."""
@@ -96,15 +103,19 @@ class KeyMap:
             for block in chosen:  # each row of it gets a number
                 row = rows[..., block, :]
                 count = row[..., 0].numel()
-                numbers = torch.arange(last + 1, last + 1 + count)
-                row.copy_(numbers.view(*row.shape[:-1], 1))
+                first = last + 1
                 last += count
+                numbers = torch.arange(first, last + 1)
+                numbers = numbers.view(*row.shape[:-1], 1)
+                row.copy_(numbers)
             for key in self.of(weight.key):
                 lengths[key] = weight.block
         steps = []
-        for key, saved in sorted(self._saved(values).items()):
-            if saved.any():
-                steps.append(_numbered_blocks(key, saved, lengths[key]))
+        saved = self._saved(values)
+        for key, tensor in sorted(saved.items()):
+            if tensor.any():
+                step = _numbered_blocks(key, tensor, lengths[key])
+                steps.append(step)
         return steps
 
     def untie(self, tied: KeyMap) -> list[Copy]:
@@ -116,9 +127,12 @@ class KeyMap:
             there.update(keys)
         copies = []
         for name, keys in self._keys.items():
-            source = tied.of(tied.aliases.get(name))
+            alias = tied.aliases.get(name)
+            source = tied.of(alias)
+            if not source:
+                continue
             for key in keys:
-                if source and key not in there:
+                if key not in there:
                     copies.append(Copy(key, source[0]))
         return sorted(copies, key=lambda copy: copy.key)
 
@@ -131,10 +145,13 @@ def _numbered_blocks(key: str, tensor: torch.Tensor, length: int) -> Centre:
         if size % length:
             continue
         rows = rows_of(tensor, axis, length)
-        is_uniform = torch.equal(rows, rows[..., :1].expand_as(rows))
-        numbers = rows[..., 0].reshape(-1, size // length)
+        first = rows[..., :1].expand_as(rows)
+        if not torch.equal(rows, first):
+            continue
+        numbers = rows[..., 0]
+        numbers = numbers.reshape(-1, size // length)
         numbered = numbers.any(0)
-        if not is_uniform or not numbers[:, numbered].all():
+        if not numbers[:, numbered].all():
             continue
         if numbered.all():
             return Centre(key, axis, length)
@@ -156,14 +173,19 @@ def naming(names: Collection[str], model: PreTrainedModel) -> Callable[[str], st
     loaded_name = _loaded_name(model)
     loaded = defaultdict(list)  # parameter -> stored tensors
     for stored in names:
-        loaded[loaded_name(stored)].append(stored)
+        parameter = loaded_name(stored)
+        loaded[parameter].append(stored)
 
     def name(key: str) -> str:
-        for candidate in (key, key.removeprefix(f"{prefix}."), f"{prefix}.{key}"):
+        without = key.removeprefix(f"{prefix}.")
+        for candidate in (key, without, f"{prefix}.{key}"):
             if candidate in names:
                 return candidate
-        others = loaded[loaded_name(key)]
-        return others[0] if len(others) == 1 else key
+        parameter = loaded_name(key)
+        others = loaded[parameter]
+        if len(others) == 1:
+            return others[0]
+        return key
 
     return name
 
@@ -198,7 +220,12 @@ def named_as_stored(
     `naming`.
     """
     name = naming(names, model)
-    new = {step.key for step in plan.copy}
+    copies = []
+    new = set()
+    for step in plan.copy:
+        new.add(step.key)
+        step = Copy(name(step.key), name(step.source))
+        copies.append(step)
     centre = []
     for step in plan.centre:
         key = name(step.key)
@@ -208,7 +235,6 @@ def named_as_stored(
                 "checkpoint: add it, or download the checkpoint again"
             )
         centre.append(replace(step, key=key))
-    copies = [Copy(name(step.key), name(step.source)) for step in plan.copy]
     undetermined = map(name, plan.undetermined)
     return replace(
         plan,

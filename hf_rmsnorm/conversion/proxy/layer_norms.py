@@ -46,15 +46,20 @@ def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[Norms, list[
     recipes = {}
     for path, module in leaves_of(model).items():
         recipe = recognise(module).recipe
-        if recipe is not None and recipe.spec.centered and recipe.is_of_rows:
+        if recipe is None:
+            continue
+        if recipe.spec.centered and recipe.is_of_rows:
             recipes[path] = recipe
     norms: Norms = {}
 
     def note(path, args, output):
-        recipe = recipes[path]
-        if is_float(args[0]):
-            weight, bias, spec = operands(model.get_submodule(path), recipe)
-            norms[path] = ModelNorm(spec, args[0].shape[-1], weight, bias)
+        x = args[0]
+        if not is_float(x):
+            return
+        module = model.get_submodule(path)
+        weight, bias, spec = operands(module, recipes[path])
+        norms[path] = ModelNorm(spec, x.shape[-1], weight, bias)
 
     run(model, inputs, recipes, note)
-    return norms, [path for path in recipes if path not in norms]
+    silent = [path for path in recipes if path not in norms]
+    return norms, silent

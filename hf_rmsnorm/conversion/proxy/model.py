@@ -98,7 +98,9 @@ def make_proxy(
         raise ConversionRefused(
             f"{cls.__name__} cannot be made from this config: {one_line(error)}"
         ) from error
-    folder = None if isinstance(source, PretrainedConfig) else Path(source)
+    folder = None
+    if not isinstance(source, PretrainedConfig):
+        folder = Path(source)
     errors = {}  # the first at each step
     for factor, narrow in _candidates(cls, config, shapes):
         step = "make"
@@ -170,7 +172,8 @@ def config_and_class(
             'model already, trained as one: patch_model runs it; target="native" may '
             "change its architecture"
         )
-    return config, model_class or _class_of(source, config, trust_remote_code)
+    cls = model_class or _class_of(source, config, trust_remote_code)
+    return config, cls
 
 
 def _class_of(source, config, trust_remote_code: bool) -> type[PreTrainedModel]:
@@ -236,7 +239,10 @@ def shapes_of(
     """The parameters of the untied model and their shapes; no memory is taken for them."""
     with init_empty_weights():
         model = cls(plain(config, tied=False))
-    return {name: p.shape for name, p in model.named_parameters()}
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        shapes[name] = parameter.shape
+    return shapes
 
 
 def _size(shapes: dict[str, torch.Size]) -> int:
@@ -318,10 +324,14 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
         first = p.flatten()[0].item()
         if id(p) in tables:
             values = 0.7 * normal(p.shape)
-            p.copy_(values + 0.3 * normal(p.shape[0], 1) + 0.2)
+            means = 0.3 * normal(p.shape[0], 1)
+            p.copy_(values + means + 0.2)
         elif bool((p == first).all()):
-            start = first if math.isfinite(first) else 0.0
-            p.copy_(start + 0.1 + 0.25 * normal(p.shape))
+            start = 0.0
+            if math.isfinite(first):
+                start = first
+            values = 0.25 * normal(p.shape)
+            p.copy_(start + 0.1 + values)
         elif p.ndim < 2:
             p.mul_(1 + 0.1 * normal(p.shape))
         else:

@@ -48,7 +48,9 @@ class ProofReport:
         }
 
     def __str__(self) -> str:
-        verdict = "proven" if self.passed else "NOT equal"
+        verdict = "NOT equal"
+        if self.passed:
+            verdict = "proven"
         count, of = self.norms
         return (
             f"{self.model_class}: {verdict}, {count} of {of} norms as RMSNorm; float64 "
@@ -69,19 +71,30 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
     here = {there: n for n, there in proxy.widths.items()}
-    steps = [replace(step, block=here[step.block]) for step in plan.centre]
-    own = replace(plan, centre=tuple(steps))
-    own = named_as_stored(own, tensors, original)
+    steps = []
+    for step in plan.centre:
+        block = here[step.block]
+        steps.append(replace(step, block=block))
+    narrow = replace(plan, centre=tuple(steps))
+    narrow = named_as_stored(narrow, tensors, original)
     source = InMemory(tensors)
-    made = computed(planned_tensors(own, source, proxy.name), source)
-    converted = load_tensors(cls, with_settings(proxy.config, plan.config), made)
+    planned = planned_tensors(narrow, source, proxy.name)
+    made = computed(planned, source)
+    config = with_settings(proxy.config, plan.config)
+    converted = load_tensors(cls, config, made)
     expected = run(original, proxy.inputs)
-    stock = difference(expected, run(converted, proxy.inputs))
+    outputs = run(converted, proxy.inputs)
+    stock = difference(expected, outputs)
     norms, _ = find_layer_norms(converted, proxy.inputs)
-    chosen = {n.path for n in plan.norms if n.becomes_rms}
+    chosen = set()
+    for norm in plan.norms:
+        if norm.becomes_rms:
+            chosen.add(norm.path)
     means = input_means(converted, proxy.inputs, norms)
-    rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
-    return ProofReport(cls.__name__, stock, rms, (len(chosen), len(plan.norms)), means)
+    outputs = run_as_rms(converted, proxy.inputs, norms, chosen)
+    rms = difference(expected, outputs)
+    counts = len(chosen), len(plan.norms)
+    return ProofReport(cls.__name__, stock, rms, counts, means)
 
 
 def run_as_rms(
@@ -116,8 +129,10 @@ def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> flo
         return math.inf
     x = torch.cat([tensor.flatten() for tensor in expected])
     y = torch.cat([tensor.flatten() for tensor in outputs])
-    largest = torch.where(x == y, 0.0, x - y).abs().max()  # NaN if there is one
+    gaps = torch.where(x == y, 0.0, x - y)
+    largest = gaps.abs().max()  # NaN if there is one
     if largest.isnan():
         return math.inf
-    scale = x.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    finite = x.nan_to_num(0.0, 0.0, 0.0)
+    scale = finite.abs().max()
     return float(largest / scale)

@@ -46,9 +46,12 @@ def shift_invariance_test(
     entered = defaultdict(list)  # means of rows, by their length
 
     def note(path, args, output):
-        entered[norms[path].hidden_size].append(args[0].mean(-1))
+        width = norms[path].hidden_size
+        means = args[0].mean(-1)
+        entered[width].append(means)
 
-    parameters = dict(model.requires_grad_().named_parameters())
+    model.requires_grad_()
+    parameters = dict(model.named_parameters())
     with torch.enable_grad():
         outputs = run(model, inputs, norms, note)
     generator = torch.Generator().manual_seed(1)
@@ -56,19 +59,22 @@ def shift_invariance_test(
     of_means = {}
     least = {}
     for width, means in sorted(entered.items()):
-        of_means[width] = _gradients(means, parameters, generator)
-        sizes = [g.abs().max() for g in of_means[width].values() if g.numel()]
+        gradients = _gradients(means, parameters, generator)
+        of_means[width] = gradients
+        sizes = []
+        for gradient in gradients.values():
+            if gradient.numel():
+                sizes.append(gradient.abs().max())
         least[width] = WRITES * max(sizes)
     result = ShiftTest()
     for name, gradient in of_outputs.items():
-        means = {width: of_width[name] for width, of_width in of_means.items()}
         if not gradient.any():
             result.undetermined.append(name)
-            if not any(mean.any() for mean in means.values()):
+            if not any(means[name].any() for means in of_means.values()):
                 result.unreached.append(name)
             continue
-        for width, mean in means.items():
-            weight = _writing(name, width, gradient, mean, least[width])
+        for width, means in of_means.items():
+            weight = _writing(name, width, gradient, means[name], least[width])
             if weight is not None:
                 result.residual_weights.append(weight)
                 break
@@ -80,13 +86,16 @@ def _gradients(tensors, parameters, generator) -> dict[str, torch.Tensor]:
     total = torch.zeros((), dtype=torch.float64)
     for parameter in parameters.values():
         # which gives each a gradient, of zeros where nothing depends on it
-        total = total + 0 * parameter.sum()
+        nothing = 0 * parameter.sum()
+        total = total + nothing
     for tensor in tensors:
         factors = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        total = total + (factors * tensor).sum()
+        weighted = factors * tensor
+        total = total + weighted.sum()
     wanted = list(parameters.values())
     gradients = torch.autograd.grad(total, wanted, retain_graph=True)
-    return dict(zip(parameters, gradients, strict=True))
+    named = zip(parameters, gradients, strict=True)
+    return dict(named)
 
 
 def _writing(
@@ -99,10 +108,12 @@ def _writing(
         if size % n:
             continue
         rows = _rows(gradient, axis, n)
-        total = rows.sum(-1).abs().amax(0)
-        terms = rows.abs().sum(-1).amax(0)
-        written = _rows(means, axis, n).sum(-1).abs().amax(0)
-        is_free = (total < INVARIANT * terms) & (written > least)
+        total = _largest_sum(rows)
+        terms = _largest_sum(rows.abs())
+        of_means = _rows(means, axis, n)
+        written = _largest_sum(of_means)
+        is_invariant = total < INVARIANT * terms
+        is_free = is_invariant & (written > least)
         if is_free.all():
             return Centre(name, axis, n)
         if is_free.any():
@@ -114,13 +125,21 @@ def _writing(
 def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
     """(other elements, blocks, n)"""
     rows = rows_of(tensor, axis, n)
-    return rows.reshape(-1, *rows.shape[-2:])
+    size = rows.shape[-2:]
+    return rows.reshape(-1, *size)
+
+
+def _largest_sum(rows: torch.Tensor) -> torch.Tensor:
+    """The largest |sum| of a row in each block."""
+    sums = rows.sum(-1)
+    return sums.abs().amax(0)
 
 
 def centre(model: torch.nn.Module, residual_weights: list[Centre]) -> None:
     """Subtract its mean from each block, in place."""
     for weight in residual_weights:
-        centre_(model.get_parameter(weight.key), **weight.how)
+        parameter = model.get_parameter(weight.key)
+        centre_(parameter, **weight.how)
 
 
 @torch.no_grad()
@@ -131,8 +150,11 @@ def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]
     def note(path, args, output):
         x = args[0].double()
         rms = x.square().mean(-1).sqrt()
-        ratio = x.mean(-1).abs() / rms.clamp_min(1e-300)
-        largest[path] = max(largest.get(path, 0.0), float(ratio.max()))
+        size = x.mean(-1).abs()
+        ratio = size / rms.clamp_min(1e-300)
+        before = largest.get(path, 0.0)
+        now = float(ratio.max())
+        largest[path] = max(before, now)
 
     run(model, inputs, norms, note)
     return largest

@@ -49,7 +49,8 @@ def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
     # Eight channels a head leave room for partial rotary embeddings and cost little.
     for factor in sorted(factors, key=lambda f: abs(math.log2(divisor / f / 8))):
         for inner, pictures in ((True, True), (False, True), (False, False)):
-            yield factor, _narrow(copy.deepcopy(config), factor, inner, pictures)
+            narrow = copy.deepcopy(config)
+            yield factor, _narrow(narrow, factor, inner, pictures)
 
 
 def _head_sizes(config: PretrainedConfig) -> list[int]:
@@ -130,14 +131,19 @@ def _rotation(values: dict, factor: int) -> dict:
 
 def _number(name: str, value: int, factor: int, inner: bool) -> int:
     if _TOKEN.search(name):
-        return value if value < VOCABULARY else value % VOCABULARY
-    for pattern, most in ((_VOCABULARY, VOCABULARY), (_POSITIONS, POSITIONS)):
-        if pattern.search(name):
-            return min(value, most)
+        if value < VOCABULARY:
+            return value
+        return value % VOCABULARY
+    if _VOCABULARY.search(name):
+        return min(value, VOCABULARY)
+    if _POSITIONS.search(name):
+        return min(value, POSITIONS)
     if _NO_WIDTH.search(name) or value < 2:
         return value
     if _INNER.search(name):
-        return min(value, INNER) if inner else max(1, value // factor)
+        if inner:
+            return min(value, INNER)
+        return max(1, value // factor)
     if _WIDTH.search(name) and value % factor == 0:
         return value // factor
     return value

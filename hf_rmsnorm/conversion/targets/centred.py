@@ -63,19 +63,23 @@ class PlannedCentring(PlannedConversion):
     missing: tuple[str, ...] = ()
 
     def to_dict(self) -> dict:
-        return {"plan": asdict(self.centring), "proof": self.proof.to_dict()}
+        plan = asdict(self.centring)
+        proof = self.proof.to_dict()
+        return {"plan": plan, "proof": proof}
 
     def __str__(self) -> str:
         plan = self.centring
         lines = [str(self.proof)]
-        lines += _grouped((_words(step), step.key) for step in plan.centre)
+        changed = [(_words(step), step.key) for step in plan.centre]
+        lines += _grouped(changed)
         for copy in plan.copy:
             lines.append(f"new tensor {copy.key}, a copy of {copy.source} as it is")
         norms = []
         for norm in plan.norms:
-            stays = f"norms that stay LayerNorm, as {alike(norm.reason)}"
-            becomes = "norms that become RMSNorm"
-            norms.append((becomes if norm.becomes_rms else stays, norm.path))
+            head = "norms that become RMSNorm"
+            if not norm.becomes_rms:
+                head = f"norms that stay LayerNorm, as {alike(norm.reason)}"
+            norms.append((head, norm.path))
         lines += _grouped(norms)
         copied = "tensors that nothing depends on, copied as they are"
         lines += _grouped((copied, key) for key in plan.undetermined)
@@ -101,8 +105,12 @@ its architecture and gives the original's logits. `hf_rmsnorm.patch_model(model)
 
 
 def _words(step: Centre) -> str:
-    rows = "each row" if step.axis else "each column or vector"
-    some = "" if step.blocks is None else ", in some blocks,"
+    rows = "each column or vector"
+    if step.axis:
+        rows = "each row"
+    some = ""
+    if step.blocks is not None:
+        some = ", in some blocks,"
     return f"tensors changed: {rows} of {step.block}{some} has its mean subtracted"
 
 

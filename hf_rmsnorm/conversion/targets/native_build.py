@@ -18,7 +18,9 @@ WITHOUT = 'convert it without target="native"'
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm"
-QUERY, KEY, VALUE = (f"self_attn.{name}_proj" for name in "qkv")
+QUERY = "self_attn.q_proj"
+KEY = "self_attn.k_proj"
+VALUE = "self_attn.v_proj"
 OUTPUT = "self_attn.o_proj"
 
 
@@ -54,16 +56,19 @@ def build_target(
         none = f"no RMSNorm architecture is known that computes what {kind} does"
         known = ", ".join(sorted(PAIRS))
         raise ConversionRefused(f"{none}: {WITHOUT}; there are targets for {known}")
-    for setting, reason in PAIRS[kind].refusals.items():
+    pair = PAIRS[kind]
+    for setting, reason in pair.refusals.items():
         if getattr(config, setting):
             raise refused(config, reason)
-    return _Builder(config, PAIRS[kind], parameters, name).target()
+    builder = _Builder(config, pair, parameters, name)
+    return builder.target()
 
 
 def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
     source = config.model_type
-    target = PAIRS[config.model_type].target
-    return ConversionRefused(f"{source} does not become {target}: {reason}; {WITHOUT}")
+    target = PAIRS[source].target
+    why = f"{source} does not become {target}: {reason}; {WITHOUT}"
+    return ConversionRefused(why)
 
 
 class _Builder:
@@ -75,15 +80,19 @@ class _Builder:
         self.parameters = parameters
         self.name = name
         # the residual weights of a model trained as RMSNorm keep their mean
-        self.keeps_means = trained_as_rms(getattr(config, RECORD_KEY, None))
+        record = getattr(config, RECORD_KEY, None)
+        self.keeps_means = trained_as_rms(record)
         self.tensors = {}
         heads = config.num_attention_heads
-        self.heads = {QUERY: heads, KEY: config.num_key_value_heads or heads}
+        key_heads = config.num_key_value_heads or heads
+        self.heads = {QUERY: heads, KEY: key_heads}
         head_dim = getattr(config, "head_dim", None)
         self.head_dim = head_dim or config.hidden_size // heads
         self.rope, self.moved = self._rotary()
         layer = ("input_layernorm", QUERY, KEY, VALUE, OUTPUT, *pair.mlp)
-        biases = {f"model.layers.0.{module}.bias" for module in layer}
+        biases = set()
+        for module in layer:
+            biases.add(f"model.layers.0.{module}.bias")
         self.has_biases = not biases.isdisjoint(parameters)
 
     def target(self) -> NativeTarget:
@@ -98,19 +107,29 @@ class _Builder:
             self._layer(f"model.layers.{number}.")
         final_bias = self._norm(FINAL_NORM)
         if not keeps_tie:
-            self.tensors[HEAD] = embedding if tied else self._stored(HEAD)
-        made = CONFIG_MAPPING[self.pair.target](**self._settings(keeps_tie))
-        made.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__name__]
+            head = embedding
+            if not tied:
+                head = self._stored(HEAD)
+            self.tensors[HEAD] = head
+        config_class = CONFIG_MAPPING[self.pair.target]
+        settings = self._settings(config_class, keeps_tie)
+        made = config_class(**settings)
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+        made.architectures = [model_class.__name__]
         made.dtype = config.dtype
-        zero = () if final_bias is None else (final_bias.like,)
+        zero = ()
+        if final_bias is not None:
+            zero = (final_bias.like,)
         return NativeTarget(config.model_type, made, self.tensors, zero)
 
-    def _settings(self, keeps_tie: bool) -> dict[str, Any]:
+    def _settings(self, config_class, keeps_tie: bool) -> dict[str, Any]:
         """Keyword arguments of the target's config: settings that both share, then the
         particular ones.
         """
         config = self.config
-        known = {field.name for field in fields(CONFIG_MAPPING[self.pair.target])}
+        known = set()
+        for setting in fields(config_class):
+            known.add(setting.name)
         known -= {"architectures", "dtype", *vars(PretrainedConfig)}
         settings = {}
         for name in sorted(known):
@@ -146,7 +165,8 @@ class _Builder:
         """
         weight: Lazy | None = self._stored(f"{norm}.weight")
         if weight is None:
-            weight = filled(self._stored(EMBEDDING), 1.0, axis=1)
+            embedding = self._stored(EMBEDDING)
+            weight = filled(embedding, 1.0, axis=1)
         elif self.pair.weight_offset:
             weight = plus(weight, self.pair.weight_offset)
         self.tensors[f"{norm}.weight"] = weight
@@ -167,7 +187,8 @@ class _Builder:
         bias = self._stored(f"{layer}{linear}.bias")
         if bias is not None:
             bias = self._centred(bias, 0)
-        self._keep(layer + linear, self._centred(weight, 0), bias)
+        weight = self._centred(weight, 0)
+        self._keep(layer + linear, weight, bias)
 
     def _keep(self, linear: str, weight: Stored, bias: Lazy | None) -> None:
         self.tensors[f"{linear}.weight"] = weight
@@ -183,15 +204,19 @@ class _Builder:
     def _centred(self, tensor: Stored, axis: int) -> Stored:
         if self.keeps_means:
             return tensor
-        return tensor.then(Centre(tensor.like, axis, self.config.hidden_size))
+        step = Centre(tensor.like, axis, self.config.hidden_size)
+        return tensor.then(step)
 
     def _rows(self, linear: str) -> torch.Tensor | None:
         """Rows of a projection in the order of the target; None if they stay."""
-        if self.moved is None or linear not in self.heads:
+        if self.moved is None:
+            return None
+        if linear not in self.heads:
             return None
         heads = self.heads[linear]
-        rows = torch.arange(heads * self.head_dim).view(heads, -1)
-        return rows[:, self.moved].flatten()
+        rows = torch.arange(heads * self.head_dim)
+        by_head = rows.view(heads, -1)
+        return by_head[:, self.moved].flatten()
 
     def _rotary(self) -> tuple[dict[str, Any], torch.Tensor | None]:
         """The target's rope_parameters, and the channel of a head in the source at each
@@ -201,23 +226,26 @@ class _Builder:
         """
         rope = dict(self.config.rope_parameters)
         channels = self.head_dim
-        rotated = int(channels * (rope.pop("partial_rotary_factor", None) or 1.0))
+        factor = rope.pop("partial_rotary_factor", None) or 1.0
+        rotated = int(channels * factor)
         if rotated == channels:
             return rope, None
-        if rope["rope_type"] != "default":
-            raise refused(
-                self.config,
-                f"{rotated} of {channels} channels are rotated and scaled "
-                f"({rope['rope_type']})",
-            )
+        kind = rope["rope_type"]
+        if kind != "default":
+            count = f"{rotated} of {channels}"
+            why = f"{count} channels are rotated and scaled ({kind})"
+            raise refused(self.config, why)
+        theta = float(rope["rope_theta"])
         proportional = {
             "rope_type": "proportional",
-            "rope_theta": float(rope["rope_theta"]) ** (channels / rotated),
+            "rope_theta": theta ** (channels / rotated),
             "partial_rotary_factor": rotated / channels,
         }
-        rest = torch.arange(rotated, channels).view(-1, 2)
+        turned = _pairs(rotated)
+        still = torch.arange(rotated, channels).view(-1, 2)
         moved = torch.empty(channels, dtype=torch.long)
-        moved[_pairs(channels)] = torch.cat([_pairs(rotated), rest])
+        places = _pairs(channels)
+        moved[places] = torch.cat([turned, still])
         return proportional, moved
 
 
@@ -225,4 +253,5 @@ def _pairs(channels: int) -> torch.Tensor:
     """The channels that are rotated together, in the order of their frequencies: shape
     (channels / 2, 2).
     """
-    return torch.arange(channels).view(2, -1).T
+    halves = torch.arange(channels).view(2, -1)
+    return halves.T
