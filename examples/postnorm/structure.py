@@ -27,7 +27,7 @@ from hf_rmsnorm.conversion.proxy.model import (
     shapes_of,
     with_settings,
 )
-from hf_rmsnorm.conversion.proxy.run import MISFITS, leaves, run
+from hf_rmsnorm.conversion.proxy.run import MISFITS, run
 from hf_rmsnorm.conversion.proxy.shift_invariance import (
     ZERO_MEAN,
     centre,
@@ -35,6 +35,7 @@ from hf_rmsnorm.conversion.proxy.shift_invariance import (
     shift_invariance_test,
 )
 from hf_rmsnorm.record import centre_
+from hf_rmsnorm.verification.context import leaves_of
 
 NEURONS = 2
 EQUAL = 1e-10  # of the largest element; float64 leaves 1e-15
@@ -76,7 +77,7 @@ def linear_paths(model: torch.nn.Module) -> list[str]:
     """Paths of the linear modules."""
     return [
         path
-        for path in leaves(model)
+        for path in leaves_of(model)
         if weight_axis(model.get_submodule(path)) is not None
     ]
 
