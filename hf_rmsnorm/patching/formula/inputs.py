@@ -91,7 +91,7 @@ class Trial(Probe):
         tiny, negative or zero.
         """
         for name, shape in self.shapes.items():
-            size = shape.numel()
+            size = shape.numel() or self.size  # a shard of FSDP may be empty
             tensor = 0.7 + 0.4 * self.normal(size)
             if uneven:
                 chance = self.normal(size)
@@ -144,7 +144,8 @@ class Trial(Probe):
         """
         sizes = []
         for shape in self.shapes.values():
-            sizes.append(shape.numel())
+            if shape.numel():
+                sizes.append(shape.numel())
         if sizes:
             return sorted(set(sizes), reverse=True)
         for name in self.attributes:
