@@ -82,6 +82,22 @@ def run(function, spec, operands, dys, **options):
     return [*(t.detach() for t in made), *gradients]
 
 
+def in_another_order(tensors, seed, within_sequences):
+    """The same with the rows of (3, 5) tokens shuffled, each sequence by itself if
+    `within_sequences`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(5 if within_sequences else 15, generator=generator)
+    order = order.to(DEVICE)
+    moved = []
+    for t in tensors:
+        if t is not None and t.shape[:2] == (3, 5):
+            sequences = t if within_sequences else t.reshape(1, 15, -1)
+            t = sequences[:, order].reshape(t.shape)
+        moved.append(t)
+    return moved
+
+
 def check(spec, operands, **options):
     """All results and gradients; returns those of the kernels, and eager's."""
     dys = []
@@ -92,8 +108,17 @@ def check(spec, operands, **options):
     assert launches["norm_forward"] == launches["norm_backward"] == 1
     theirs = run(by_operators, spec, operands, dys, **options)
     exact = run(by_operators, spec, doubled(*operands), doubled(*dys), **options)
+    within_sequences = operands[3].shape[:2] == (3, 1)
+    orders = []
+    for seed in range(4):
+        moved = in_another_order(operands, seed, within_sequences)
+        moved_dys = in_another_order(dys, seed, within_sequences)
+        orders.append(run(by_operators, spec, moved, moved_dys, **options))
     for at, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
-        assert_as_accurate(a, b, c, f"output {at}", [b])
+        others = []
+        if a.shape != operands[0].shape:  # a sum over rows
+            others = [made[at] for made in orders]
+        assert_as_accurate(a, b, c, f"output {at}", others)
     return ours, theirs
 
 
