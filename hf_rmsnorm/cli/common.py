@@ -39,7 +39,7 @@ def say(text: str) -> None:
 
 
 def announce(step: str) -> None:
-    """Print what is done now on stderr, if that is a terminal."""
+    """Print the current step on stderr, if that is a terminal."""
     if sys.stderr.isatty():
         print(step, file=sys.stderr)
 

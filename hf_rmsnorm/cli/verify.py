@@ -95,7 +95,7 @@ def run(args) -> Result:
 
 
 def _dtypes(args) -> list[str]:
-    """What the weights are loaded in, in turn."""
+    """The dtypes to verify in, one after the other."""
     dtype = args.dtype
     if dtype is None:
         dtype = "all" if args.model.startswith("demo:") else "auto"
@@ -105,7 +105,7 @@ def _dtypes(args) -> list[str]:
 
 
 def _verify(args, source, dtype: str, device) -> tuple:
-    """(the report on the model in one dtype, what a conversion it is or "")."""
+    """(the report in one dtype, a note on a converted model or "")."""
     from .. import patch_model, verify_equivalence
     from ..patching.converted import conversion_of
     from ..verification.recorded import as_recorded

@@ -1,5 +1,5 @@
-"""A checkpoint as a folder on this disk: where it is, where the result goes, and which
-of its files are the weights, are copied or are left out.
+"""A checkpoint as a folder on this disk, and the folder of the result. Each file is one
+of the weights, is copied, or is left out.
 """
 
 import json

@@ -32,8 +32,8 @@ class CannotRewrite(Exception):
 
 
 def forward_source(cls: type) -> tuple:
-    """(the innermost function behind `cls.forward`, its definition, which is
-    everybody's: copy it to change it).
+    """(the innermost function behind `cls.forward`, its definition, which is shared:
+    copy it to change it).
 
     Raises:
         CannotRewrite: the source is not there, or does more than a function compiled
@@ -52,7 +52,7 @@ def forward_source(cls: type) -> tuple:
 
 @functools.lru_cache(maxsize=1_024)  # the layers of a model are many of the same
 def definition_of(code: CodeType) -> ast.FunctionDef:
-    """Return the syntax of a function, which is everybody's: copy it to change it.
+    """Return the syntax of a function, which is shared: copy it to change it.
 
     Raises:
         CannotRewrite: its source is not there, or is not that of a function that stands

@@ -1,5 +1,5 @@
-"""Tells `count_launches` of each fused piece that a forward has come to; without such a
-context nothing is told.
+"""Tells `count_launches` of each fused piece that a forward computes. Outside of
+`count_launches` it does nothing.
 """
 
 from collections.abc import Callable

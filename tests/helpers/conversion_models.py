@@ -26,6 +26,13 @@ _BART_LIKE = {
     "max_position_embeddings": 64,
     "decoder_start_token_id": 1,
 }
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 _VISION = {
     "hidden_size": 32,
     "num_hidden_layers": 2,

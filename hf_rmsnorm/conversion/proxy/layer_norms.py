@@ -1,4 +1,4 @@
-"""Find the LayerNorms of a float64 model by what they compute, as `patch_model` does."""
+"""Finds the LayerNorms of a float64 model by their arithmetic, as `patch_model` does."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ def refuse_if_unreached(
     Returns:
         those that take the place of a masked patch or frame: they are left as they are.
     """
-    # What is called and dropped shows in the norms' inputs, and what is reached in
-    # another layer is known.
+    # A module that was called has shown in the norms' inputs whether it writes. One of
+    # another layer that was reached tells of its like.
     called = set()
     with torch.no_grad():
         paths = leaves_of(proxy.model)

@@ -58,7 +58,7 @@ class Probe:
     def set(self, **values) -> None:
         """Set tensors (as rows) or plain attributes of the copy."""
         for name, value in values.items():
-            if isinstance(value, Tensor) and self.shapes[name].numel():
+            if isinstance(value, Tensor) and len(self.shapes[name]) == 2:
                 value = value.view(self.shapes[name])
             vars(self.module)[name] = value
 

@@ -7,7 +7,14 @@ import json
 
 import pytest
 import torch
-from conversion_models import CONFIGS, MEAN_OF_A_MODULE, carry_out, causal_lm, config_of
+from conversion_models import (
+    CONFIGS,
+    MEAN_OF_A_MODULE,
+    SMALL,
+    carry_out,
+    causal_lm,
+    config_of,
+)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -33,15 +40,6 @@ SAMPLE = (
     "stablelm_parallel",
     "blenderbot",
 )
-
-
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
 
 
 def centred_keys(plan):

@@ -4,7 +4,7 @@ harmless, or refused.
 
 import pytest
 import torch
-from conversion_models import MEAN_OF_A_MODULE, config_of
+from conversion_models import MEAN_OF_A_MODULE, SMALL, config_of
 from transformers import (
     AutoConfig,
     BlenderbotForConditionalGeneration,
@@ -19,13 +19,6 @@ from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
 SOUND = {
     **SMALL, "do_stable_layer_norm": True, "feat_extract_norm": "layer",
     "conv_dim": (16,) * 7, "num_conv_pos_embeddings": 4,
