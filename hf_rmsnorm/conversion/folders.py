@@ -22,11 +22,25 @@ OLD = "weights of the model before the conversion"
 TRAINING = "state of the training before the conversion"
 ADAPTER = "an adapter of the model before the conversion: merge it before converting"
 UNKNOWN = "may hold weights of the model before the conversion: copy it by hand if it does not"
-OF_TRAINING = ("training_args.bin", "optimizer*", "scheduler*", "rng_state*")
-OF_TRAINING += ("random_states*", "scaler.pt")
+OF_TRAINING = (
+    "training_args.bin",
+    "optimizer*",
+    "scheduler*",
+    "rng_state*",
+    "random_states*",
+    "scaler.pt",
+)
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "consolidated*.pth")
-OTHER_FORMATS = ("*.ckpt", "*.h5", "*.gguf", "*.msgpack", "*.onnx", "*.onnx_data")
-OTHER_FORMATS += ("*.ot", "*.tflite")
+OTHER_FORMATS = (
+    "*.ckpt",
+    "*.h5",
+    "*.gguf",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.tflite",
+)
 # The first pattern that matches a file's name says why it is not copied.
 NOT_COPIED = dict.fromkeys(OF_TRAINING, TRAINING)
 NOT_COPIED["adapter_model.*"] = ADAPTER

@@ -75,8 +75,8 @@ def verify_equivalence(
 
     Returns:
         An `EquivalenceReport`: ``passed``, ``verdict``, ``to_dict()``; printed, the
-            verdict and a table. If no kernel
-        ran for a patched candidate, nothing was verified, and ``passed`` is False.
+        verdict and a table. If no kernel ran for a patched candidate, nothing was
+        verified, and ``passed`` is False.
 
     Raises:
         ValueError: empty inputs, or token ids outside the vocabulary; a model of

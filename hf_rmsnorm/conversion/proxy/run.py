@@ -23,8 +23,9 @@ MISFITS = (
     LookupError,
     RuntimeError,
     TypeError,
+    ValueError,
+    StrictDataclassError,
 )
-MISFITS += (ValueError, StrictDataclassError)
 
 
 @contextmanager
