@@ -105,7 +105,8 @@ class NormBackward:
         self.start = NORM_BACKWARD.bind(
             grid, config.num_warps, named, x.device, aligned
         )
-        self.partials = blank(x.device, 2, parts, heads * size)
+        halves = 2 if self.need_bias else 1
+        self.partials = blank(x.device, halves, parts, heads * size)
         self.sum = sum_of_partials(x.device, parts, parts, heads * size)
 
     def launch(self, dy, x, weight, bias, gate, dh, rstd, mean):
@@ -119,10 +120,12 @@ class NormBackward:
             partials = torch.empty_like(self.partials)
         if self.need_weight:
             dweight = torch.empty_like(weight)
-            of_weight = partials[0]
+            of_weight = partials
         if self.need_bias:
             dbias = torch.empty_like(bias)
             of_bias = partials[1]
+            if self.need_weight:
+                of_weight = partials[0]
         shift = bias if self.reads_bias else None
         read = dy, x, weight, shift, gate, dh, rstd, mean
         written = dx, of_weight, of_bias, dg

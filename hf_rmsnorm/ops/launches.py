@@ -100,7 +100,7 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
     pointers = 0
     for t in operands:
         if t is None:
-            key += (None,)
+            key.append(None)
             continue
         if type(t) not in DIRECT_TYPES:
             return None
@@ -109,4 +109,5 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
         if _HIP:
             key.append(t.untyped_storage().nbytes() < 2**31)
     aligned = not pointers & 15
-    return (*key, aligned)
+    key.append(aligned)
+    return tuple(key)
