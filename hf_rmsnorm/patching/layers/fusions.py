@@ -133,8 +133,11 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
         is_layer = module in repeated
         fusion, reason = _fused(module, find, unrounded, is_layer)
         name = type(module).__name__
+        shared = _shared_norms(module)
         if fusion is not None:
             records[path] = FusedLayer(path, name, fusion.words)
+        elif shared:
+            records[path] = FusedLayer(path, name, "", shared)
         elif is_layer:
             reason = reason or _why_no_sum(path, module, with_sums)
             if reason:
@@ -152,6 +155,18 @@ def _why_no_sum(path: str, module: Module, with_sums: list[str]) -> str:
     _, *parts = module.modules()
     if any(map(fusible_recipe, parts)):
         return NO_SUM
+    return ""
+
+
+def _shared_norms(module: Module) -> str:
+    """Which patched norms of a module are one, under several names; "" if none are."""
+    names = {}
+    for name, child in module._modules.items():
+        if fusible_recipe(child) is not None:
+            names.setdefault(child, []).append(name)
+    for shared in names.values():
+        if len(shared) > 1:
+            return f"{' and '.join(shared)} are one module"
     return ""
 
 
