@@ -256,8 +256,9 @@ def _given_to_children_alone(definition: ast.FunctionDef, itself: str) -> set[st
     passed = set()
     for node in ast.walk(definition):
         match node:
-            case ast.Call(ast.Attribute(ast.Name(owner)), arguments) if owner == itself:
-                passed.update(arguments)
+            case ast.Call(ast.Attribute(ast.Name(owner))) if owner == itself:
+                passed.update(node.args)
+                passed.update(keyword.value for keyword in node.keywords)
             case ast.Attribute(value, name) if name in FACTS:
                 passed.add(value)
     arguments = {argument.arg for argument in definition.args.args}

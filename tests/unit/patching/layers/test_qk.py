@@ -59,6 +59,21 @@ class Attention(nn.Module):
         return (q @ k.mT).softmax(-1) @ v
 
 
+class Doge(Attention):
+    """As `DogeAttention`, which has a method for its mask."""
+
+    def forward(self, x):
+        q = self.q_norm(self.q_proj(x)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x)).transpose(1, 2)
+        v = self.v_proj(x).transpose(1, 2)
+        q, k = rotary(q, k, COS, SIN)
+        scores = q @ k.mT + self.mask(rows=x)
+        return scores.softmax(-1) @ v
+
+    def mask(self, rows):
+        return rows.new_zeros(1)
+
+
 class Exaone4(Attention):
     """As `Exaone4Attention`."""
 
@@ -199,6 +214,7 @@ BOTH = "q_norm, k_norm, rotary in one launch"
 EACH = "q_norm with turn, k_norm with turn, each in one launch"
 FUSED = [
     (Attention, BOTH, 1),
+    (Doge, BOTH, 1),
     (Exaone4, BOTH, 1),
     (Glm4Moe, BOTH, 1),
     (Packed, BOTH, 1),
