@@ -40,10 +40,11 @@ def recognise(module: Module) -> Verdict:
     run nor changed.
     """
     is_named = _is_named(module)
-    verdict = _refusal(module)
+    values = own_values(module)
+    verdict = _refusal(module, values)
     if verdict is not None:
         return verdict if is_named else NOT_A_NORM
-    key = _signature(module)
+    key = _signature(module, values)
     if key not in _known:
         _known[key] = _examine(module, is_named)
     return _known[key]
@@ -82,7 +83,7 @@ def _takes_root(module: Module) -> bool:
     return code is not None and not ROOTS.isdisjoint(code.co_names)
 
 
-def _refusal(module: Module) -> Verdict | None:
+def _refusal(module: Module, values: dict[str, object]) -> Verdict | None:
     """The verdict on a module that must not even be run."""
     if isinstance(module, torch.jit.ScriptModule):
         cure = "patch the model before torch.jit"
@@ -92,7 +93,7 @@ def _refusal(module: Module) -> Verdict | None:
         return Verdict(None, "its weight is parametrized", cure)
     if next(module.children(), None) is not None:
         return _refusal_of_parent(module)
-    for value in own_values(module).values():
+    for value in values.values():
         if isinstance(value, Tensor) and value.numel() > MAX_HIDDEN_SIZE:
             reason = f"its hidden size {value.numel()} is above {MAX_HIDDEN_SIZE}"
             return Verdict(None, reason, NotInFamily.cure)
@@ -109,11 +110,11 @@ def _refusal_of_parent(module: Module) -> Verdict:
     return Verdict(None, "it has submodules", NotInFamily.cure)
 
 
-def _signature(module: Module) -> tuple:
+def _signature(module: Module, values: dict[str, object]) -> tuple:
     """All that the verdict may depend on."""
     cls = type(module)
     parts = [cls, cls.forward, *module._parameters]
-    for name, value in own_values(module).items():
+    for name, value in values.items():
         if isinstance(value, Tensor):
             parts += [name, true_shape(value)]
         else:
