@@ -6,53 +6,19 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 from torch.nn import Module
 
 from ..fused.norm import recipe_of
-from ..fused.recipe import Recipe
-from ..paths import compact_paths
 from .layers.fusions import fuse_layers
-from .numerics import NUMERICS, as_rounded_by
-from .plan import Entry, Globs, make_plan
+from .numerics import NUMERICS
+from .plan import Entry, Globs, Options, make_plan
 from .report import FusedLayer, PatchReport, report_on
-from .swap import Changes, fuse, set_recipe, why_not_run
+from .swap import Changes, set_recipe, unfuse, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
 _changing = threading.RLock()
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of one call of `patch_model` that a norm keeps; None is an option
-    that the call does not name.
-    """
-
-    fuse_residual: bool | None = None
-    memory_efficient: bool | None = None
-    numerics: str | None = None
-
-    def applied(self, entry: Entry) -> Recipe:
-        """A norm's recipe with the options of this call. Others stay as they are."""
-        named = {}
-        for name, value in vars(self).items():
-            if value is not None:
-                named[name] = value
-        wanted = replace(entry.recipe, **named)
-        try:
-            rounded = as_rounded_by(wanted.numerics, entry.recipe)
-        except ValueError as error:
-            what = f"numerics={self.numerics!r}: {error}, as {entry.paths[0]!r} is"
-            raise ValueError(f"{what}: list it in exclude") from None
-        fuses = wanted.fuse_residual
-        plain = replace(
-            rounded, fuse_residual=fuses, memory_efficient=False, input_needed=""
-        )
-        if wanted.memory_efficient:
-            return plain.saving_memory(entry.module)
-        return plain
 
 
 def patch_model(
@@ -159,7 +125,7 @@ def unpatch_model(model: Module) -> int:
     count = 0
     with _changing:
         for module in model.modules():
-            fuse(module, None)
+            unfuse(module)
             count += recipe_of(module) is not None
             set_recipe(module, None)
     return count
@@ -193,10 +159,7 @@ def _patch(
     check_module("patch_model", model)
     check_options(strict=strict, **vars(options))
     with _changing, contextlib.ExitStack() as stack:
-        entries = make_plan(model, include, exclude)
-        for entry in entries:
-            if entry.recipe is not None and not entry.stays:
-                entry.recipe = options.applied(entry)
+        entries = make_plan(model, include, exclude, options)
         changes = Changes(model)
         stack.callback(changes.undo)
         for entry in entries:
@@ -234,7 +197,7 @@ def _check_served(model: Module, entries: list[Entry], strict: bool) -> None:
 def _no_change(model: Module, entries: list[Entry]) -> str:
     """That no norm is patched, and none was to be unpatched; "" otherwise."""
     for entry in entries:
-        if entry.recipe is not None or (entry.patched and entry.excluded):
+        if entry.recipe is not None or (entry.before and entry.excluded):
             return ""
     why = "there is none"
     if entries:
@@ -254,9 +217,9 @@ def _missed_sums(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> str:
         if recipe is None or recipe.rounds_sum or not recipe.fuse_residual:
             continue
         server = f"numerics={recipe.numerics!r} reads sums unrounded"
-        paths = compact_paths([layer.path for layer in missed])
-        which = ", ".join(paths)
-        return f"{server}; rounded first are those of {which}: {missed[0].reason}"
+        first = missed[0]
+        which = f"{len(missed)} layers, first {first.path!r}"
+        return f"{server}; rounded all the same are those of {which}: {first.reason}"
     return ""
 
 

@@ -3,7 +3,7 @@ norms.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch.nn import Module
@@ -13,6 +13,8 @@ from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe
 from .converted import follow_conversion
 from .formula.recognise import class_name, recognise
+from .numerics import as_rounded_by
+from .swap import why_not_run
 
 Globs = str | Iterable[str] | None
 
@@ -25,7 +27,7 @@ class Entry:
         recipe: how it is computed; None where its own forward runs.
         reason, cure: why that runs, and how a user may change it.
         note: on the norm that is computed, for the report.
-        patched: an earlier call has swapped it.
+        before: the recipe by which an earlier call has swapped it, if one has.
         stays: it was swapped, and this call does not name it.
         excluded: its own forward runs, as the globs say.
         required: it may not run its own forward.
@@ -38,7 +40,7 @@ class Entry:
     reason: str | None = None
     cure: str = ""
     note: str = ""
-    patched: bool = False
+    before: Recipe | None = None
     stays: bool = False
     excluded: bool = False
     required: bool = False
@@ -55,8 +57,39 @@ class Entry:
         self.cure = cure
 
 
+@dataclass(frozen=True)
+class Options:
+    """The options of one call of `patch_model` that a norm keeps; None is an option
+    that the call does not name.
+    """
+
+    fuse_residual: bool | None = None
+    memory_efficient: bool | None = None
+    numerics: str | None = None
+
+    def applied(self, entry: Entry) -> Recipe:
+        """A norm's recipe with the options of this call. Others stay as they are."""
+        named = {}
+        for name, value in vars(self).items():
+            if value is not None:
+                named[name] = value
+        wanted = replace(entry.recipe, **named)
+        try:
+            rounded = as_rounded_by(wanted.numerics, entry.recipe)
+        except ValueError as error:
+            what = f"numerics={self.numerics!r}: {error}, as {entry.paths[0]!r} is"
+            raise ValueError(f"{what}: list it in exclude") from None
+        fuses = wanted.fuse_residual
+        plain = replace(
+            rounded, fuse_residual=fuses, memory_efficient=False, input_needed=""
+        )
+        if wanted.memory_efficient:
+            return plain.saving_memory(entry.module)
+        return plain
+
+
 def make_plan(
-    model: Module, include: Globs = None, exclude: Globs = None
+    model: Module, include: Globs, exclude: Globs, options: Options
 ) -> list[Entry]:
     """The norms of a model in its order; each glob has to match the path of one.
     Nothing is changed.
@@ -67,6 +100,9 @@ def make_plan(
     for entry in entries:
         _choose(entry, include, exclude or [])
     follow_conversion(model, entries)
+    for entry in entries:
+        if entry.recipe is not None:
+            _settle(entry, options)
     return entries
 
 
@@ -81,7 +117,7 @@ def list_norms(model: Module) -> list[Entry]:
     for module, names in paths.items():
         recipe = recipe_of(module)
         if recipe is not None:
-            entries.append(Entry(module, names, recipe, patched=True))
+            entries.append(Entry(module, names, recipe, before=recipe))
             continue
         verdict = recognise(module)
         if verdict.recipe is not None or verdict.reason is not None:
@@ -124,8 +160,19 @@ def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None
             return
     if include is None or any(_matches(entry, glob) for glob in include):
         return
-    if entry.patched:
+    if entry.before:
         entry.stays = True
     else:
         entry.excluded = True
         entry.leave("not in include")
+
+
+def _settle(entry: Entry, options: Options) -> None:
+    """Apply the options to a norm, and see whether it would run the result."""
+    if not entry.stays:
+        entry.recipe = options.applied(entry)
+    why_not = why_not_run(entry.module, entry.recipe)
+    if why_not is None:
+        entry.formula = entry.recipe.spec_of(entry.module)
+    else:
+        entry.leave(*why_not)

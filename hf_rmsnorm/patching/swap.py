@@ -8,7 +8,7 @@ import types
 from torch.nn import Module
 
 from ..fused.layer import fused_layer_class, layer_part
-from ..fused.norm import fused_class, fused_part, recipe_of
+from ..fused.norm import fused_class, fused_part
 from ..fused.recipe import Recipe
 from ..fused.subclass import exchanged
 
@@ -63,34 +63,31 @@ def set_recipe(norm: Module, recipe: Recipe | None) -> None:
     A class derived from the fused one derives from the original afterwards. Whatever a
     class raises that refuses to be subclassed passes; the norm has its own class then.
     """
-    if recipe == recipe_of(norm):
-        return
     part = fused_part(type(norm))
     if part is not None:
+        if part._hf_rmsnorm_norm.recipe == recipe:
+            return
         _take_off(norm, part, part._hf_rmsnorm_base)
     if recipe is not None:
         _put_on(norm, fused_class(type(norm), recipe))
 
 
-def fuse(layer: Module, fusion):
-    """Give a layer the class that computes a fusion, or none; returns the fusion that
-    it had.
+def unfuse(layer: Module):
+    """Give a layer its own class; returns the fusion that it had, or None."""
+    part = layer_part(type(layer))
+    if part is None:
+        return None
+    _take_off(layer, part, part._hf_rmsnorm_layer_base)
+    return part._hf_rmsnorm_fusion
+
+
+def fuse(layer: Module, fusion) -> None:
+    """Give a layer that has no fusion the class that computes one.
 
     Raises:
-        CannotRewrite, TypeError: there is no such class. The layer is left without a
-            fusion.
+        CannotRewrite, TypeError: there is no such class.
     """
-    part = layer_part(type(layer))
-    before = None
-    if part is not None:
-        before = part._hf_rmsnorm_fusion
-    if fusion == before:
-        return before
-    if part is not None:
-        _take_off(layer, part, part._hf_rmsnorm_layer_base)
-    if fusion is not None:
-        _put_on(layer, fused_layer_class(type(layer), fusion))
-    return before
+    _put_on(layer, fused_layer_class(type(layer), fusion))
 
 
 class Changes:
@@ -102,44 +99,30 @@ class Changes:
     def __init__(self, model: Module):
         self.layers = []
         for layer in model.modules():
-            fusion = fuse(layer, None)
-            self.layers.append((layer, fusion))
+            self.layers.append((layer, unfuse(layer)))
         self.norms: list[tuple[Module, Recipe | None]] = []
 
     def carry_out(self, entry) -> None:
-        """Do to a norm what its `plan.Entry` says, or leave it alone with the reason."""
-        norm = entry.module
-        recipe = entry.recipe
-        if recipe is None:
-            if entry.patched:
-                self._set(norm, None)
+        """Do to a norm what its `plan.Entry` says, or leave it with the reason."""
+        if entry.recipe is None and not entry.excluded:
             return
-        why_not = why_not_run(norm, recipe)
-        if why_not is None and not entry.stays:
-            why_not = self._set(norm, recipe)
-        if why_not is None:
-            entry.formula = recipe.spec_of(norm)
-        else:
-            entry.leave(*why_not)
-
-    def _set(self, norm: Module, recipe: Recipe | None):
-        """`set_recipe`; (reason, cure) where that is impossible."""
-        self.norms.append((norm, recipe_of(norm)))
+        self.norms.append((entry.module, entry.before))
         try:
-            set_recipe(norm, recipe)
+            set_recipe(entry.module, entry.recipe)
         except Exception as error:
             # a metaclass or __init_subclass__ of the user's may refuse in any way
             what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
             cure = "let the class be subclassed; until then it runs its own forward"
-            return what, cure
-        return None
+            entry.leave(what, cure)
 
     def undo(self) -> None:
         """Give norms and layers the classes back that they had before."""
         for norm, recipe in self.norms:
             set_recipe(norm, recipe)
         for layer, fusion in self.layers:
-            fuse(layer, fusion)
+            unfuse(layer)
+            if fusion is not None:
+                fuse(layer, fusion)
 
 
 def _take_off(module: Module, part: type, base: type) -> None:

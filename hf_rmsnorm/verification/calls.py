@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..fused.norm import recipe_of
 from ..ops import use_backend
-from ..patching.swap import fuse, set_recipe
+from ..patching.swap import fuse, set_recipe, unfuse
 from .context import is_float
 from .float64 import in_float64
 
@@ -102,8 +102,9 @@ def unpatched(*modules: nn.Module) -> Iterator[None]:
     """Inside, norms and fused layers among these modules have their own classes. Norms
     within a layer stay patched.
     """
-    patches = [(module, recipe_of(module), fuse(module, None)) for module in modules]
+    patches = []
     for module in modules:
+        patches.append((module, recipe_of(module), unfuse(module)))
         set_recipe(module, None)
     try:
         yield
@@ -111,7 +112,8 @@ def unpatched(*modules: nn.Module) -> Iterator[None]:
         for module, recipe, _ in patches:
             set_recipe(module, recipe)
         for module, _, fusion in patches:
-            fuse(module, fusion)
+            if fusion is not None:
+                fuse(module, fusion)
 
 
 def rounds_otherwise(norm: nn.Module) -> bool:

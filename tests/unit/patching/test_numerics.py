@@ -381,7 +381,7 @@ class Stack(nn.Module):
 def test_sums_that_are_not_found_are_warned_of():
     with pytest.warns(
         UserWarning,
-        match="numerics='vllm' reads sums unrounded; rounded first are those of layers",
+        match="numerics='vllm' reads sums unrounded; rounded all the same are those of 3 layers, first 'layers.0'",
     ):
         patch_model(Stack(InPlace), numerics="vllm")
     with pytest.raises(
