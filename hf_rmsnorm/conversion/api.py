@@ -51,9 +51,9 @@ class Written:
         unused = set(source.tensors)
         for name, shard in layout.shards.items():
             shards[name] = shard.nbytes
-            tensors += len(shard.entries)
-            for entry in shard.entries.values():
-                unused -= entry.tensor.keys()
+            tensors += len(shard.tensors)
+            for tensor in shard.tensors.values():
+                unused -= tensor.keys()
         return cls(
             dst=Path(os.path.abspath(dst)),
             shards=shards,
@@ -156,7 +156,7 @@ def _note_on_dtypes(source: Checkpoint) -> str:
     """A note if tensors are stored in a narrower dtype than config.json names."""
     narrow = set()
     for tensor in source.tensors.values():
-        if tensor.code in FLOATS and is_narrower(tensor.dtype, source.dtype):
+        if tensor.dtype in FLOATS and is_narrower(tensor.dtype, source.dtype):
             narrow.add(str(tensor.dtype).removeprefix("torch."))
     if not narrow:
         return ""
@@ -201,8 +201,7 @@ def convert_checkpoint(
         ConversionRefused: the model cannot be converted so.
         ConversionError: source or destination do not allow it; the message says what to
             do. DST does not exist then.
-        VerificationFailed: the result does not pass; it stays unpublished, with a
-            report.
+        VerificationFailed: the result does not pass; it stays unpublished.
     """
     how = ConversionOptions(**options)
     if planned is not None and not isinstance(planned, PlannedConversion):

@@ -196,7 +196,22 @@ def shards_of(
     return index, sorted(set(names.values()))
 
 
-def why_not_copied(name: str) -> str:
+def copied_of(files: list[str], weights: set) -> tuple[list[str], dict[str, str]]:
+    """The files to copy, besides the config and the weights; and why others are no part
+    of the result.
+    """
+    copied = []
+    left_out = {}
+    for name in sorted({*files} - weights - {CONFIG}):
+        reason = _why_not_copied(name)
+        if reason:
+            left_out[name] = reason
+        else:
+            copied.append(name)
+    return copied, left_out
+
+
+def _why_not_copied(name: str) -> str:
     """Why a file is no part of the result; "" for one that is copied, as those of other
     modules in folders of their own.
     """

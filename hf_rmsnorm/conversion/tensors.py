@@ -49,17 +49,12 @@ Source = Checkpoint | InMemory
 @dataclass(frozen=True, eq=False)
 class Stored:
     """A tensor of the source: these rows of it, centred; without either, it keeps its
-    bytes.
+    dtype and its bytes.
     """
 
     like: str
     rows: torch.Tensor | None = None
     step: Centre | None = None
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether it is the source's tensor as it is."""
-        return self.rows is None and self.step is None
 
     def then(self, step: Centre) -> Stored:
         """The tensor, centred."""
@@ -78,7 +73,7 @@ class Stored:
 
     def dtype(self, source: Source) -> torch.dtype:
         """The dtype that the result has it in."""
-        if self.is_copy:
+        if self.rows is None and self.step is None:
             return source.tensors[self.like].dtype
         return dtype_of_changed(self.like, source)
 
@@ -137,10 +132,10 @@ def dtype_of_changed(key: str, source: Source) -> torch.dtype:
     """
     stored = source.tensors[key]
     dtype = stored.dtype
-    if dtype not in FLOATS.values():
+    if dtype not in FLOATS:
         raise ConversionError(
-            f"{key} is {getattr(stored, 'code', dtype)} and is to be changed: it is "
-            "quantised; convert the unquantised model, then quantise that"
+            f"{key} is {dtype} and is to be changed: it is quantised; convert the "
+            "unquantised model, then quantise that"
         )
     if is_narrower(dtype, source.dtype):
         return torch.promote_types(dtype, source.dtype)
@@ -169,7 +164,6 @@ class Made:
     parts: tuple[Stored | Made, ...]
     wide: Callable[[Source], torch.Tensor]
     axis: int = 0
-    is_copy = False
 
     def keys(self) -> set[str]:
         keys = set()

@@ -1,3 +1,1 @@
-"""One writer of checkpoints: a folder is opened, its tensors are read, and the tensors
-of the result are written.
-"""
+"""The writer of checkpoints: opens one, lays its tensors out, writes the result."""

@@ -4,67 +4,37 @@ import json
 from dataclasses import dataclass, field
 from math import prod
 
-import torch
-
 from ..tensors import Lazy
 from .source import CODES, Checkpoint
 
 
-@dataclass(frozen=True)
-class HeaderEntry:
-    """A tensor of a result, and its entry in the header of its file."""
-
-    tensor: Lazy = field(repr=False)
-    code: str  # its dtype, "BF16"
-    shape: tuple[int, ...]
-    nbytes: int
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return self.nbytes // max(1, prod(self.shape))
-
-    def data(self, source: Checkpoint) -> memoryview:
-        """Its bytes."""
-        tensor = self.tensor
-        if tensor.is_copy:
-            data = source.data(tensor.like)
-            return memoryview(data.numpy())
-        value = tensor.value(source).reshape(-1)
-        data = value.view(torch.uint8)
-        return memoryview(data.numpy())
-
-
-@dataclass(frozen=True)
+@dataclass
 class Shard:
-    """A file of a result."""
+    """A file of a result: its header, its tensors, and how many bytes these have."""
 
-    metadata: dict[str, str]  # ``__metadata__``
-    entries: dict[str, HeaderEntry]  # larger elements first, so that all are aligned
+    header: dict
+    tensors: dict[str, Lazy] = field(default_factory=dict, repr=False)
+    nbytes: int = 0
 
-    def header(self) -> bytes:
+    def add(self, name: str, tensor: Lazy, source: Checkpoint) -> None:
+        """Put a tensor behind the others."""
+        dtype = tensor.dtype(source)
+        shape = tensor.shape(source)
+        end = self.nbytes + prod(shape) * dtype.itemsize
+        self.header[name] = {
+            "dtype": CODES[dtype],
+            "shape": shape,
+            "data_offsets": [self.nbytes, end],
+        }
+        self.tensors[name] = tensor
+        self.nbytes = end
+
+    def head(self) -> bytes:
         """Length and JSON of the header."""
-        header = {"__metadata__": self.metadata}
-        at = 0
-        for name, entry in self.entries.items():
-            end = at + entry.nbytes
-            header[name] = {
-                "dtype": entry.code,
-                "shape": entry.shape,
-                "data_offsets": [at, end],
-            }
-            at = end
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False)
-        data = text.encode()
-        padding = -len(data) % 8
-        data += b" " * padding
-        length = len(data)
-        return length.to_bytes(8, "little") + data
-
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(entry.nbytes for entry in self.entries.values())
+        text = json.dumps(self.header)
+        text += " " * (-len(text) % 8)
+        length = len(text)
+        return length.to_bytes(8, "little") + text.encode()
 
 
 @dataclass(frozen=True)
@@ -72,7 +42,7 @@ class Layout:
     """The shards of a result by file name, and its index, where it has one."""
 
     shards: dict[str, Shard]
-    index: dict | None = field(repr=False)
+    index: dict | None
 
 
 def lay_out(
@@ -82,55 +52,35 @@ def lay_out(
     the one that it is like.
     """
     shards = {}
-    by_file = {}  # of the source
+    names = {}  # of the source's files
     for file, kept in source.metadata.items():
         # Safetensors notes there which tensor a tied one is saved as: one that is saved
         # itself is not tied.
         kept = {key: text for key, text in kept.items() if key not in tensors}
-        name = file.replace("pytorch_model", "model")
-        name = name.replace(".bin", ".safetensors")
         noted = {"format": "pt"} | kept | metadata
-        shard = Shard(noted, {})
-        by_file[file] = shard
-        shards[name] = shard
-    ordered = [name for name in source.tensors if name in tensors]
-    ordered += sorted(tensors.keys() - source.tensors.keys())
-    entries = {name: _entry(tensors[name], source) for name in ordered}
-    ordered.sort(key=lambda name: -entries[name].width)
-    for name in ordered:
-        like = tensors[name].like
-        file = source.tensors[like].file
-        shard = by_file[file]
-        shard.entries[name] = entries[name]
-    index = None
-    if source.index is not None:
-        index = _index(shards, source.index)
-    return Layout(shards, index)
+        name = file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+        names[file] = name
+        shards[name] = Shard({"__metadata__": noted})
 
+    def place(name: str) -> tuple:
+        # as safetensors does, larger elements first, so that all are aligned
+        dtype = tensors[name].dtype(source)
+        return -dtype.itemsize, name
 
-def _entry(made: Lazy, source: Checkpoint) -> HeaderEntry:
-    if made.is_copy:
-        stored = source.tensors[made.like]
-        return HeaderEntry(made, stored.code, stored.shape, stored.nbytes)
-    dtype = made.dtype(source)
-    shape = made.shape(source)
-    nbytes = prod(shape) * dtype.itemsize
-    return HeaderEntry(made, CODES[dtype], shape, nbytes)
-
-
-def _index(shards: dict[str, Shard], before: dict) -> dict:
-    files = {}
-    size = 0
+    weight_map = {}
     count = 0
-    for file, shard in shards.items():
-        size += shard.nbytes
-        for name, entry in shard.entries.items():
-            count += prod(entry.shape)
-            files[name] = file
-    metadata = dict(before.get("metadata") or {})
-    metadata["total_size"] = size
-    metadata["total_parameters"] = count
-    index = dict(before)
-    index["metadata"] = metadata
-    index["weight_map"] = dict(sorted(files.items()))
-    return index
+    for name in sorted(tensors, key=place):
+        tensor = tensors[name]
+        stored = source.tensors[tensor.like]
+        file = names[stored.file]
+        shards[file].add(name, tensor, source)
+        weight_map[name] = file
+        count += prod(tensor.shape(source))
+    if source.index is None:
+        return Layout(shards, None)
+    index = dict(source.index)
+    size = sum(shard.nbytes for shard in shards.values())
+    sizes = {"total_size": size, "total_parameters": count}
+    index["metadata"] = (index.get("metadata") or {}) | sizes
+    index["weight_map"] = dict(sorted(weight_map.items()))
+    return Layout(shards, index)

@@ -1,6 +1,4 @@
-"""A checkpoint folder, opened read-only: its tensors, its other files, and clear
-errors.
-"""
+"""A checkpoint folder, opened: its tensors and its other files. It is only read."""
 
 import json
 import os
@@ -8,32 +6,29 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..folders import (
-    CONFIG,
-    config_of_folder,
-    files_of,
-    main_file,
-    shards_of,
-    why_not_copied,
-)
+from .. import folders
 from ..plan import ConversionError, clear_errors
 
-FLOATS = {
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# as headers name them
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-}
-# As headers name them; of another dtype a tensor keeps its bytes.
-DTYPES = FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -45,14 +40,10 @@ class StoredTensor:
     """The place of a tensor; `start` counts bytes from the beginning of the file."""
 
     file: str
-    code: str  # its dtype as in a header, "BF16"
+    dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     nbytes: int
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return DTYPES.get(self.code)
 
 
 @dataclass(frozen=True)
@@ -74,38 +65,30 @@ class Checkpoint:
         """The dtype that a model is loaded in, if config.json names one."""
         name = str(self.config.get("dtype") or self.config.get("torch_dtype"))
         dtype = getattr(torch, name.removeprefix("torch."), None)
-        return dtype if dtype in FLOATS.values() else None
-
-    def data(self, name: str) -> torch.Tensor:
-        """A copy of the bytes of a tensor, as uint8."""
-        if name in self.pickled:
-            whole = self.pickled[name].contiguous().reshape(-1)
-            return whole.view(torch.uint8).clone()
-        tensor = self.tensors[name]
-        path = self.folder / tensor.file
-        data = np.fromfile(path, np.uint8, tensor.nbytes, offset=tensor.start)
-        if len(data) < tensor.nbytes:
-            raise changed(path)
-        return torch.from_numpy(data)
+        return dtype if dtype in FLOATS else None
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor."""
+        """A copy of a tensor."""
+        if name in self.pickled:
+            return self.pickled[name].detach().clone()
         stored = self.tensors[name]
-        return self.data(name).view(stored.dtype).view(stored.shape)
+        data = torch.empty(stored.nbytes, dtype=torch.uint8)
+        with open(self.folder / stored.file, "rb") as file:
+            file.seek(stored.start)
+            count = file.readinto(data.numpy())
+        if count < stored.nbytes:
+            self.check_unchanged()
+        return data[:count].view(stored.dtype).view(stored.shape)
 
     def check_unchanged(self) -> None:
         """Raise ConversionError if a file has changed since the folder was opened."""
         for name, before in self.fingerprints.items():
             path = self.folder / name
             if not path.exists() or _fingerprint(path) != before:
-                raise changed(path)
-
-
-def changed(path: Path) -> ConversionError:
-    return ConversionError(
-        f"{path}: changed while it was read: let nothing write to the source, and "
-        "convert again with restart=True"
-    )
+                raise ConversionError(
+                    f"{path}: changed while it was read: let nothing write to the "
+                    "source, and convert again with restart=True"
+                )
 
 
 def _fingerprint(path: Path) -> list[int]:
@@ -124,24 +107,19 @@ def open_checkpoint(
     """
     folder = Path(folder)
     with clear_errors(folder):
-        files, not_copied = files_of(folder)
-        config = config_of_folder(folder, files)
-        main = main_file(folder, files, allow_pickle)
+        files, not_copied = folders.files_of(folder)
+        config = folders.config_of_folder(folder, files)
+        main = folders.main_file(folder, files, allow_pickle)
         if main is None and weights:
             raise ConversionError(
                 f"{folder}: no model.safetensors: download the weights, or write them "
                 "by save_pretrained"
             )
-        index, shards = shards_of(folder, main, files)
-        source = Checkpoint(folder, config, {}, {}, index, [], not_copied, {}, {})
-        made_anew = {CONFIG, main, *shards}
-        for name in sorted(files):
-            reason = why_not_copied(name)
-            if name not in made_anew and reason:
-                not_copied[name] = reason
-                continue
-            if name not in made_anew:
-                source.others.append(name)
+        index, shards = folders.shards_of(folder, main, files)
+        others, left_out = folders.copied_of(files, {main, *shards})
+        not_copied |= left_out
+        source = Checkpoint(folder, config, {}, {}, index, others, not_copied, {}, {})
+        for name in sorted({*files} - left_out.keys()):
             source.fingerprints[name] = _fingerprint(folder / name)
         for name in shards:
             _open_shard(source, name)
@@ -149,58 +127,53 @@ def open_checkpoint(
 
 
 def _open_shard(source: Checkpoint, name: str) -> None:
-    """Add the tensors of a file, in the order of their bytes, and its metadata."""
+    """Add the tensors of a file, and its metadata."""
     path = source.folder / name
     with open(path, "rb") as file:
         if file.read(23) == b"version https://git-lfs":
-            raise ConversionError(
-                f"{path}: a pointer of Git LFS, not the file: run git lfs pull in its "
-                "folder"
-            )
+            raise ConversionError(f"{path}: a pointer of Git LFS: run git lfs pull")
     if path.suffix == ".bin":
-        source.metadata[name] = {"format": "pt"}
-        for key, tensor in _load_pickle(path).items():
-            code = CODES[tensor.dtype]
-            shape = tuple(tensor.shape)
-            source.tensors[key] = StoredTensor(name, code, shape, 0, tensor.nbytes)
-            source.pickled[key] = tensor
+        _open_pickle(source, name)
         return
     try:
-        with safe_open(path, "pt"):
-            # the library's own check of lengths, offsets, shapes and dtypes
-            pass
+        with safe_open(path, "pt") as file:  # and checks the header
+            source.metadata[name] = file.metadata() or {}
     except SafetensorError as error:
         raise ConversionError(
             f"{path}: truncated or corrupt ({error}): download it again"
         ) from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
-    source.metadata[name] = entries.pop("__metadata__", None) or {}
-    for key in sorted(entries, key=lambda key: entries[key]["data_offsets"]):
-        entry = entries[key]
-        code = entry["dtype"]
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    for key, entry in header.items():
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ConversionError(
+                f"{path}: {key} is {entry['dtype']}: convert the unquantised model"
+            )
         shape = tuple(entry["shape"])
         first, last = entry["data_offsets"]
         start = 8 + length + first
-        source.tensors[key] = StoredTensor(name, code, shape, start, last - first)
+        source.tensors[key] = StoredTensor(name, dtype, shape, start, last - first)
 
 
-def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict of a file of `torch.save`, read without running code."""
+def _open_pickle(source: Checkpoint, name: str) -> None:
+    """Add the tensors of a file of `torch.save`, read without running code."""
+    path = source.folder / name
     is_zip = zipfile.is_zipfile(path)
-    cure = "save the model by save_pretrained, where you trust it"
+    source.metadata[name] = {}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        for key, tensor in state.items():
+            if tensor.dtype not in CODES:
+                raise TypeError(f"{key} is {tensor.dtype}")
+            shape = tuple(tensor.shape)
+            stored = StoredTensor(name, tensor.dtype, shape, 0, tensor.nbytes)
+            source.tensors[key] = stored
+            source.pickled[key] = tensor
     except Exception as error:  # torch's own advice is to load it unsafely
         raise ConversionError(
-            f"{path}: a pickle that is broken, or runs code: {cure}"
+            f"{path}: a pickle that is broken, runs code, or holds more than plain "
+            "tensors: save the model by save_pretrained, where you trust it"
         ) from error
-    values = state.values() if isinstance(state, dict) else [None]
-    for value in values:
-        if not isinstance(value, torch.Tensor) or value.dtype not in CODES:
-            raise ConversionError(
-                f"{path}: holds more than plain tensors, as a checkpoint of training "
-                f"does: {cure}"
-            )
-    return state

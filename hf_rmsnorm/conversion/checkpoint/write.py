@@ -2,8 +2,7 @@
 any time costs one shard.
 
 ``DST.converting/`` holds ``lock``, ``journal.json`` (the source and the plan) and
-``model/``. At the end ``model/`` is renamed to DST. A shard has its name there once it
-is whole and on the disk.
+``model/``, which becomes DST. A shard has its name there once it is on the disk, whole.
 """
 
 import hashlib
@@ -11,10 +10,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
 from filelock import FileLock, Timeout
 
 from ..folders import CONFIG, INDEX, exists_already
@@ -25,10 +25,7 @@ from .source import Checkpoint
 
 LOCK = "lock"
 JOURNAL = "journal.json"
-REPORT = "report.txt"
 PARTIAL = ".partial"
-# where a folder cannot be opened, nor a file flushed that is open for reading
-WINDOWS = os.name == "nt"
 
 
 def write_checkpoint(
@@ -48,73 +45,56 @@ def write_checkpoint(
     Args:
         dst, restart, progress: as in `convert_checkpoint`.
         config: text of config.json.
-        plan: equal for what gives equal bytes; another one does not go on where a run
-            stopped.
-        check: called with the folder that is to become DST. If it raises, the folder is
-            kept, with ``report.txt``.
+        plan: a run goes on where one with an equal plan has stopped.
+        check: called with the folder that is to become DST; it may raise.
     """
-    headers = {name: shard.header() for name, shard in layout.shards.items()}
-    texts = "\n".join([plan, config, json.dumps(layout.index)])
-    made_of = b"\n".join([texts.encode(), *headers.values()])
+    made_of = f"{plan}\n{config}\n{layout}".encode()
     digest = hashlib.sha256(made_of).hexdigest()
     identity = {"plan": digest, "source": source.fingerprints}
     staging = Path(f"{dst}.converting")
     model = staging / "model"
-    with clear_errors(dst), _locked(staging) as lock:
+    with clear_errors(dst), _locked(staging):
         if not _begin(staging, dst, identity, restart):
-            _clean_up(staging, lock)
             return len(layout.shards)
-        try:
-            with one_thread():
-                done = _write_shards(source, layout, headers, model, progress)
-        except BadTensor:  # these shards are of no use once the source is repaired
-            shutil.rmtree(model)
-            _clean_up(staging, lock)
-            raise
+        with one_thread():
+            done = _write_shards(source, layout, model, progress)
         _copy_files(source, layout, config, model)
         source.check_unchanged()
-        try:
-            check(model)
-        except Exception as error:
-            (staging / REPORT).write_text(f"{error}\n", encoding="utf-8")
-            raise
+        check(model)
         _publish(model, dst)
-        _clean_up(staging, lock)
         return done
 
 
 @contextmanager
-def _locked(staging: Path) -> Iterator[FileLock]:
-    """Make a staging folder and hold its lock; refused if it is another program's, or
-    in use.
-    """
+def _locked(staging: Path) -> Iterator[None]:
+    """Make, lock and at the end remove a staging folder; refused if it is another's."""
     _journal(staging)
     staging.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(staging / LOCK)
     try:
-        lock.acquire(blocking=False)
+        lock = FileLock(staging / LOCK).acquire(blocking=False)
     except (Timeout, FileNotFoundError):  # or the other one has just removed the folder
         raise ConversionError(
             f"{staging}: another process is converting into it: wait for it, or choose "
             "another DST"
         ) from None
     try:
-        yield lock
-    finally:
-        lock.release()
+        with lock:
+            yield
+    except BadTensor:  # the shards are of no use once the source is repaired
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _journal(staging: Path) -> dict:
-    """The content of the journal, {} before there is one; refused if the folder is
-    another program's.
-    """
+    """The journal, or {} before there is one; refused in a folder of another program."""
     if not os.path.lexists(staging):
         return {}
     try:
         if {*os.listdir(staging)} <= {LOCK, JOURNAL + PARTIAL}:
             return {}
         journal = json.loads((staging / JOURNAL).read_bytes())
-        journal["identity"]["source"]
+        journal["source"]
     except (OSError, ValueError, LookupError, TypeError):
         raise ConversionError(
             f"{staging}: in the way, of another program: move it, or choose another DST"
@@ -128,57 +108,54 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
     """
     journal = _journal(staging)
     model = staging / "model"
-    is_same = journal.get("identity") == identity
     if os.path.lexists(dst):
-        if is_same and not model.exists():
+        if journal == identity and not model.exists():
             return False
         raise exists_already(dst)
-    if journal and not is_same:
+    if journal and journal != identity:
         if not restart:
             raise ConversionError(
                 f"{staging}: an unfinished conversion by another plan, or of a source "
                 "that has changed since: finish that one, or drop it by restart=True"
             )
         shutil.rmtree(model, ignore_errors=True)
-    with _whole_file(staging / JOURNAL, staging) as file:
-        file.write(json.dumps({"identity": identity}).encode())
+    with _whole_file(staging / JOURNAL) as file:
+        file.write(json.dumps(identity).encode())
     model.mkdir(exist_ok=True)
     return True
 
 
-def _write_shards(
-    source: Checkpoint, layout: Layout, headers: dict, model: Path, progress: Callable
-) -> int:
+def _write_shards(source: Checkpoint, layout: Layout, model: Path, progress) -> int:
     """Write the shards that are not there; how many were."""
     tensors = size = there = 0
     total = sum(shard.nbytes for shard in layout.shards.values())
     for name, shard in layout.shards.items():
         target = model / name
-        whole = len(headers[name]) + shard.nbytes
+        head = shard.head()
+        whole = len(head) + shard.nbytes
         if target.exists() and target.stat().st_size == whole:
             there += 1
-            tensors += len(shard.entries)
+            tensors += len(shard.tensors)
             size += shard.nbytes
             progress(tensors, size, total)
             continue
         target.parent.mkdir(exist_ok=True, parents=True)
-        with _whole_file(target, model.parent) as file:
-            file.write(headers[name])
-            for entry in shard.entries.values():
-                file.write(entry.data(source))
+        with _whole_file(target) as file:
+            file.write(head)
+            for tensor in shard.tensors.values():
+                value = tensor.value(source).reshape(-1)
+                data = value.view(torch.uint8)
+                size += file.write(data.numpy())
                 tensors += 1
-                size += entry.nbytes
                 progress(tensors, size, total)
             source.check_unchanged()  # before it gets its name
     return there
 
 
 @contextmanager
-def _whole_file(target: Path, staging: Path) -> Iterator[BinaryIO]:
-    """A file to write to; at the end it is on the disk and has its name, or it never
-    has it.
-    """
-    with open(staging / (target.name + PARTIAL), "wb") as file:
+def _whole_file(target: Path) -> Iterator[BinaryIO]:
+    """A file to write to; it gets its name once it is whole and on the disk."""
+    with open(target.with_name(target.name + PARTIAL), "wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -187,40 +164,21 @@ def _whole_file(target: Path, staging: Path) -> Iterator[BinaryIO]:
 
 def _copy_files(source: Checkpoint, layout: Layout, config: str, model: Path) -> None:
     for name in source.others:
-        (model / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.folder / name, model / name)
+        target = model / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / name, target)
     if layout.index is not None:
-        (model / INDEX).write_text(json.dumps(layout.index, indent=2) + "\n")
+        text = json.dumps(layout.index, indent=2)
+        (model / INDEX).write_text(f"{text}\n")
     (model / CONFIG).write_text(config, encoding="utf-8")
 
 
 def _publish(model: Path, dst: Path) -> None:
-    """Make every file durable and give the folder the name DST."""
-    for parent, _, names in os.walk(model):
-        for name in (*names, ""):  # the folder itself last
-            _sync(Path(parent, name))
+    """Flush every file to the disk, and give the folder the name DST."""
+    for path in model.rglob("*"):
+        if path.is_file():
+            with open(path, "rb+") as file:  # Windows flushes none that is only read
+                os.fsync(file.fileno())
     if os.path.lexists(dst):  # which a rename may replace
         raise exists_already(dst)
     os.rename(model, dst)
-    _sync(dst.parent)
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes durable, or the names in a folder."""
-    if WINDOWS and path.is_dir():
-        return
-    fd = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def _clean_up(staging: Path, lock: FileLock) -> None:
-    """Remove the staging folder, but for files of others; the journal goes last, as it
-    makes the folder ours.
-    """
-    lock.release()
-    parts = staging.glob(f"*{PARTIAL}")
-    for path in (*parts, staging / REPORT, staging / LOCK, staging / JOURNAL):
-        path.unlink(missing_ok=True)
-    with suppress(OSError):
-        staging.rmdir()

@@ -113,11 +113,7 @@ def test_options_reach_every_way(way, tmp_path, capsys, monkeypatch):
     (src / "tokenizer_config.json").write_text(json.dumps(own))
     staging = tmp_path / "dst.converting"
     staging.mkdir()
-    other = {
-        "identity": {"plan": "of another", "source": {}},
-        "shards": {},
-        "publishing": False,
-    }
+    other = {"plan": "of another", "source": {}}
     (staging / "journal.json").write_text(json.dumps(other))
 
     options = [src, dst, *way.split(), "--prompt", "abcabc"]

@@ -159,7 +159,6 @@ def test_a_result_that_fails_is_not_published(tmp_path, monkeypatch, capsys):
     with pytest.raises(VerificationFailed, match="as RMSNorm: verdict FAIL"):
         convert_checkpoint(GPT2, tmp_path / "out", planned=damaged(GPT2))
     assert not (tmp_path / "out").exists()
-    assert "FAIL" in next(tmp_path.rglob("report.txt")).read_text()
     monkeypatch.setattr("hf_rmsnorm.conversion.plan_conversion", damaged)
     assert main(["convert", "demo:gpt2", str(tmp_path / "other"), "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["published"] is False

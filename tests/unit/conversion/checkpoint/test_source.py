@@ -60,6 +60,12 @@ def test_damaged_shards(src, damage):
     assert_refused(PLAN, src, str(path), "truncated or corrupt", "download it again")
 
 
+def test_a_dtype_of_quantised_models(src):
+    scale = {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}
+    (src / FIRST).write_bytes(shard_bytes({"scale": scale}, bytes(4)))
+    assert_refused(PLAN, src, FIRST, "scale is F8_E8M0", "the unquantised model")
+
+
 def test_a_pointer_of_git_lfs(src):
     (src / FIRST).write_bytes(LFS)
     assert_refused(PLAN, src, FIRST, "git lfs pull")
@@ -102,7 +108,7 @@ PICKLE = "pytorch_model.bin"
 def test_pickles_run_no_code_and_torchs_unsafe_advice_is_not_repeated(tmp_path):
     src = pickled(tmp_path / "src", {"w": Evil(tmp_path / "ran")})
     assert_refused(PLAN, src, "pickles", "allow_pickle=True", "safetensors")
-    what = f"{PICKLE}: a pickle that is broken, or runs code"
+    what = f"{PICKLE}: a pickle that is broken, runs code"
     text = assert_refused(PLAN, src, what, allow_pickle=True)
     assert "weights_only" not in text and not (tmp_path / "ran").exists()
 
@@ -113,8 +119,7 @@ TRAINING = {"state_dict": {"w": torch.ones(2)}, "step": 3}
 @pytest.mark.parametrize("state", [TRAINING, [torch.ones(2)]], ids=["training", "list"])
 def test_pickles_that_hold_no_state_dict(tmp_path, state):
     src = pickled(tmp_path / "src", state)
-    what = f"{PICKLE}: holds more than plain tensors"
-    assert_refused(PLAN, src, what, allow_pickle=True)
+    assert_refused(PLAN, src, PICKLE, "more than plain tensors", allow_pickle=True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 to the checkpoint.
 """
 
+import fcntl
 import json
 import os
 
@@ -265,18 +266,17 @@ def test_a_conversion_converted_again_keeps_weights_config_and_origin(
 
 
 def test_under_the_rules_of_windows(src, tmp_path, monkeypatch):
-    """No folder is opened, and nothing that is open to be read is flushed to the disk."""
+    """Nothing that is only open to be read, as a folder is, is flushed to the disk."""
     plan = tiny()[1]
     write_plan(plan, src, tmp_path / "posix")
-    real = os.open
+    real = os.fsync
 
-    def opened(path, flags, *mode, **how):
-        if os.path.isdir(path) or not flags & (os.O_RDWR | os.O_WRONLY):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, flags, *mode, **how)
+    def flushed(fd):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise PermissionError(13, "Permission denied")
+        real(fd)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", opened)
-        patch.setattr("hf_rmsnorm.conversion.checkpoint.write.WINDOWS", True)
+        patch.setattr(os, "fsync", flushed)
         write_plan(plan, src, tmp_path / "windows")
     assert contents(tmp_path / "windows") == contents(tmp_path / "posix")

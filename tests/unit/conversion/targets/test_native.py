@@ -209,10 +209,11 @@ def test_verification_runs_both_and_publishes_only_what_passes(tmp_path):
     planned = plan_conversion(src, target="native")
     key = "model.layers.0.input_layernorm.weight"
     planned.target.tensors[key] = tensors.plus(planned.target.tensors[key], 0.1)
-    with pytest.raises(ConversionError, match="not published, the result fails"):
+    with pytest.raises(
+        ConversionError, match="not published, the result fails(.|\n)*FAIL"
+    ):
         convert_checkpoint(src, tmp_path / "bad", planned=planned)
     assert not (tmp_path / "bad").exists()
-    assert "FAIL" in (tmp_path / "bad.converting" / "report.txt").read_text()
 
 
 def test_a_missing_tensor_is_one_clear_line(tmp_path):
