@@ -48,7 +48,10 @@ def models_table(data: dict, names: list[str] | None = None) -> list[str]:
     note = NOTE
     if timed:
         header += SPEEDS.values()
-        note += f" Speed: over Hugging Face, eight layers, one {device}; Liger's is that of its norms alone."
+        note += (
+            f" Speed: over Hugging Face, eight layers, one {device}; Liger's speed is "
+            "that of its norms, its other columns of all its kernels."
+        )
     rows = []
     for name in names:
         for variant, words in VARIANTS.items():

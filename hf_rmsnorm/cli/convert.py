@@ -55,12 +55,13 @@ def add_arguments(parser) -> None:
         help="a .safetensors file of the arguments of the model's forward, by "
         "name, for parts that text does not reach",
     )
-    add(
+    verify = parser.add_mutually_exclusive_group()
+    verify.add_argument(
         "--no-verify",
         action="store_true",
         help="publish DST without running source and result",
     )
-    add(
+    verify.add_argument(
         "--full-verify",
         action="store_true",
         help="run all texts of a large checkpoint too, which takes minutes",
@@ -95,7 +96,9 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    if args.plan == (args.dst is not None):
+    if args.plan and args.dst is not None:
+        raise CliError("--plan writes nothing: leave out --plan, or DST")
+    if not args.plan and not args.dst:
         raise CliError("pass DST, or --plan to see what would be done without one")
     from . import models
 

@@ -58,8 +58,8 @@ def starts_kernels(x: Tensor) -> bool:
     """
     if chosen.backend == "reference" or is_recorded() or under_transform():
         return False
-    # what functorch has left behind, which has no memory
-    return not is_functorch_wrapped_tensor(x)
+    # what functorch has left behind has no memory, and a nested tensor has no shape
+    return not (is_functorch_wrapped_tensor(x) or x.is_nested)
 
 
 def any_requires_grad(tensors: tuple) -> bool:

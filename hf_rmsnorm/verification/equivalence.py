@@ -81,7 +81,8 @@ def verify_equivalence(
     Raises:
         ValueError: empty inputs, or token ids outside the vocabulary; a model of
             unknown inputs, or without outputs to compare; models with different
-            vocabularies; different modules, unless norms is False.
+            vocabularies; different modules, unless norms is False; backward with a
+            candidate that is not patched.
         TypeError: a model that is not a module, inputs that are neither tensors nor
             mappings.
 
@@ -100,6 +101,11 @@ def verify_equivalence(
     """
     reference = reference_model
     candidate = reference if candidate_model is None else candidate_model
+    if backward and candidate is not reference and not is_patched(candidate):
+        raise ValueError(
+            "backward=True compares the gradients of patched norms, and the candidate "
+            "has none: patch it, or compare its outputs by backward=False"
+        )
     batches = checked_inputs(reference, candidate, inputs, max_new_tokens)
     why_no_text = why_not_generate(reference, batches, max_new_tokens)
     if why_no_text:

@@ -44,6 +44,7 @@ SHORT = 8
 # output values of a comparison: from a few logits the source's own error cannot be
 # estimated
 ENOUGH = 128
+SOME = 16  # pictures and texts: as many scores as their square
 TINY = 2**25  # bytes of weights up to which several threads cost more than they save
 # bytes of weights from which on a few tokens are run, unless all is asked for
 LARGE = 2**28
@@ -112,13 +113,15 @@ class ModelPair:
         return rows
 
     def add_inputs_if_few(self) -> None:
-        """Run random inputs too if the outputs of a classifier, say, are too few to
-        compare.
+        """Run random inputs too if the outputs of a classifier, say, or the scores of
+        pictures and texts are too few to compare.
         """
-        outputs = self._outputs(self.source)
-        if outputs and sum(output.numel() for output in outputs) < ENOUGH:
-            more = default_inputs(self.source, (ENOUGH, SHORT))
-            self.inputs.append(in_dtype_of(self.source, more))
+        sizes = [output.numel() for output in self._outputs(self.source)]
+        if not sizes or min(sizes) >= ENOUGH:
+            return
+        batch = ENOUGH if sum(sizes) < ENOUGH else SOME
+        more = default_inputs(self.source, (batch, SHORT))
+        self.inputs.append(in_dtype_of(self.source, more))
 
 
 @contextmanager

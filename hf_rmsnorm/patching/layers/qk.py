@@ -271,7 +271,7 @@ def _given_to_children_alone(definition: ast.FunctionDef, itself: str) -> set[st
 def _put_off(rotation: _Rotation) -> None:
     """Let the norms of a rotation wait for it."""
     norms = rotation.norms
-    first = min(norms, key=lambda normed: normed.statement.lineno)
+    first = min(norms, key=_place)
     names = [copy.deepcopy(normed.call.func) for normed in norms]
     for normed in norms:
         norm = normed.call
@@ -294,6 +294,11 @@ def _put_off(rotation: _Rotation) -> None:
     rotate = norm_and_rotate if len(norms) == 2 else norm_and_rotate_one
     operands = _NORMS, first.transposed, rotated.func, *rotated.args
     statement.value = call(rotate, rotated, *operands)
+
+
+def _place(normed: _Normed) -> tuple[int, int]:
+    """Where in the source its statement begins."""
+    return normed.statement.lineno, normed.statement.col_offset
 
 
 def _transposed(value: ast.expr) -> ast.expr | None:

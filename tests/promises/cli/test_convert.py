@@ -177,6 +177,24 @@ def test_options_that_do_not_go_together(options, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["dst", "--no-verify", "--full-verify"], "not allowed with"),
+        (["dst", "--plan"], "leave out --plan, or DST"),
+        ([""], "pass DST"),
+    ],
+)
+def test_arguments_that_contradict_each_other(capsys, arguments, words):
+    try:
+        code, _, err = run(capsys, "demo:gpt2", *arguments)
+    except SystemExit as error:
+        code = error.code
+        err = capsys.readouterr().err
+    assert code == 2
+    assert words in err
+
+
 def test_options_may_stand_before_dst(tmp_path, capsys):
     src = save(tmp_path / "src", *WAYS["--target native"])
     code, out, err = run(

@@ -307,13 +307,14 @@ def test_shapes_that_take_turns_are_told_apart():
         torch.testing.assert_close(norm(x), Norm.forward(norm, x), rtol=1e-5, atol=1e-5)
 
 
-def test_nested_tensors_run_the_modules_own_forward():
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_run_the_modules_own_forward(layout):
     rows = [torch.randn(3, D), torch.randn(5, D)]
     norm = nn.LayerNorm(D)
     with torch.no_grad():
-        expected = [norm(each) for each in rows]
+        expected = [norm(row) for row in rows]
         patch_model(nn.Sequential(norm))
-        x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        x = torch.nested.nested_tensor(rows, layout=layout)
         with use_backend("triton"), pytest.raises(RuntimeError, match="nested"):
             norm(x)
         found = norm(x).unbind()

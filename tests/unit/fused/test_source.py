@@ -275,6 +275,16 @@ def test_a_forward_compiled_again_is_known_by_its_own_name_defaults_and_annotati
     assert forward.__code__.co_firstlineno == own.__code__.co_firstlineno
 
 
+class LooksAtItsVariables(nn.Module):
+    def forward(self, x):
+        return list(locals())
+
+
+def test_a_forward_that_looks_at_its_variables_is_not_compiled_again():
+    with pytest.raises(source.CannotRewrite, match="locals"):
+        source.forward_source(LooksAtItsVariables)
+
+
 def test_names_by_which_a_forward_may_see_that_it_is_another():
     assert source.forward_source(Ambient)[
         0

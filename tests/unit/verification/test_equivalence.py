@@ -83,6 +83,13 @@ def test_longrope_models_pass_within_across_and_beyond_their_first_context(lengt
     assert report.greedy.compared == 3
 
 
+def test_gradients_need_a_candidate_that_is_patched():
+    model = tiny_models.build("gpt2")
+    changed = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="backward=True .* patch it"):
+        in_plain_torch(model, changed, inputs=text_ids(), backward=True)
+
+
 def test_no_more_is_generated_than_the_model_has_positions():
     model = tiny_models.build("gpt2", n_positions=16)
     for prompt, new in ((12, 4), (16, 0)):

@@ -74,6 +74,16 @@ class Doge(Attention):
         return rows.new_zeros(1)
 
 
+class KFirstOnOneLine(Attention):
+    def forward(self, x):
+        k, q = self.k_proj(x), self.q_proj(x)
+        k = self.k_norm(k); q = self.q_norm(q)  # noqa: E702  # fmt: skip
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        q, k = rotary(q, k, COS, SIN)
+        return (q @ k.mT).softmax(-1) @ k
+
+
 class Exaone4(Attention):
     """As `Exaone4Attention`."""
 
@@ -215,6 +225,7 @@ EACH = "q_norm with turn, k_norm with turn, each in one launch"
 FUSED = [
     (Attention, BOTH, 1),
     (Doge, BOTH, 1),
+    (KFirstOnOneLine, BOTH, 1),
     (Exaone4, BOTH, 1),
     (Glm4Moe, BOTH, 1),
     (Packed, BOTH, 1),
