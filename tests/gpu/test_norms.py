@@ -31,6 +31,7 @@ from hf_rmsnorm import NormSpec, count_launches, patch_model, use_backend
 from hf_rmsnorm.reference import reference_norm
 
 pytestmark = gpu_tests
+parametrize = pytest.mark.parametrize
 
 DTYPES = {  # of x and of the weight
     "bfloat16": (BF16, BF16),
@@ -40,9 +41,15 @@ DTYPES = {  # of x and of the weight
     "float32-bfloat16": (FP32, BF16),
 }
 ONE_DTYPE = "layer_norm", "l2"  # torch's takes one, and l2 has no weight
-SIZES = (1, 96, 896, 1000, 4096, 8192, 14336, 16384) if GPU else (1, 96)
-CENTERED_SIZES = (2, 96, 1000, 4096, 8192, 12288, 16384) if GPU else (2, 96)
-ROWS = 301 if GPU else 5
+SIZES = [1, 96]
+CENTERED_SIZES = [2, 96]
+HEAD_DIMS = [64]
+ROWS = 5
+if GPU:
+    SIZES += [896, 1000, 4096, 8192, 14336, 16384]
+    CENTERED_SIZES += [1000, 4096, 8192, 12288, 16384]
+    HEAD_DIMS += [128, 256]
+    ROWS = 301
 
 
 def judge(norm, x, dy):
@@ -50,16 +57,25 @@ def judge(norm, x, dy):
     same input.
     """
     fused, spec = fuse(norm)
-    operands = x, *norm.parameters()
-    leaves = [t.detach().double().requires_grad_() for t in operands]
-    double, weight, bias = (*leaves, None, None)[:3]
-    y = reference_norm(double, weight, bias, spec)
+    leaves = []
+    for t in (x, *norm.parameters()):
+        double = t.detach().double()
+        leaves.append(double.requires_grad_())
+    operands = [*leaves, None, None]
+    y = reference_norm(*operands[:3], spec)
     gradients = torch.autograd.grad(y, leaves, dy.double())
     exact = [y.detach(), *gradients]
     got = run_fused(fused, x, dy)
     eager = run(norm, x, dy)
-    assert_all_as_accurate(("y", "dx", "dweight", "dbias"), got, eager, exact)
+    names = ("y", "dx", "dweight", "dbias")
+    assert_all_as_accurate(names, got, eager, exact)
     assert got[0].stride() == eager[0].stride()
+
+
+def assert_equal(tensors, expected):
+    """Bit for bit, each of two lists of tensors."""
+    for a, b in zip(tensors, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def assert_all_as_accurate(names, got, eager, exact):
@@ -73,8 +89,8 @@ def rows_and_gradient(rows, size, dtype=BF16):
     return x, dy
 
 
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("name", MODULES)
+@parametrize("dtypes", DTYPES)
+@parametrize("name", MODULES)
 def test_formula_in_dtype(name, dtypes):
     x_dtype, weight_dtype = DTYPES[dtypes]
     if x_dtype != weight_dtype and name in ONE_DTYPE:
@@ -82,19 +98,22 @@ def test_formula_in_dtype(name, dtypes):
     size = 64
     if GPU:
         size = 1024
+    norm = make(name, size, weight_dtype)
     x, dy = rows_and_gradient(ROWS, size, x_dtype)
-    judge(make(name, size, weight_dtype), x, dy)
+    judge(norm, x, dy)
 
 
 NORMS = [("llama", size) for size in SIZES]
 NORMS += [("layer_norm", size) for size in CENTERED_SIZES]
 
 
-@pytest.mark.parametrize(("name", "hidden_size"), NORMS)
+@parametrize(("name", "hidden_size"), NORMS)
 def test_hidden_size(name, hidden_size):
-    rows = max(3, min(ROWS, 2**22 // hidden_size))
+    norm = make(name, hidden_size, BF16)
+    rows = min(ROWS, 2**22 // hidden_size)
+    rows = max(rows, 3)
     x, dy = rows_and_gradient(rows, hidden_size)
-    judge(make(name, hidden_size, BF16), x, dy)
+    judge(norm, x, dy)
 
 
 def row_major():
@@ -108,7 +127,8 @@ def slice_of_a_packed_projection():
 
 
 def heads_before_rows():
-    return random(2, 4, 24, 128).transpose(1, 2)
+    values = random(2, 4, 24, 128)
+    return values.transpose(1, 2)
 
 
 def misaligned_base():
@@ -117,11 +137,13 @@ def misaligned_base():
 
 
 def last_stride_2():
-    return random(2, 24, 4, 256)[..., ::2]
+    values = random(2, 24, 4, 256)
+    return values[..., ::2]
 
 
 def one_row_repeated():
-    return random(1, 1, 1, 128).expand(2, 24, 4, 128)
+    row = random(1, 1, 1, 128)
+    return row.expand(2, 24, 4, 128)
 
 
 LAYOUTS = [
@@ -134,50 +156,61 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("operand", ["x", "dy"])
+@parametrize("layout", LAYOUTS)
+@parametrize("operand", ["x", "dy"])
 def test_layout(operand, layout):
-    x = layout()
-    dy = random(2, 24, 4, 128, seed=2)
+    norm = make("llama", 128, BF16)
+    laid_out = layout()
+    other = random(2, 24, 4, 128, seed=2)
     if operand == "dy":
-        x, dy = dy, x
-    judge(make("llama", 128, BF16), x, dy)
+        judge(norm, other, laid_out)
+    else:
+        judge(norm, laid_out, other)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("hidden_size", [128, 4096] if GPU else [128])
+@parametrize("dtype", [BF16, FP16])
+@parametrize("hidden_size", [128, pytest.param(4096, marks=real_gpu)])
 def test_half_precision_is_bit_equal_to_llama_rmsnorm(hidden_size, dtype):
+    rows = 16
+    if GPU:
+        rows = 4096
     norm = make("llama", hidden_size, dtype)
-    x = random(4096 if GPU else 16, hidden_size, dtype=dtype)
     fused, _ = fuse(norm)
+    x = random(rows, hidden_size, dtype=dtype)
     same = fused(x) == norm(x)
-    equal = same.double().mean().item()
-    assert equal >= 0.999, f"{equal:.5%} of the elements are bit-equal"
+    share = same.double().mean().item()
+    assert share >= 0.999, f"{share:.5%} of the elements are bit-equal"
 
 
 REPEATED = [("llama", 128), ("llama", 16384), ("layer_norm", 4096)]
 
 
-@pytest.mark.parametrize(("name", "hidden_size"), REPEATED)
+@parametrize(("name", "hidden_size"), REPEATED)
 def test_gradients_are_the_same_bits_every_time(name, hidden_size):
-    rows, times = 3000, 10
+    rows = 3000
+    times = 10
     if not GPU:
-        hidden_size, rows, times = 64, 8, 2
-    fused, _ = fuse(make(name, hidden_size, BF16))
+        hidden_size = 64
+        rows = 8
+        times = 2
+    norm = make(name, hidden_size, BF16)
+    fused, _ = fuse(norm)
     x, dy = rows_and_gradient(rows, hidden_size)
     first = run(fused, x, dy)
     for _ in range(times):
         again = run(fused, x, dy)
-        assert all(map(torch.equal, first, again))
+        assert_equal(first, again)
 
 
 @real_gpu
-@pytest.mark.parametrize("stride", [4096, 8 * 4096], ids=["row major", "wide rows"])
+@parametrize("stride", [4096, 8 * 4096], ids=["row major", "wide rows"])
 def test_offsets_beyond_two_to_the_31(stride):
-    hidden_size, tail = 4096, 8
-    rows = 2**31 // stride + tail
-    if torch.cuda.mem_get_info()[0] < 20e9:  # x, y, dy and dx of 4 GiB each
+    free, _ = torch.cuda.mem_get_info()
+    if free < 20e9:  # x, y, dy and dx of 4 GiB each
         pytest.skip("needs 20 GB of free GPU memory")
+    hidden_size = 4096
+    tail = 8
+    rows = 2**31 // stride + tail
     norm, _ = fuse(make("llama", hidden_size, BF16))
     wide = torch.empty(rows, stride, dtype=BF16, device=DEVICE)
     x = wide.normal_()[:, :hidden_size]
@@ -187,14 +220,16 @@ def test_offsets_beyond_two_to_the_31(stride):
     y, dx, dweight = run(norm, x, dy)
     # Only the last rows, all of whose offsets are past 2^31, have a gradient: alone
     # they must give the same.
-    alone = x[last].contiguous()
-    y_alone, dx_alone, dweight_alone = run(norm, alone, dy[last].clone())
+    x_alone = x[last].contiguous()
+    dy_alone = dy[last].clone()
+    y_alone, dx_alone, dweight_alone = run(norm, x_alone, dy_alone)
     assert torch.equal(y[last], y_alone)
     assert torch.equal(dx[last], dx_alone)
     assert not dx[:-tail].any()
     difference = dweight.double() - dweight_alone.double()
+    error = difference.abs().max()
     largest = dweight_alone.abs().max()
-    assert difference.abs().max() <= ulp(largest, BF16)
+    assert error <= ulp(largest, BF16)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -204,12 +239,14 @@ def test_launches_on_the_device_of_its_tensors():
     x, dy = rows_and_gradient(64, 512)
     expected = run(fused, x, dy)
     other = copy.deepcopy(fused).to("cuda:1")
+    other_x = x.to("cuda:1")
+    other_dy = dy.to("cuda:1")
     for _ in range(2):  # the first call compiles, the second takes the cached launch
-        got = run_fused(other, x.to("cuda:1"), dy.to("cuda:1"))
+        got = run_fused(other, other_x, other_dy)
         assert torch.cuda.current_device() == 0
-        assert {tensor.get_device() for tensor in got} == {1}
-        back = [tensor.to("cuda:0") for tensor in got]
-        assert all(map(torch.equal, expected, back))
+        for tensor, right in zip(got, expected, strict=True):
+            assert tensor.get_device() == 1
+            assert torch.equal(tensor.to("cuda:0"), right)
 
 
 @real_gpu
@@ -229,13 +266,14 @@ def test_runs_on_the_current_stream():
 
 
 @real_gpu
-@pytest.mark.parametrize("memory_efficient", [False, True])
-@pytest.mark.parametrize("name", ["llama", "layer_norm"])
+@parametrize("memory_efficient", [False, True])
+@parametrize("name", ["llama", "layer_norm"])
 def test_cuda_graph_capture(name, memory_efficient):
     fused, _ = fuse(make(name, 4096, BF16))
     patch_model(fused, memory_efficient=memory_efficient)
     x, dy = rows_and_gradient(64, 4096)
-    leaves = [x.requires_grad_(), *fused.parameters()]
+    x.requires_grad_()
+    leaves = [x, *fused.parameters()]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -250,7 +288,7 @@ def test_cuda_graph_capture(name, memory_efficient):
     graph.replay()
     torch.cuda.synchronize()
     expected = run(fused, fresh, dy)
-    assert all(map(torch.equal, [y, *grads], expected))
+    assert_equal([y, *grads], expected)
 
 
 @real_gpu
@@ -261,9 +299,11 @@ def test_fifty_shapes_compile_nothing_new(monkeypatch):
     compiled = []
 
     def forward_and_backward(batch, length, heads):
+        flat = random(batch * length, 128)
         packed = random(batch, length, heads + 2, 128)
-        for x in (random(batch * length, 128), packed[:, :, :heads]):
-            run(fused, x, random(*x.shape, seed=1))
+        for x in (flat, packed[:, :, :heads]):
+            dy = random(*x.shape, seed=1)
+            run(fused, x, dy)
             with torch.no_grad():
                 fused(x)
 
@@ -274,13 +314,14 @@ def test_fifty_shapes_compile_nothing_new(monkeypatch):
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
     for i in range(50):
         batch = 1 + i % 3
+        length = 1 + 17 * i
         heads = 1 + i % 5
-        forward_and_backward(batch, 1 + 17 * i, heads)
+        forward_and_backward(batch, length, heads)
     assert not compiled
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@parametrize("use_reentrant", [False, True])
+@parametrize("backend", ["auto", "triton"])
 def test_checkpoint_recomputes_under_the_same_backend(backend, use_reentrant):
     # On a GPU autograd recomputes in a thread of its own, which sees no `use_backend`
     # of the caller.
@@ -293,7 +334,7 @@ def test_checkpoint_recomputes_under_the_same_backend(backend, use_reentrant):
         y.backward(dy)
     assert launches["norm_forward"] == 2
     result = [y.detach(), x.grad, fused.weight.grad]
-    assert all(map(torch.equal, expected, result))
+    assert_equal(result, expected)
 
 
 LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
@@ -320,22 +361,31 @@ def norm_of_heads(backend, operands, tables, dys):
     return [*outputs, *gradients]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256] if GPU else [64])
-@pytest.mark.parametrize("layout", HEADS)
+@parametrize("head_dim", HEAD_DIMS)
+@parametrize("layout", HEADS)
 def test_queries_and_keys_in_one_launch(layout, head_dim):
-    heads, length = (32, 1000) if GPU else (8, 6)
+    heads = 8
+    length = 6
+    if GPU:
+        heads = 32
+        length = 1000
     q = heads_of(layout, heads, length, head_dim, 0)
     k = heads_of(layout, heads // 4, length, head_dim, 1)
     q_weight = random(head_dim, seed=2)
     k_weight = random(head_dim, seed=3)
     operands = [q, k, q_weight, k_weight]
-    angles = random(2, length, head_dim // 2, dtype=FP32, seed=4)
-    angles = angles.repeat(1, 1, 2)
-    tables = [angles.cos().to(BF16), angles.sin().to(BF16)]
-    dys = [random(*q.shape, seed=5), random(*k.shape, seed=6)]
+    half = random(2, length, head_dim // 2, dtype=FP32, seed=4)
+    angles = half.repeat(1, 1, 2)
+    cos = angles.cos()
+    sin = angles.sin()
+    tables = [cos.to(BF16), sin.to(BF16)]
+    dq = random(*q.shape, seed=5)
+    dk = random(*k.shape, seed=6)
+    dys = [dq, dk]
     with count_launches() as launches:
         fused = norm_of_heads("triton", operands, tables, dys)
-    assert launches["qk_norm_forward"] == launches["qk_norm_backward"] == 1
+    assert launches["qk_norm_forward"] == 1
+    assert launches["qk_norm_backward"] == 1
     eager = norm_of_heads("reference", operands, tables, dys)
     doubles = []
     for tensors in (operands, tables, dys):
