@@ -3,7 +3,7 @@ is not known is an error.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,20 @@ STATEMENT = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)(?:\s+(.*))?", re.DOTA
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]][^,{}\[\]]*")
 ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
 WIDTHS = {"p": "p", "rs": "h", "r": "w", "rd": "d"}  # by the names of registers
-SHUFFLES = {"bfly": np.bitwise_xor, "idx": lambda lane, other: lane & ~31 | other}
 LEAVES = {"bra", "bra.uni", "ret"}
 LOADED = {"16": "h", "32": "w", "64": "d"}
+ALL_LANES = (-1, 0xFFFFFFFF)
+
+
+def _lane_of_warp(lane, other):
+    first = lane & ~31
+    return first | other
+
+
+SHUFFLES = {
+    "bfly": np.bitwise_xor,
+    "idx": _lane_of_warp,
+}
 
 
 class Unknown(Exception):
@@ -40,9 +51,9 @@ class Instruction:
     text: str
     function: Callable | None = None
     act: str = ""
-    kinds: tuple = ()
-    sources: tuple = ()
-    targets: tuple = ()
+    kinds: Sequence = ()
+    sources: Sequence = ()
+    targets: Sequence = ()
     guard: tuple | None = None
     numbers: tuple = ()
     approximate: bool = False
@@ -63,48 +74,61 @@ class Kernel:
             block}.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text):
         self.text = text
-        self.name = re.search(r"\.visible \.entry (\w+)\(", text)[1]
-        start = text.index(f".entry {self.name}(")
-        head, _, body = text[start:].partition(")\n")
+        entry = re.search(r"\.visible \.entry (\w+)\(", text)
+        self.name = entry[1]
+        head, _, body = text[entry.start() :].partition(")\n")
         self.params = re.findall(r"\.param \.(\w+)[^,\n]*?(\w+_param_\d+)", head)
-        self.threads = int(re.search(r"\.reqntid (\d+)", body)[1])
-        self.registers: list = []
-        self.given: dict[str, int] = {}
-        self.widths: list[np.dtype | None] = []
-        self._slots: dict = {}
-        self._sizes = {name: kind[-2:] for kind, name in self.params}
-        self.blocks: list[list[Instruction]] = [[]]
-        self.labels: dict[str, int] = {}
-        self._read(body[body.index("{") + 1 :])
+        threads = re.search(r"\.reqntid (\d+)", body)
+        self.threads = int(threads[1])
+        self.registers = []
+        self.given = {}
+        self.widths = []
+        self.blocks = [[]]
+        self.labels = {}
+        self._slots = {}
+        self._sizes = {}
+        for kind, name in self.params:
+            self._sizes[name] = kind[-2:]
+        _, _, statements = body.partition("{")
+        self._read(statements)
 
-    def _read(self, body: str) -> None:
+    def _read(self, body):
         depth = 1
         for line in body.splitlines():
-            line = line.split("//")[0].strip()
-            if not line or line[0] == ".":
+            code, _, _ = line.partition("//")
+            code = code.strip()
+            if not code or code.startswith("."):
                 continue
-            if line in "{}":
-                depth += 1 if line == "{" else -1
-                if not depth:
-                    return
-            elif line[-1] == ":":
-                if self.blocks[-1]:
-                    self.blocks.append([])
-                self.labels[line[:-1]] = len(self.blocks) - 1
+            if code == "{":
+                depth += 1
+            elif code == "}":
+                depth -= 1
+            elif code.endswith(":"):
+                self._begin_block(code.removesuffix(":"))
             else:
-                self._read_statements(line)
+                self._read_statements(code)
+            if not depth:
+                return
         raise Unknown("the entry has no end")
 
-    def _read_statements(self, line: str) -> None:
-        for statement in filter(None, map(str.strip, line.split(";"))):
+    def _begin_block(self, label):
+        if self.blocks[-1]:
+            self.blocks.append([])
+        self.labels[label] = len(self.blocks) - 1
+
+    def _read_statements(self, line):
+        for part in line.split(";"):
+            statement = part.strip()
+            if not statement:
+                continue
             instruction = self._decode(statement)
             self.blocks[-1].append(instruction)
             if instruction.act in LEAVES:
                 self.blocks.append([])
 
-    def _slot(self, text: str, kind: str = "") -> int | None:
+    def _slot(self, text, kind=""):
         """The slot of a register, special register or parameter, or of a constant of
         that kind.
         """
@@ -113,14 +137,16 @@ class Kernel:
         key = text
         if text[0] != "%":
             key = (text, kind)
-        if key not in self._slots:
-            self._slots[key] = len(self.registers)
-            self.registers.append(None)
-            self.widths.append(None)
-            self._describe(self._slots[key], text, kind)
-        return self._slots[key]
+        if key in self._slots:
+            return self._slots[key]
+        slot = len(self.registers)
+        self._slots[key] = slot
+        self.registers.append(None)
+        self.widths.append(None)
+        self._describe(slot, text, kind)
+        return slot
 
-    def _describe(self, slot: int, text: str, kind: str) -> None:
+    def _describe(self, slot, text, kind):
         if text in self._sizes or re.fullmatch(r"%(tid\.x|n?ctaid\.[xyz])", text):
             self.given[text] = slot
         elif text[0] != "%":
@@ -131,25 +157,32 @@ class Kernel:
         else:
             raise Unknown(text)
 
-    def _address(self, text: str, kind: str) -> tuple[int, int]:
+    def _address(self, text, kind):
         match = ADDRESS.fullmatch(text)
         if not match:
             raise Unknown(f"address {text}")
-        return self._slot(match[1], kind), int(match[2] or 0)
+        base, offset = match.groups("0")
+        return self._slot(base, kind), int(offset)
 
-    def _list(self, text: str, kind: str = "") -> tuple:
+    def _list(self, text, kind=""):
         names = re.split("[,|]", text.strip("{} "))
-        return tuple(self._slot(name.strip(), kind) for name in names)
+        slots = []
+        for name in names:
+            slots.append(self._slot(name.strip(), kind))
+        return slots
 
-    def _decode(self, statement: str) -> Instruction:
+    def _decode(self, statement):
         match = STATEMENT.fullmatch(statement)
         if not match:
             raise Unknown(statement)
         negated, guard, name, rest = match.groups()
         made = Instruction(statement)
         if guard:
-            made.guard = (self._slot(guard), not negated)
-        parts = [part.strip() for part in OPERAND.findall(rest or "")]
+            slot = self._slot(guard)
+            made.guard = (slot, not negated)
+        parts = []
+        for part in OPERAND.findall(rest or ""):
+            parts.append(part.strip())
         for pattern, decode in ACTIONS.items():
             if match := re.fullmatch(pattern, name):
                 decode(self, made, parts, *match.groups())
@@ -157,80 +190,102 @@ class Kernel:
         self._arithmetic(made, name, parts)
         return made
 
-    def _arithmetic(self, made, name, parts) -> None:
-        operand = operation(name)
-        if "{" in parts[0] + parts[-1]:
-            operand = MOVES.get((name, parts[0][0] == "{"))
-        if operand is None:
+    def _arithmetic(self, made, name, parts):
+        target, *rest = parts
+        sources = re.findall(r"[^{}, ]+", ",".join(rest))
+        unpacks = target.startswith("{")
+        known = operation(name)
+        if unpacks or "{" in parts[-1]:
+            known = MOVES.get((name, unpacks))
+        if known is None:
             raise Unknown(made.text)
-        kinds, made.function = operand
-        sources = re.findall(r"[^{}, ]+", ",".join(parts[1:]))
+        kinds, made.function = known
         if len(sources) != len(kinds):
             raise Unknown(made.text)
-        made.targets = self._list(parts[0])
-        made.sources = tuple(map(self._slot, sources, kinds))
-        made.kinds = tuple(KINDS[kind] for kind in kinds)
+        made.targets = self._list(target)
+        made.sources = list(map(self._slot, sources, kinds))
+        made.kinds = [KINDS[kind] for kind in kinds]
         made.approximate = ".approx" in name or ".full" in name  # by an ulp or two
-        made.divides = name[:3] in ("div", "rem") and kinds[0] != "f"
+        made.divides = name.startswith(("div", "rem")) and "f" not in kinds
 
-    def _param(self, made, parts, size) -> None:
-        param = parts[1].strip("[] ")
-        wide = parts[0].startswith("%rd")
+    def _param(self, made, parts, size):
+        target, param = parts
+        param = param.strip("[] ")
+        bits = size[-2:]
+        wide = target.startswith("%rd")
         extended = wide and size == "s32"
-        if self._sizes.get(param) != size[-2:]:
+        if self._sizes.get(param) != bits:
             raise Unknown(made.text)
-        if wide != (extended or size[-2:] == "64"):
+        if wide != (extended or bits == "64"):
             raise Unknown(made.text)
-        made.targets = (self._slot(parts[0]),)
-        made.sources = (self._slot(param),)
-        kind, made.function = operation("cvt.s64.s32" if extended else f"mov.{size}")
-        made.kinds = (KINDS[kind],)
+        made.targets = [self._slot(target)]
+        made.sources = [self._slot(param)]
+        name = f"mov.{size}"
+        if extended:
+            name = "cvt.s64.s32"
+        kind, made.function = operation(name)
+        made.kinds = [KINDS[kind]]
 
-    def _memory(self, made, parts, act, space, vector, bits) -> None:
-        made.act = act
-        at, values = parts if act == "st" else parts[::-1]
-        address, offset = self._address(at, "d" if space == "global" else "w")
-        made.numbers = (space, offset, int(bits) // 8, int(vector or 1))
+    def _memory(self, made, parts, act, space, vector, bits):
+        stores = act == "st"
+        at, values = parts
+        if not stores:
+            values, at = parts
+        kind = "w"
+        if space == "global":
+            kind = "d"
+        address, offset = self._address(at, kind)
         registers = self._list(values, LOADED[bits])
-        if act == "st":
-            made.sources = (address, *registers)
+        width = int(bits) // 8
+        count = int(vector or 1)
+        made.act = act
+        made.numbers = (space, offset, width, count)
+        made.sources = [address]
+        if stores:
+            made.sources += registers
         else:
-            made.sources = (address,)
             made.targets = registers
 
-    def _matrix(self, made, parts, act) -> None:
+    def _matrix(self, made, parts, act):
         self._memory(made, parts, act, "matrix", "", "32")
 
-    def _shuffle(self, made, parts, mode) -> None:
+    def _shuffle(self, made, parts, mode):
         target, source, lane, clamp, members = parts
-        if int(clamp, 0) != 31 or int(members, 0) not in (-1, 0xFFFFFFFF):
+        if int(clamp, 0) != 31 or int(members, 0) not in ALL_LANES:
             raise Unknown(made.text)
         made.act = "shuffle"
         made.numbers = (SHUFFLES[mode],)
-        made.targets = (self._slot(target),)
-        made.sources = (self._slot(source, "w"), self._slot(lane, "w"))
+        made.targets = [self._slot(target)]
+        made.sources = [self._slot(source, "w"), self._slot(lane, "w")]
 
-    def _copy(self, made, parts) -> None:
-        to, to_offset = self._address(parts[0], "w")
-        source, offset = self._address(parts[1], "d")
-        made.act = "copy"
-        made.numbers = (to_offset, offset, int(parts[2], 0))
+    def _copy(self, made, parts):
+        at, source_at, size, *_ = parts
+        to, to_offset = self._address(at, "w")
+        source, offset = self._address(source_at, "d")
         # the size again where nothing is left out
-        made.sources = (to, source, self._slot(parts[-1], "w"))
+        taken = self._slot(parts[-1], "w")
+        made.act = "copy"
+        made.numbers = (to_offset, offset, int(size, 0))
+        made.sources = [to, source, taken]
 
-    def _commit(self, made, parts) -> None:
+    def _commit(self, made, parts):
         made.act = "commit"
 
-    def _wait(self, made, parts) -> None:
+    def _wait(self, made, parts):
         made.act = "wait"
-        made.numbers = (int(parts[0], 0) if parts else -1,)
+        left = -1
+        if parts:
+            left = int(parts[0], 0)
+        made.numbers = (left,)
 
-    def _barrier(self, made, parts, warp) -> None:
-        if warp and self.threads != 32 or not warp and parts != ["0"]:
+    def _barrier(self, made, parts, warp):
+        if warp and self.threads != 32:
+            raise Unknown(made.text)
+        if not warp and parts != ["0"]:
             raise Unknown(made.text)
         made.act = "barrier"
 
-    def _leave(self, made, parts, name) -> None:
+    def _leave(self, made, parts, name):
         made.act = name
         made.numbers = tuple(parts)
 
@@ -250,7 +305,7 @@ ACTIONS = {
 }
 
 
-def _constant(text: str, kind: str):
+def _constant(text, kind):
     if text == "global_smem":
         text = "0"
     digits = re.sub("^0[fF](?=.{8}$)", "0x", text).removesuffix("U")
@@ -260,6 +315,8 @@ def _constant(text: str, kind: str):
         raise Unknown(f"operand {text}") from None
     if kind == "p":
         return np.bool_(value)
-    size = KINDS[kind].itemsize
-    bits = value % 2 ** (8 * size)
-    return np.dtype(f"u{size}").type(bits).view(KINDS[kind])
+    dtype = KINDS[kind]
+    size = dtype.itemsize
+    unsigned = np.dtype(f"u{size}")
+    bits = unsigned.type(value % 2 ** (8 * size))
+    return bits.view(dtype)

@@ -7,14 +7,12 @@ by luck of that order, so races are found by who touched what between barriers, 
 values.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 
 from .arithmetic import blurred
-from .decode import LEAVES, Instruction, Kernel, Unknown
+from .decode import LEAVES, Unknown
 from .memory import SPACING, UNSIGNED, Fault, Shared, Window
 
 LANES = 2**14  # about how many threads run at once: their registers fit a cache
@@ -31,16 +29,12 @@ class Machine:
         blurred: what hardware only approximates is an ulp off, one way, the other or
             not at all.
         in_place: a launch may write to what it reads.
-        watch: called after each launch with the bytes that it moved.
     """
 
     blurred: bool = False
     in_place: bool = False
-    watch: Callable[[int], None] | None = None
 
-    def launch(
-        self, kernel: Kernel, grid: tuple[int, int, int], shared: int, arguments: list
-    ) -> list[int]:
+    def launch(self, kernel, grid, shared, arguments):
         """Run a launch; `arguments` are tensors, numbers or None (a null pointer), one
         for each parameter.
 
@@ -50,7 +44,7 @@ class Machine:
         Raises:
             Fault: the kernel did what it must not; the message names the statement.
         """
-        windows, given = self._take(kernel, arguments)
+        windows, values = _memory_and_values(kernel, arguments)
         programs = int(np.prod(grid))
         step = LANES // kernel.threads
         if shared:
@@ -58,37 +52,43 @@ class Machine:
         step = max(step, 1)
         try:
             for first in range(0, programs, step):
-                some = np.arange(first, min(first + step, programs))
+                end = min(first + step, programs)
+                some = np.arange(first, end)
                 memory = Shared(len(some), shared, kernel.threads)
-                _Run(kernel, grid, some, memory, windows, given, self.blurred).run()
+                run = _Run(kernel, grid, some, memory, windows, values, self.blurred)
+                run.run()
+            others = windows.values()
+            if self.in_place:
+                others = ()
             for window in windows.values():
-                window.close(() if self.in_place else windows.values())
+                window.close(others)
         except Fault as fault:
             raise Fault(f"{kernel.name}: {fault}") from None
-        if self.watch is not None:
-            moved = sum(window.moved() for window in windows.values())
-            self.watch(moved)
-        return [n for n, window in windows.items() if window.owner is not None]
+        written = []
+        for number, window in windows.items():
+            if window.owner is not None:
+                written.append(number)
+        return written
 
-    def _take(self, kernel: Kernel, arguments: list) -> tuple[dict, dict]:
-        """({number: memory of a tensor}, {parameter: value}) of a launch."""
-        windows = {}
-        given = {}
-        for number, value in enumerate(arguments):
-            if hasattr(value, "data_ptr"):
-                windows[number] = Window(value, number)
-                if self.watch is not None:
-                    windows[number].keep_what_is_read()
-                value = windows[number].address
-            kind, name = kernel.params[number]
-            if kind == "f32":
-                given[name] = np.float32(value)
-            else:
-                size = int(kind[1:]) // 8
-                bits = int(value or 0) % 2 ** (8 * size)
-                unsigned = UNSIGNED[size]
-                given[name] = unsigned.type(bits)
-        return windows, given
+
+def _memory_and_values(kernel, arguments):
+    """({number: memory of a tensor}, {parameter: value}) of a launch."""
+    windows = {}
+    values = {}
+    for number, value in enumerate(arguments):
+        if hasattr(value, "data_ptr"):
+            windows[number] = Window(value, number)
+            value = windows[number].address
+        kind, name = kernel.params[number]
+        if kind == "f32":
+            values[name] = np.float32(value)
+            continue
+        bits = int(kind[1:])
+        if value is None:
+            value = 0
+        unsigned = UNSIGNED[bits // 8]
+        values[name] = unsigned.type(int(value) % 2**bits)
+    return windows, values
 
 
 class _Run:
@@ -107,7 +107,8 @@ class _Run:
         program = np.repeat(programs + 1, self.threads)
         self.program = program.astype(np.int32)
         thread = self.lanes % self.threads
-        values = given | {"%tid.x": thread.astype(np.uint32)}
+        values = dict(given)
+        values["%tid.x"] = thread.astype(np.uint32)
         places = np.unravel_index(self.program - 1, grid, "F")
         for axis, place, size in zip("xyz", places, grid, strict=True):
             values[f"%ctaid.{axis}"] = place.astype(np.uint32)
@@ -115,14 +116,13 @@ class _Run:
         self.registers = list(kernel.registers)
         for name, slot in kernel.given.items():
             self.registers[slot] = values[name]
-        self.poison: dict = {}  # by slot, which lanes hold what was never computed
+        self.poison = {}  # by slot, which lanes hold what was never computed
         self.committed = np.zeros(self.count, np.int32)
-        self.copies: list[tuple] = []  # (lanes, their groups, granules, values, text)
-        # by block, the lanes that come to it next
-        self.waiting: dict[int, np.ndarray | None] = {0: None}
-        self.mask: np.ndarray | None = None
+        self.copies = []  # (lanes, their groups, granules, values, text)
+        self.waiting = {0: None}  # by block, the lanes that come to it next
+        self.mask = None
 
-    def run(self) -> None:
+    def run(self):
         self.text = "end"  # the statement that is going on
         try:
             with np.errstate(all="ignore"):
@@ -135,7 +135,7 @@ class _Run:
         except Fault as fault:
             raise Fault(f"{fault} [{self.text}]") from None
 
-    def _run_block(self, number: int) -> None:
+    def _run_block(self, number):
         self.mask = self.waiting.pop(number)
         going = NOBODY
         for instruction in self.kernel.blocks[number]:
@@ -145,10 +145,13 @@ class _Run:
                 continue
             going = self._guarded(instruction)
             if instruction.numbers:
-                self._arrive(self.kernel.labels[instruction.numbers[0]], going)
-        self._arrive(number + 1, self._all_but(going))
+                (label,) = instruction.numbers
+                block = self.kernel.labels[label]
+                self._arrive(block, going)
+        rest = self._all_but(going)
+        self._arrive(number + 1, rest)
 
-    def _arrive(self, block: int, lanes) -> None:
+    def _arrive(self, block, lanes):
         if lanes is not None:
             if not lanes.any():
                 return
@@ -168,7 +171,7 @@ class _Run:
             return ~going
         return self.mask & ~going
 
-    def _guarded(self, instruction: Instruction):
+    def _guarded(self, instruction):
         """The lanes that an instruction is for: a mask, or NOBODY."""
         if instruction.guard is None:
             return self.mask
@@ -184,16 +187,17 @@ class _Run:
             return value
         return NOBODY
 
-    def _step(self, instruction: Instruction) -> None:
+    def _step(self, instruction):
         mask = self._guarded(instruction)
         if mask is NOBODY:
             return
-        if instruction.function is None:
-            getattr(self, "_" + instruction.act)(instruction, mask)
-        else:
+        if instruction.function is not None:
             self._compute(instruction, mask)
+            return
+        act = getattr(self, "_" + instruction.act)
+        act(instruction, mask)
 
-    def _compute(self, instruction: Instruction, mask) -> None:
+    def _compute(self, instruction, mask):
         values = []
         for slot, kind in zip(instruction.sources, instruction.kinds, strict=True):
             value = self._whole(slot)
@@ -217,7 +221,7 @@ class _Run:
         for slot, result in zip(instruction.targets, results, strict=True):
             self._put(slot, result, mask, poison)
 
-    def _whole(self, slot: int, use: str = "", mask=None):
+    def _whole(self, slot, use="", mask=None):
         """A register of all lanes, or a scalar; `use`: for what those of the mask must
         have computed it.
         """
@@ -235,7 +239,7 @@ class _Run:
                 raise Fault(f"an uninitialised {use}")
         return value
 
-    def _some(self, slot: int, mask, use: str = ""):
+    def _some(self, slot, mask, use=""):
         """A register, as unsigned bits, of the lanes of a mask only."""
         value = self._whole(slot, use, mask)
         value = value.view(UNSIGNED[value.itemsize])
@@ -244,48 +248,47 @@ class _Run:
             return value
         return value[mask]
 
-    def _address(self, slot: int, mask, offset: int):
+    def _address(self, slot, mask, offset):
         value = self._some(slot, mask, "address")
         bits = 8 * value.itemsize
-        return value + value.dtype.type(offset % 2**bits)
+        unsigned = value.dtype
+        return value + unsigned.type(offset % 2**bits)
 
     def _poison_of(self, slots):
         """Which lanes hold poison in any of these registers, or None."""
-        held = [self.poison[slot] for slot in slots if slot in self.poison]
-        if held:
-            return reduce(np.logical_or, held)
+        poison = np.False_
+        for slot in slots:
+            poison = poison | self.poison.get(slot, np.False_)
+        if poison.any():
+            return poison
         return None
 
-    def _put(self, slot: int | None, value, mask, poison=None) -> None:
+    def _put(self, slot, value, mask, poison=None):
         if slot is None:
             return
         if mask is not None:
             held = self._whole(slot).view(value.dtype)
             value = np.where(mask, value, held)
-            before = self.poison.get(slot)
-            if poison is not None or before is not None:
-                new = poison
+            if poison is not None or slot in self.poison:
+                before = self.poison.get(slot, np.False_)
                 if poison is None:
-                    new = np.False_
-                old = before
-                if before is None:
-                    old = np.False_
-                poison = np.where(mask, new, old)
+                    poison = np.False_
+                poison = np.where(mask, poison, before)
         self.registers[slot] = value
         if poison is not None and poison.any():
             self.poison[slot] = poison
         else:
             self.poison.pop(slot, None)
 
-    def _put_some(self, slots: tuple, values, mask, poison=None) -> None:
+    def _put_some(self, slots, values, mask, poison=None):
         """As `_put`, of columns of values that only the lanes of the mask have."""
         values = self._spread(values, mask)
         if poison is not None:
             poison = self._spread(poison, mask)
-        for column, slot in enumerate(slots):
+        for slot, column in zip(slots, values.T, strict=True):
             if slot is not None:
                 width = self.kernel.widths[slot]
-                value = values[:, column].astype(width, copy=False)
+                value = column.astype(width, copy=False)
                 self._put(slot, value, mask, poison)
 
     def _spread(self, values, mask):
@@ -302,13 +305,14 @@ class _Run:
             return self.lanes
         return self.lanes[mask]
 
-    def _together(self, mask, size: int, what: str):
+    def _together(self, mask, size, what):
         """Which groups of so many lanes are here; none may be split."""
         if mask is None:
             return None
         groups = mask.reshape(-1, size)
         here = groups.any(1)
-        if (here != groups.all(1)).any():
+        split = here != groups.all(1)
+        if split.any():
             raise Fault(f"some threads of a {what} are elsewhere")
         return here
 
@@ -316,23 +320,28 @@ class _Run:
         """(the memory of an argument, which of the addresses point into it)."""
         numbers = address >> np.uint64(SPACING)
         numbers = numbers.astype(np.int64) - 1
-        alike = (numbers == numbers[0]).all()
-        for number in numbers[:1] if alike else np.unique(numbers):
-            which = slice(None)
-            if not alike:
-                which = numbers == number
-            if number not in self.windows:
-                where = int(address[which][0])
-                raise Fault(f"outside of every argument, at {where:#x}")
-            yield self.windows[number], which
+        first = numbers[0]
+        if (numbers == first).all():
+            yield self._window(first), slice(None)
+            return
+        for number in np.unique(numbers):
+            which = numbers == number
+            yield self._window(number), which
 
-    def _read(self, address, width: int, count: int):
-        values = np.empty((len(address), count), UNSIGNED[width])
+    def _window(self, number):
+        if number not in self.windows:
+            raise Fault("outside of every argument")
+        return self.windows[number]
+
+    def _read(self, address, width, count):
+        shape = (len(address), count)
+        values = np.empty(shape, UNSIGNED[width])
         for window, which in self._by_window(address):
-            values[which] = window.load(address[which], width, count)
+            places = address[which]
+            values[which] = window.load(places, width, count)
         return values
 
-    def _accesses(self, instruction: Instruction, mask, slots: tuple) -> list[tuple]:
+    def _accesses(self, instruction, mask, slots):
         """(addresses, registers) of an access, or of each matrix of 8 by 8: four lanes
         touch a row, eight say where.
         """
@@ -342,101 +351,122 @@ class _Run:
             return [(address, slots)]
         self._together(mask, 32, "warp")
         rows = address.reshape(-1, 32)
-        lane = np.arange(32)
-        if (rows % 16).any():
+        unaligned = rows % 16
+        if unaligned.any():
             raise Fault("misaligned: a row of a matrix in shared memory")
-        within = (lane % 4 * 4).astype(np.uint32)
+        lane = np.arange(32)
+        row = lane // 4
+        within = lane % 4 * 4
         accesses = []
-        for k, slot in enumerate(slots):
-            first = rows[:, 8 * k + lane // 4]
-            places = (first + within).ravel()
-            accesses.append((places, (slot,)))
+        for slot in slots:
+            places = rows[:, row] + within.astype(np.uint32)
+            accesses.append((places.ravel(), (slot,)))
+            row = row + 8  # of the next matrix
         return accesses
 
-    def _ld(self, instruction: Instruction, mask) -> None:
+    def _ld(self, instruction, mask):
         space, _, width, count = instruction.numbers
+        lanes = self._among(mask)
+        text = instruction.text
         for address, slots in self._accesses(instruction, mask, instruction.targets):
             if space == "global":
                 values = self._read(address, width, count)
                 poison = None
             else:
-                values, poison = self.shared.load(
-                    address, width, count, self._among(mask), instruction.text
-                )
+                values, poison = self.shared.load(address, width, count, lanes, text)
             self._put_some(slots, values, mask, poison)
 
-    def _st(self, instruction: Instruction, mask) -> None:
+    def _st(self, instruction, mask):
         space, _, width, count = instruction.numbers
-        use = ""
-        if space == "global":
-            use = "value is stored"
+        _, *registers = instruction.sources
         lanes = self._among(mask)
-        unsigned = UNSIGNED[width]
-        for address, slots in self._accesses(
-            instruction, mask, instruction.sources[1:]
-        ):
-            columns = [self._some(slot, mask, use) for slot in slots]
-            # A register may be wider than what is stored of it.
-            columns = [column.astype(unsigned, copy=False) for column in columns]
-            values = np.stack(columns, 1)
+        for address, slots in self._accesses(instruction, mask, registers):
             if space == "global":
-                for window, which in self._by_window(address):
-                    program = self.program[lanes][which]
-                    window.store(address[which], values[which], width, count, program)
+                values = self._columns(slots, width, mask, "value is stored")
+                self._write(address, values, width, count, lanes)
                 continue
+            values = self._columns(slots, width, mask)
             poison = self._poison_of(slots)
             if poison is not None:
-                poison = np.broadcast_to(poison, self.count)[lanes]
+                poison = np.broadcast_to(poison, self.count)
+                poison = poison[lanes]
             text = instruction.text
             self.shared.store(address, values, width, count, lanes, text, poison)
 
-    def _copy(self, instruction: Instruction, mask) -> None:
+    def _columns(self, slots, width, mask, use=""):
+        """Registers of the lanes of a mask, one a column; a register may be wider than
+        what is stored of it.
+        """
+        unsigned = UNSIGNED[width]
+        columns = []
+        for slot in slots:
+            column = self._some(slot, mask, use)
+            columns.append(column.astype(unsigned, copy=False))
+        return np.stack(columns, 1)
+
+    def _write(self, address, values, width, count, lanes):
+        program = self.program[lanes]
+        for window, which in self._by_window(address):
+            places = address[which]
+            of_window = values[which]
+            window.store(places, of_window, width, count, program[which])
+
+    def _copy(self, instruction, mask):
         to_offset, offset, size = instruction.numbers
         to, source, taken = instruction.sources
         to = self._address(to, mask, to_offset)
         source = self._address(source, mask, offset)
         taken = self._some(taken, mask, "size")
         lanes = self._among(mask)
+        text = instruction.text
         reads = taken != 0
-        if (reads & (taken != size)).any():
-            raise Unknown(f"a copy of a part: {instruction.text}")
+        in_part = reads & (taken != size)
+        if in_part.any():
+            raise Unknown(f"a copy of a part: {text}")
         # what is not read becomes zero
-        values = np.zeros((len(lanes), size // 2), np.uint16)
+        shape = (len(lanes), size // 2)
+        values = np.zeros(shape, np.uint16)
         if reads.any():
             read = self._read(source[reads], 4, size // 4)
             values[reads] = read.view(np.uint16)
-        where = self.shared.start_copy(to, size, lanes, instruction.text)
-        copy = lanes, self.committed[lanes], where, values, instruction.text
-        self.copies.append(copy)
+        granules = self.shared.start_copy(to, size, lanes, text)
+        groups = self.committed[lanes]
+        self.copies.append((lanes, groups, granules, values, text))
 
-    def _commit(self, instruction: Instruction, mask) -> None:
+    def _commit(self, instruction, mask):
         self.committed[self._among(mask)] += 1
 
-    def _wait(self, instruction: Instruction, mask) -> None:
-        left = instruction.numbers[0]
+    def _wait(self, instruction, mask):
+        (left,) = instruction.numbers
         copies = self.copies
         self.copies = []
-        for lanes, groups, where, values, text in copies:
+        for *arrays, text in copies:
+            lanes, groups, _, _ = arrays
             # left is -1 where those not committed are meant too
-            done = groups < self.committed[lanes] - left
+            awaited = self.committed[lanes] - left
+            done = groups < awaited
             if mask is not None:
                 done &= mask[lanes]
-            self.shared.end_copy(where[done], values[done], lanes[done], text)
+            lanes, _, granules, values = [t[done] for t in arrays]
+            self.shared.end_copy(granules, values, lanes, text)
             if not done.all():
-                left_over = ~done
-                rest = [t[left_over] for t in (lanes, groups, where, values)]
+                rest = [t[~done] for t in arrays]
                 self.copies.append((*rest, text))
 
-    def _shuffle(self, instruction: Instruction, mask) -> None:
+    def _shuffle(self, instruction, mask):
         self._together(mask, 32, "warp")
         slot, other = instruction.sources
+        (target,) = instruction.targets
+        (partner_of,) = instruction.numbers
         self._whole(other, "lane", mask)
-        other = self._some(other, None).astype(np.int32) & 31
-        partner = instruction.numbers[0](self.lanes, other)
-        value = self._some(slot, None)[partner]
+        other = self._some(other, None)
+        other = other.astype(np.int32) & 31
+        partner = partner_of(self.lanes, other)
+        value = self._some(slot, None)
         poison = self.poison.get(slot, np.False_)
-        poison = np.broadcast_to(poison, self.count)[partner]
-        self._put(instruction.targets[0], value, mask, poison)
+        poison = np.broadcast_to(poison, self.count)
+        self._put(target, value[partner], mask, poison[partner])
 
-    def _barrier(self, instruction: Instruction, mask) -> None:
-        self.shared.barrier(self._together(mask, self.threads, "program"))
+    def _barrier(self, instruction, mask):
+        passing = self._together(mask, self.threads, "program")
+        self.shared.barrier(passing)

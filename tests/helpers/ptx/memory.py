@@ -2,8 +2,8 @@
 memory of its programs.
 """
 
+import ctypes
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -11,8 +11,15 @@ import numpy as np
 SPACING = 44
 LARGEST = 2**27  # elements that a view may span to have its gaps watched
 # of shared memory: written by nobody, by a thread or a finished copy, not yet
-EMPTY, FILLED, COPYING = 0, 1, 2
-UNSIGNED = {n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}
+EMPTY = 0
+FILLED = 1
+COPYING = 2
+UNSIGNED = {
+    1: np.dtype("u1"),
+    2: np.dtype("u2"),
+    4: np.dtype("u4"),
+    8: np.dtype("u8"),
+}
 
 
 class Fault(Exception):
@@ -26,14 +33,14 @@ class Window:
     only its view may be touched.
     """
 
-    def __init__(self, tensor, number: int):
+    def __init__(self, tensor, number):
+        self.tensor = tensor  # keeps the memory
         self.number = number
         self.item = tensor.element_size()
         self.shape = tuple(tensor.shape)
-        strides = zip(tensor.stride(), self.shape, strict=True)
         self.strides = []
         last = 0
-        for stride, size in strides:
+        for stride, size in zip(tensor.stride(), self.shape, strict=True):
             if size < 2:
                 stride = 0
             self.strides.append(stride)
@@ -48,102 +55,81 @@ class Window:
         self.address = number + 1 << SPACING
         self.address += 4096 + self.start % 4096
         self.shift = self.start % 64  # the array of bytes starts at a multiple of 64
-        padded = -(-(self.shift + self.size) // 64) * 64
-        about = {
-            "data": (self.start - self.shift, False),
-            "shape": (padded,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-        holder = SimpleNamespace(__array_interface__=about, tensor=tensor)
-        self.bytes = np.asarray(holder)
-        self.loaded = None  # which elements were read, where that is kept
+        rows = -(-(self.shift + self.size) // 64)
+        of_bytes = ctypes.c_ubyte * (64 * rows)
+        memory = of_bytes.from_address(self.start - self.shift)
+        self.bytes = np.frombuffer(memory, np.uint8)
+        self.elements = len(self.bytes) // self.item
+        self.read = False
         # of each element, the number of the program that wrote it, or 0
-        self.read, self.owner = False, None
+        self.owner = None
         # which elements are the view's, where there are others between them
         self.allowed = None
         if tensor.numel() < spanned <= LARGEST:
-            self.allowed = np.zeros(padded // self.item, bool)
+            self.allowed = np.zeros(self.elements, bool)
             self._of_view(self.allowed)[...] = True
 
     def _of_view(self, elements):
         first = self.shift // self.item
-        strides = [stride * elements.itemsize for stride in self.strides]
         elements = elements[first:]
+        strides = [stride * elements.itemsize for stride in self.strides]
         return np.lib.stride_tricks.as_strided(elements, self.shape, strides)
 
-    def _places(self, address, total: int):
+    def _places(self, address, total):
         """Where accesses of `total` bytes are, in memory seen as rows of so many."""
+        this = f"argument {self.number}"
         at = address - np.uint64(self.address)
         at = at.view(np.int64)
         first = at.min()
         end = at.max() + total
-        if (address % np.uint64(total)).any():
-            raise Fault(f"misaligned: {total} bytes of argument {self.number}")
+        rest = address % np.uint64(total)
+        if rest.any():
+            raise Fault(f"misaligned: {total} bytes of {this}")
         if first < 0 or end > self.size:
-            beyond = f"bytes {first} to {end} of {self.size}"
-            raise Fault(f"outside of argument {self.number}: {beyond}")
+            raise Fault(f"outside of {this}: bytes {first} to {end} of {self.size}")
         if total % self.item:
-            raise Fault(f"a part of an element of argument {self.number}")
+            raise Fault(f"a part of an element of {this}")
         places = (at + self.shift) // total
         if self.allowed is not None:
             allowed = self.allowed.reshape(-1, total // self.item)
             if not allowed[places].all():
-                raise Fault(f"between the rows of argument {self.number}")
+                raise Fault(f"between the rows of {this}")
         return places
 
-    def load(self, address, width: int, count: int):
+    def load(self, address, width, count):
         self.read = True
-        total = width * count
-        places = self._places(address, total)
-        if self.loaded is not None:
-            loaded = self.loaded.reshape(-1, total // self.item)
-            loaded[places] = True
+        places = self._places(address, width * count)
         rows = _rows(self.bytes, width, count)
         return rows[places]
 
-    def keep_what_is_read(self) -> None:
-        """From now on, keep which elements are read, for `moved`."""
-        self.loaded = np.zeros(len(self.bytes) // self.item, bool)
-
-    def moved(self) -> int:
-        """Bytes that were read and bytes that were written, each byte once."""
-        written = 0
-        if self.owner is not None:
-            written = np.count_nonzero(self.owner)
-        return self.item * int(np.count_nonzero(self.loaded) + written)
-
-    def store(self, address, values, width: int, count: int, program) -> None:
+    def store(self, address, values, width, count, program):
         total = width * count
         places = self._places(address, total)
         if self.owner is None:
-            elements = len(self.bytes) // self.item
-            self.owner = np.zeros(elements, np.int32)
+            self.owner = np.zeros(self.elements, np.int32)
         owner = self.owner.reshape(-1, total // self.item)
-        if owner[places].any() or len(np.unique(places)) < len(places):
+        different = np.unique(places)
+        if owner[places].any() or len(different) < len(places):
             raise Fault(f"written twice: a place in argument {self.number}")
         owner[places] = program[:, None]
         rows = _rows(self.bytes, width, count)
         rows[places] = values
 
-    def close(self, others) -> None:
+    def close(self, others):
         """What can be said once all programs have run."""
         if self.owner is None:
             return
-        number = self.number
+        this = f"argument {self.number}"
         owners = self._of_view(self.owner)
-        missing = int((owners == 0).sum())
+        missing = np.count_nonzero(owners == 0)
         if missing:
-            message = f"{missing} elements of argument {number} are not written"
-            raise Fault(f"{message}, and others are")
+            raise Fault(f"{missing} elements of {this} are not written, others are")
         for other in others:
             if other.read and self._meets(other):
-                message = (
-                    f"argument {number} is written and, as argument {other.number}"
-                )
-                raise Fault(f"{message}, read in one launch")
+                that = f"argument {other.number}"
+                raise Fault(f"{this} is written and, as {that}, read in one launch")
 
-    def _meets(self, other: "Window") -> bool:
+    def _meets(self, other):
         """Whether they share memory. Views with gaps may lie within each other."""
         if other.end <= self.start or self.end <= other.start:
             return False
@@ -151,23 +137,26 @@ class Window:
         return other is self or gapless
 
 
-def _rows(array, width: int, count: int):
+def _rows(array, width, count):
     """Bytes seen as rows of so many numbers of that width."""
     numbers = array.view(UNSIGNED[width])
     return numbers.reshape(-1, count)
 
 
-def _alike(held, values) -> bool:
+def _alike(held, values):
     """Whether all bits are equal, but for NaNs, of which a GPU makes one kind and numpy
     several.
     """
     same = held == values
-    if not same.all() and same.shape[1] % 2 == 0:
-        first = np.isnan(held.view(np.float32))
-        second = np.isnan(values.view(np.float32))
-        pairs = same[:, ::2] & same[:, 1::2]
-        same = pairs | first & second
-    return same.all()
+    if same.all():
+        return True
+    if same.shape[1] % 2:
+        return False
+    first = np.isnan(held.view(np.float32))
+    second = np.isnan(values.view(np.float32))
+    pairs = same[:, ::2] & same[:, 1::2]
+    alike = pairs | (first & second)
+    return alike.all()
 
 
 @dataclass
@@ -182,7 +171,7 @@ class Access:
     values: np.ndarray | None
     text: str
 
-    def of(self, mask) -> "Access":
+    def of(self, mask):
         values = self.values
         if values is not None:
             values = values[mask]
@@ -190,7 +179,7 @@ class Access:
         lanes = self.lanes[mask]
         return Access(self.write, granules, lanes, values, self.text)
 
-    def is_in(self, held) -> bool:
+    def is_in(self, held):
         """Whether the memory holds what was written here."""
         if self.values is None:
             return False
@@ -204,7 +193,7 @@ class Shared:
     Lanes are threads, numbered through all programs. A granule is 2 bytes.
     """
 
-    def __init__(self, programs: int, size: int, threads: int):
+    def __init__(self, programs, size, threads):
         self.size = size
         self.threads = threads
         self.stride = -(-size // 16) * 16
@@ -213,7 +202,7 @@ class Shared:
         self.last = np.full(len(self.state), -1, np.int32)  # scratch of `barrier`
         self.accesses: list[Access] = []
 
-    def _touch(self, write: bool, address, total: int, lanes, values, text: str):
+    def _touch(self, write, address, total, lanes, values, text):
         """(rows of so many bytes, granules in them) of accesses."""
         address = address.astype(np.int64)
         end = address.max() + total
@@ -225,58 +214,59 @@ class Shared:
         places = (of_program + address) // total
         count = total // 2
         granules = places[:, None] * count + np.arange(count)
-        if (self.state[granules] == COPYING).any():
+        state = self.state[granules]
+        if (state == COPYING).any():
             raise Fault("touched before an asynchronous copy to it has been waited for")
-        self.accesses.append(Access(write, granules, lanes, values, text))
+        access = Access(write, granules, lanes, values, text)
+        self.accesses.append(access)
         return places, granules
 
-    def load(self, address, width: int, count: int, lanes, text: str):
+    def load(self, address, width, count, lanes, text):
         """(values, which lanes read what nobody wrote, or None)."""
-        places, granules = self._touch(False, address, width * count, lanes, None, text)
-        unset = (self.state[granules] == EMPTY).any(1)
-        values = _rows(self.bytes, width, count)[places]
-        if not unset.any():
-            unset = None
-        return values, unset
+        total = width * count
+        places, granules = self._touch(False, address, total, lanes, None, text)
+        rows = _rows(self.bytes, width, count)
+        values = rows[places]
+        state = self.state[granules]
+        unset = (state == EMPTY).any(1)
+        if unset.any():
+            return values, unset
+        return values, None
 
-    def store(
-        self, address, values, width: int, count: int, lanes, text: str, poison=None
-    ) -> None:
+    def store(self, address, values, width, count, lanes, text, poison=None):
         """values: (lanes, count); poison: which lanes of them nobody computed, or None."""
-        halves = np.ascontiguousarray(values).view(np.uint16)
-        places, granules = self._touch(
-            True, address, width * count, lanes, halves, text
-        )
+        values = np.ascontiguousarray(values)
+        halves = values.view(np.uint16)
+        total = width * count
+        places, granules = self._touch(True, address, total, lanes, halves, text)
         self.state[granules] = FILLED
         if poison is not None:
-            self.state[granules[poison]] = EMPTY
+            uncomputed = granules[poison]
+            self.state[uncomputed] = EMPTY
         rows = _rows(self.bytes, width, count)
         rows[places] = values
 
-    def start_copy(self, address, size: int, lanes, text: str):
+    def start_copy(self, address, size, lanes, text):
         """The granules that a copy will fill, which is under way from now on."""
         _, granules = self._touch(True, address, size, lanes, None, text)
         self.state[granules] = COPYING
         return granules
 
-    def end_copy(self, granules, values, lanes, text: str) -> None:
+    def end_copy(self, granules, values, lanes, text):
         self.state[granules] = FILLED
-        self.bytes.view(np.uint16)[granules] = values
-        self.accesses.append(Access(True, granules, lanes, values, text))
+        halves = self.bytes.view(np.uint16)
+        halves[granules] = values
+        access = Access(True, granules, lanes, values, text)
+        self.accesses.append(access)
 
-    def barrier(self, passing=None) -> None:
+    def barrier(self, passing=None):
         """Nothing before can race with anything behind, for the programs `passing` (a
         mask; None: all).
         """
         accesses = self.accesses
         self.accesses = []
         if passing is not None:
-            here = []
-            for access in accesses:
-                mask = passing[access.lanes // self.threads]
-                self.accesses.append(access.of(~mask))
-                here.append(access.of(mask))
-            accesses = here
+            accesses = self._of_passing(accesses, passing)
         writes = []
         reads = []
         for access in accesses:
@@ -289,34 +279,49 @@ class Shared:
         if writes:
             self._look_for_races(writes, reads)
 
-    def _look_for_races(self, writes: list[Access], reads: list[Access]) -> None:
+    def _of_passing(self, accesses, passing):
+        """The accesses of programs that pass; those of the others are kept."""
+        here = []
+        for access in accesses:
+            program = access.lanes // self.threads
+            mask = passing[program]
+            here.append(access.of(mask))
+            self.accesses.append(access.of(~mask))
+        return here
+
+    def _look_for_races(self, writes, reads):
         places, writers = _joined(writes)
         self.last[places] = writers
-        held = self.bytes.view(np.uint16)
-        several = (self.last[places] != writers).any()
-        if several and not all(write.is_in(held) for write in writes):
-            fault = (
-                "race on shared memory: written by several threads without a barrier"
-            )
+        several = self.last[places] != writers
+        if several.any() and not self._hold_all(writes):
+            fault = "race on shared memory: several threads write without a barrier"
             raise Fault(f"{fault}: {_texts(writes)}")
         if reads:
             read, readers = _joined(reads)
             last = self.last[read]
-            if ((last >= 0) & (last != readers)).any():
+            others = (last >= 0) & (last != readers)
+            if others.any():
                 between = f"{_texts(writes)} and {_texts(reads)}"
                 raise Fault(f"race on shared memory: no barrier between {between}")
         self.last[places] = -1
 
+    def _hold_all(self, writes):
+        """Whether the memory holds what each wrote, so that their order is the same."""
+        held = self.bytes.view(np.uint16)
+        return all(write.is_in(held) for write in writes)
 
-def _joined(accesses: list[Access]):
+
+def _joined(accesses):
     """All granules, and the lane that touched each."""
-    granules = [access.granules.ravel() for access in accesses]
+    granules = []
     lanes = []
-    for a in accesses:
-        lanes.append(np.repeat(a.lanes, a.granules.shape[1]))
+    for access in accesses:
+        count = access.granules.shape[1]
+        granules.append(access.granules.ravel())
+        lanes.append(np.repeat(access.lanes, count))
     return np.concatenate(granules), np.concatenate(lanes)
 
 
-def _texts(accesses: list[Access]) -> str:
+def _texts(accesses):
     texts = sorted({access.text for access in accesses})
     return ", ".join(texts[:4])
