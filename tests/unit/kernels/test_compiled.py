@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 
 def numbered(kernel):
     """Every parameter that is bound, each with a number of its own."""
-    return {name: VECTOR * i for i, name in enumerate(kernel.fixed) if name != "UNIT"}
+    names = [name for name in kernel.fixed if name != "UNIT"]
+    return {name: VECTOR * i for i, name in enumerate(names)}
 
 
 def bound(kernel, aligned=True, device=CPU):
@@ -34,11 +35,12 @@ def test_pointers_come_first_and_every_other_parameter_gets_what_has_its_name(na
     parameters = list(inspect.signature(kernel.variants[True].fn).parameters)
     assert parameters == kernel.pointers + kernel.fixed
     for aligned, unit in ((False, 1), (True, VECTOR)):
-        values = dict(zip(kernel.fixed, bound(kernel, aligned).tail, strict=True))
+        start = bound(kernel, aligned)
+        values = dict(zip(kernel.fixed, start.tail, strict=True))
         for parameter, number in numbered(kernel).items():
-            assert values[parameter] == (
-                number // unit if parameter in kernel.strides else number
-            )
+            if parameter in kernel.strides:
+                number = number // unit
+            assert values[parameter] == number
         assert values.get("UNIT", unit) == unit
 
 
@@ -46,14 +48,11 @@ def test_vectors_need_strides_and_columns_that_they_divide():
     kernel = KERNELS["norm_forward"]
     assert bound(kernel).aligned
     assert not bound(kernel, aligned=False).aligned
-    for name, aligned in (
-        ("N", False),
-        ("x_outer", False),
-        ("other_inner", False),
-        ("x_len", True),
-    ):
-        named = numbered(kernel) | {name: VECTOR + 1}
-        assert kernel.bind((1, 1, 1), 4, named, CPU, True).aligned == aligned
+    divided = {"N": True, "x_outer": True, "other_inner": True, "x_len": False}
+    for name, is_divided in divided.items():
+        odd = numbered(kernel) | {name: VECTOR + 1}
+        start = kernel.bind((1, 1, 1), 4, odd, CPU, True)
+        assert start.aligned != is_divided
 
 
 def test_a_chip_that_names_no_multiprocessors_or_shared_memory(monkeypatch):
@@ -65,11 +64,14 @@ def test_a_chip_that_names_no_multiprocessors_or_shared_memory(monkeypatch):
 class Loaded:
     """A kernel that Triton has compiled; `run` loads it, and fails while `capturing`."""
 
-    _run, function, packed_metadata, capturing = None, "function", "metadata", False
+    _run = None
+    function = "function"
+    packed_metadata = "metadata"
+    capturing = False
 
     def __init__(self, launcher):
         self.launcher = launcher
-        self.told = []
+        self.calls = []
 
     @property
     def run(self):
@@ -80,25 +82,24 @@ class Loaded:
         return self._run
 
     def __getitem__(self, grid):
-        return lambda *args: self.told.append(("compiled", grid, args))
+        return lambda *args: self.calls.append(("compiled", grid, args))
 
 
 class CudaLauncher:
     """Triton's, by its name and by what is read of it."""
 
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid, launch_pdl, arg_annotations, kernel_signature = (
-        "coop",
-        "pdl",
-        "annotations",
-        "signature",
-    )
+    global_scratch_size = 0
+    profile_scratch_size = 0
+    launch_cooperative_grid = "coop"
+    launch_pdl = "pdl"
+    arg_annotations = "annotations"
+    kernel_signature = "signature"
 
     def __init__(self):
-        self.told = []
+        self.calls = []
 
     def launch(self, *args):
-        self.told.append(args)
+        self.calls.append(args)
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkey
     start, made, _ = load()
     for _ in range(2):
         start.on(("partials", "out"))
-    *direct, arguments = made.launcher.told[-1]
+    *direct, arguments = made.launcher.calls[-1]
     expected = [1, 1, 1, "stream of 5", "function", "coop", "pdl", "metadata"]
     expected += [None] * 5
     expected += ["annotations", "signature"]
@@ -151,7 +152,7 @@ def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkey
         with monkeypatch.context() as patch:
             patch.setattr(compiled._hooks, name, lambda about: None)
             start.on((name, "out"))
-        assert made.told[-1] == ("compiled", (1, 1, 1), (name, "out", *start.tail))
+        assert made.calls[-1] == ("compiled", (1, 1, 1), (name, "out", *start.tail))
     with count_launches() as launches:
         start.on(("partials", "out"))
     assert launches == {"reduce_partials": 1}
@@ -165,17 +166,17 @@ def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkey
 def test_a_launcher_that_is_not_known_is_called_by_triton(known, load):
     start, made, calls = load(**known)
     start.on(("partials", "out"))
-    assert made.told == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))]
+    assert made.calls == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))]
     assert not calls
 
 
 def test_any_other_triton_is_given_the_function(load):
     start, made, calls = load(launchers=False, by_compiled=False)
     start.on(("partials", "out"))
-    assert calls == [
-        ((1, 1, 1), ("partials", "out", *start.tail), start.kernel.options(start))
-    ]
-    assert not made.told
+    arguments = ("partials", "out", *start.tail)
+    options = start.kernel.options(start)
+    assert calls == [((1, 1, 1), arguments, options)]
+    assert not made.calls
 
 
 def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(load):
@@ -185,10 +186,10 @@ def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(load):
     with pytest.raises(RuntimeError, match="capturing"):
         start.on((1, 2))
     assert made._run is None
-    assert not made.told
+    assert not made.calls
     made.capturing = False
     start.on((1, 2))
-    assert len(made.told) == 1
+    assert len(made.calls) == 1
 
 
 def test_what_fails_to_compile_is_unavailable_and_is_not_tried_again(load):
@@ -235,15 +236,17 @@ def test_the_device_of_the_tensors_is_current_while_a_kernel_is_compiled_and_lau
     start, made, _ = load()
     start = bound(start.kernel, device=torch.device("cuda", 1))
     warmup = start.kernel.variants[True].warmup
-    start.kernel.variants[True].warmup = lambda *args, **options: (
-        seen.append(now[0]),
-        warmup(*args, **options),
-    )[1]
+
+    def compile_there(*args, **options):
+        seen.append(now[0])
+        return warmup(*args, **options)
+
+    start.kernel.variants[True].warmup = compile_there
     for current in (0, 1, 0):
         now[0] = current
         start.on(("partials", "out"))
         assert now[0] == current
     assert seen == [1]
     # directly where it is current
-    assert len(made.launcher.told) == 1
-    assert len(made.told) == 2
+    assert len(made.launcher.calls) == 1
+    assert len(made.calls) == 2

@@ -38,9 +38,9 @@ def converted(values, source, target):
 
 def test_float32_is_rounded_to_nearest_even():
     with faithful_interpreter():
-        found = converted(VALUES.numpy(), tl.float32, tl.bfloat16)
-    assert found.tolist()[-1] == 0x7FC0  # NaN, as a GPU writes it
-    rounded = torch.from_numpy(found.view(np.int16).copy())
+        bits = converted(VALUES.numpy(), tl.float32, tl.bfloat16)
+    assert bits[-1] == 0x7FC0  # NaN, as a GPU writes it
+    rounded = torch.from_numpy(bits.view(np.int16).copy())
     rounded = rounded.view(torch.bfloat16)
     torch.testing.assert_close(
         rounded, VALUES.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True
@@ -51,9 +51,8 @@ def test_every_bfloat16_is_kept():
     halves = np.arange(2**16, dtype=np.uint32)
     halves = halves.astype(np.uint16)
     with faithful_interpreter():
-        found = converted(halves, tl.bfloat16, tl.float32)
-        found = found.view(np.uint32)
-    assert np.array_equal(found, halves.astype(np.uint32) << 16)
+        wide = converted(halves, tl.bfloat16, tl.float32)
+    assert np.array_equal(wide.view(np.uint32), halves.astype(np.uint32) << 16)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +60,13 @@ def test_every_bfloat16_is_kept():
     [(tl.float32, tl.float16), (tl.float16, tl.float32), (tl.float32, tl.float8e5)],
 )
 def test_other_conversions_are_tritons(source, target):
-    values = VALUES.numpy()[:4].astype(
-        np.float16 if source == tl.float16 else np.float32
-    )
+    values = VALUES.numpy()[:4]
+    if source == tl.float16:
+        values = values.astype(np.float16)
+    expected = converted(values, source, target)
     with faithful_interpreter():
-        found = converted(values, source, target)
-    assert np.array_equal(found, converted(values, source, target))
+        result = converted(values, source, target)
+    assert np.array_equal(result, expected)
 
 
 def test_rows_of_a_tile_are_added_in_pairs():
@@ -77,24 +77,26 @@ def test_rows_of_a_tile_are_added_in_pairs():
     tile = tl.core.tensor(tile, tl.block_type(tl.float32, [4096, 2]))
     with faithful_interpreter():
         reduction = interpreter.ReduceOps(0, tl.standard._sum_combine, False)
-        found = reduction.sum(tile)
+        total = reduction.sum(tile)
     exact = 4096 * float(np.float32(0.1))
-    assert np.abs(found.handle.data - exact).max() < exact * 2**-23
+    error = np.abs(total.handle.data - exact)
+    assert error.max() < exact * 2**-23
+
+
+def replaced_functions():
+    return [
+        interpreter._convert_float,
+        interpreter._patch_lang,
+        interpreter.ReduceOps.sum,
+    ]
 
 
 def test_the_interpreter_is_put_back_after_an_error():
-    before = (
-        interpreter._convert_float,
-        interpreter._patch_lang,
-        interpreter.ReduceOps.sum,
-    )
+    before = replaced_functions()
     with pytest.raises(ZeroDivisionError), faithful_interpreter():
+        assert replaced_functions() != before
         1 / 0  # noqa: B018
-    assert (
-        interpreter._convert_float,
-        interpreter._patch_lang,
-        interpreter.ReduceOps.sum,
-    ) == before
+    assert replaced_functions() == before
 
 
 def test_an_array_of_one_element_is_a_number():

@@ -5,6 +5,8 @@ In half precision the results are bit-equal; in float32 the order of a sum shows
 tolerance policy judges.
 """
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from heads import fused_qk_norm
@@ -19,80 +21,94 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import fused_norm
-from tests.unit.kernels.test_kernels import doubled, real_strides
+from tests.unit.kernels.test_kernels import (
+    BF16,
+    FP16,
+    FP32,
+    assert_equal,
+    contiguous,
+    doubled,
+    last_dimension_strided,
+    leaves_of,
+    random,
+    real_strides,
+    rows,
+    transposed,
+    unaligned,
+)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# compiled, products of float32 that nothing rounds are fused into sums
-EXACT = FP32 if DEVICE == "cpu" else BF16
+parametrize = pytest.mark.parametrize
+
 QWEN3 = NormSpec(False, 1e-6, rounding="before_weight")
-NORMS = {
-    "qwen3": (Qwen3RMSNorm, QWEN3),
-    "gemma3": (Gemma3RMSNorm, NormSpec(False, 1e-6, weight_offset=1.0)),
-    "gemma3n": (Gemma3nRMSNorm, NormSpec(False, 1e-6)),
-    "l2": (lambda n: Llama4TextL2Norm(1e-6), NormSpec(False, 1e-6, has_weight=False)),
-}
 SPECS = {
-    **{name: spec for name, (_, spec) in NORMS.items()},
+    "qwen3": QWEN3,
+    "gemma3": NormSpec(False, 1e-6, weight_offset=1.0),
+    "gemma3n": NormSpec(False, 1e-6),
+    "l2": NormSpec(False, 1e-6, has_weight=False),
     "rounded_offset": NormSpec(
         False, 1e-6, weight_offset=1.0, rounding="before_weight"
     ),
 }
+MODULES = {
+    "qwen3": Qwen3RMSNorm,
+    "gemma3": Gemma3RMSNorm,
+    "gemma3n": Gemma3nRMSNorm,
+    "l2": Llama4TextL2Norm,
+}
 
 
-def random(*shape, dtype, seed, scale=1.7, shift=0.25):
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator)
-    values = values * scale + shift
-    return values.to(DEVICE, dtype)
+def rotated_once(q, k, cos, sin):
+    """In float32, rounded at the end."""
+    yq, yk = apply_rotary_pos_emb(q.float(), k.float(), cos.float(), sin.float())
+    return yq.to(q.dtype), yk.to(k.dtype)
 
 
-def projected(batch, heads, length, head_dim, dtype, seed):
-    """As after `proj(x).view(batch, length, heads, head_dim).transpose(1, 2)`."""
-    rows = random(batch, length, heads, head_dim, dtype=dtype, seed=seed)
-    return rows.transpose(1, 2)
+ROTARY = {
+    "": apply_rotary_pos_emb,
+    "once": rotated_once,
+}
 
 
-def packed(batch, heads, length, head_dim, dtype, seed):
+# A shape is (batch, heads, length, head_dim). `transposed` is what a projection gives:
+# `proj(x).view(batch, length, heads, head_dim).transpose(1, 2)`.
+
+
+def packed(shape, dtype, seed):
     """A slice of a packed qkv projection."""
-    whole = random(batch, length, heads + 3, head_dim, dtype=dtype, seed=seed)
-    rows = whole[:, :, 1:-2]
-    return rows.transpose(1, 2)
+    batch, heads, *inner = shape
+    whole = transposed((batch, heads + 3, *inner), dtype, seed)
+    return whole[:, 1:-2]
 
 
-def gated(batch, heads, length, head_dim, dtype, seed):
+def gated(shape, dtype, seed):
     """The queries of a projection that holds a gate for every head beside them."""
-    whole = random(batch, length, heads, 2 * head_dim, dtype=dtype, seed=seed)
-    rows = whole[..., :head_dim]
-    return rows.transpose(1, 2)
+    *outer, head_dim = shape
+    whole = transposed((*outer, 2 * head_dim), dtype, seed)
+    return whole[..., :head_dim]
 
 
-def contiguous(batch, heads, length, head_dim, dtype, seed):
-    return random(batch, heads, length, head_dim, dtype=dtype, seed=seed)
-
-
-def length_first(batch, heads, length, head_dim, dtype, seed):
+def length_first(shape, dtype, seed):
     """As the backward of some attention kernels gives gradients."""
-    rows = random(length, batch, heads, head_dim, dtype=dtype, seed=seed)
-    return rows.permute(1, 2, 0, 3)
+    batch, heads, length, head_dim = shape
+    whole = rows(length, batch, heads, head_dim, dtype=dtype, seed=seed)
+    return whole.permute(1, 2, 0, 3)
 
 
-def unaligned(batch, heads, length, head_dim, dtype, seed):
-    whole = random(batch, heads, length, head_dim + 1, dtype=dtype, seed=seed)
-    return whole[..., 1:]
+def expanded(shape, dtype, seed):
+    batch, _, *inner = shape
+    one = rows(batch, 1, *inner, dtype=dtype, seed=seed)
+    return one.expand(shape)
 
 
-def expanded(batch, heads, length, head_dim, dtype, seed):
-    one = random(batch, 1, length, head_dim, dtype=dtype, seed=seed)
-    return one.expand(batch, heads, length, head_dim)
-
-
-def columns_apart(batch, heads, length, head_dim, dtype, seed):
-    whole = random(batch, heads, length, 2 * head_dim, dtype=dtype, seed=seed)
-    return whole[..., ::2]
-
-
-LAYOUTS = [projected, packed, gated, contiguous, length_first, unaligned, expanded]
+LAYOUTS = [
+    transposed,
+    packed,
+    gated,
+    contiguous,
+    length_first,
+    unaligned,
+    expanded,
+]
 
 
 def angles(batch, length, columns, dtype, shared=True):
@@ -109,363 +125,325 @@ def angles(batch, length, columns, dtype, shared=True):
 
 
 def parameters(spec, head_dim, dtype):
+    """The weights of q and k, None where the formula has none."""
     if not spec.has_weight:
         return [None, None]
-    how = {"dtype": dtype, "scale": 0.3, "shift": 1.0 - spec.weight_offset}
-    q_weight = random(head_dim, seed=2, **how)
-    k_weight = random(head_dim, seed=3, **how)
+    mean = 1.0 - spec.weight_offset
+    q_weight = random(head_dim, dtype=dtype, seed=2, scale=0.3, mean=mean)
+    k_weight = random(head_dim, dtype=dtype, seed=3, scale=0.3, mean=mean)
     return [q_weight, k_weight]
 
 
-def usual(dtype=BF16, length=5, batch=2):
-    """(q, k, weights, tables) of four heads and two, all of one dtype."""
-    q = projected(batch, 4, length, 64, dtype, 0)
-    k = projected(batch, 2, length, 64, dtype, 1)
-    weights = parameters(QWEN3, 64, dtype)
-    return q, k, weights, angles(batch, length, 64, dtype)
+@dataclass
+class Attention:
+    """Queries and keys, and what is computed of them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    weights: list
+    tables: tuple  # cos and sin
+    spec: NormSpec = QWEN3
+    way: str = ""
+
+    @property
+    def operands(self):
+        return [self.q, self.k, *self.weights]
+
+    def compute(self, q, k, *weights):
+        return fused_qk_norm(q, k, *weights, self.spec, *self.tables, self.way)
+
+    def apart(self, q, k, *weights):
+        """Both by the kernels of one norm, and rotated by Hugging Face's code."""
+        q_weight, k_weight = weights
+        yq = fused_norm(q, q_weight, None, self.spec)
+        yk = fused_norm(k, k_weight, None, self.spec)
+        return ROTARY[self.way](yq, yk, *self.tables)
+
+    @torch.no_grad()
+    def forward(self):
+        return self.compute(*self.operands)
+
+    def gradients(self, dys, function=None):
+        """Of everything that takes one; q and k keep their strides."""
+        leaves, present = leaves_of(self.operands)
+        if function is None:
+            function = self.compute
+        outputs = function(*leaves)
+        of_outputs = []
+        for y, dy in zip(outputs, dys, strict=True):
+            of_outputs.append(dy.to(y.dtype))
+        return torch.autograd.grad(outputs, present, of_outputs)
+
+    def doubled(self):
+        q, k, *weights = doubled(*self.operands)
+        tables = doubled(*self.tables)
+        return Attention(q, k, weights, tables, self.spec, self.way)
 
 
-def rotated_once(q, k, cos, sin):
-    """In float32, rounded at the end."""
-    yq, yk = apply_rotary_pos_emb(q.float(), k.float(), cos.float(), sin.float())
-    return yq.to(q.dtype), yk.to(k.dtype)
+def attention(layouts, shape, dtypes=(BF16, BF16, BF16), columns=None, **options):
+    """Queries of a shape and half as many keys, in two layouts; `dtypes`: of q and k,
+    their weights, cos and sin; `columns`: how many are rotated.
+    """
+    q_layout, k_layout = layouts
+    batch, heads, length, head_dim = shape
+    of_rows, of_weights, of_tables = dtypes
+    spec = options.pop("spec", QWEN3)
+    way = options.pop("way", "")
+    q = q_layout(shape, of_rows, 0)
+    k = k_layout((batch, heads // 2, length, head_dim), of_rows, 1)
+    weights = parameters(spec, head_dim, of_weights)
+    tables = angles(batch, length, columns or head_dim, of_tables, **options)
+    return Attention(q, k, weights, tables, spec, way)
 
 
-def normed(q, k, q_weight, k_weight):
-    """Both by the kernels of one norm."""
-    yq = fused_norm(q, q_weight, None, QWEN3)
-    yk = fused_norm(k, k_weight, None, QWEN3)
-    return yq, yk
+def usual(**options):
+    """Four heads of queries and two of keys, as projections give them."""
+    return attention((transposed, transposed), (2, 4, 5, 64), **options)
 
 
-ROTARY = {"": apply_rotary_pos_emb, "once": rotated_once}
+def gradients_like(made, layouts=(contiguous, contiguous)):
+    """Gradients of both outputs, in two layouts."""
+    q_layout, k_layout = layouts
+    dq = q_layout(made.q.shape, made.q.dtype, 7)
+    dk = k_layout(made.k.shape, made.k.dtype, 8)
+    return dq, dk
 
 
-def assert_strides(got, expected):
-    for a, b in zip(got, expected, strict=True):
+def assert_strides(outputs, expected):
+    for a, b in zip(outputs, expected, strict=True):
         assert real_strides(a) == real_strides(b)
         assert a.dtype == b.dtype
 
 
-DTYPES = [BF16, FP16, FP32]
-MIXED = [  # q and k, the weights, cos and sin
+DTYPES = [  # q and k, the weights, cos and sin
+    (BF16, BF16, BF16),
+    (FP16, FP16, FP16),
+    (FP32, FP32, FP32),
     (BF16, FP32, FP32),  # autocast
-    (FP16, FP32, FP32),
     (BF16, FP32, BF16),
     (FP32, BF16, BF16),
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", ROTARY)
-@pytest.mark.parametrize("name", NORMS)
-def test_the_layers_of_hugging_face(name, way, dtype):
-    check_forward(name, way, dtype, dtype, dtype)
+def by_modules(name, made):
+    """What the modules and the function of Hugging Face make of q and k."""
+    outputs = []
+    for x, weight in zip((made.q, made.k), made.weights, strict=True):
+        if weight is None:
+            norm = MODULES[name](1e-6)
+        else:
+            norm = MODULES[name](len(weight))
+            norm.weight = torch.nn.Parameter(weight)
+        outputs.append(norm(x).detach())
+    return ROTARY[made.way](*outputs, *made.tables)
 
 
-@pytest.mark.parametrize("dtypes", MIXED, ids=str)
-@pytest.mark.parametrize("way", ROTARY)
-def test_the_layers_of_hugging_face_on_other_dtypes(way, dtypes):
-    check_forward("qwen3", way, *dtypes)
-
-
-def check_forward(name, way, of_rows, of_weights, of_tables):
+@parametrize("dtypes", DTYPES, ids=str)
+@parametrize("way", ROTARY)
+@parametrize("name", MODULES)
+def test_the_layers_of_hugging_face(name, way, dtypes):
     """The reference is theirs bit for bit; the kernel adds in another order, which a
     rounding may show.
     """
-    make, spec = NORMS[name]
-    weights = parameters(spec, 64, of_weights)
-    q, k, *_ = usual(of_rows)
-    tables = angles(2, 5, 64, of_tables)
-    by_modules = []
-    for x, weight in zip((q, k), weights, strict=True):
-        norm = make(64).to(DEVICE, of_weights)
-        for parameter in norm.parameters():
-            parameter.data.copy_(weight)
-        by_modules.append(norm(x).detach())
-    expected = ROTARY[way](*by_modules, *tables)
-    wide = doubled(q, k, *weights)
-    wide_tables = doubled(*tables)
-    with torch.no_grad():
-        with use_backend("reference"), count_launches() as launches:
-            reference = fused_qk_norm(q, k, *weights, spec, *tables, way)
-            exact = fused_qk_norm(*wide, spec, *wide_tables, way)
-        assert not launches
-        with use_backend("triton"), count_launches() as launches:
-            fused = fused_qk_norm(q, k, *weights, spec, *tables, way)
-        assert launches == {"qk_norm_forward": 1}
+    made = usual(dtypes=dtypes, spec=SPECS[name], way=way)
+    expected = by_modules(name, made)
+    with use_backend("reference"):
+        reference = made.forward()
+        exact = made.doubled().forward()
+    with use_backend("triton"), count_launches() as launches:
+        fused = made.forward()
+    assert launches == {"qk_norm_forward": 1}
     assert_strides(reference, expected)
     assert_strides(fused, expected)
-    for side, a, r, b, c in zip("qk", fused, reference, expected, exact, strict=True):
-        assert torch.equal(r, b)
-        assert_as_accurate(a, b, c, side)
-        if a.dtype == BF16 and way == "" and DEVICE == "cpu":
-            assert torch.equal(a, b)
-        elif a.dtype != FP32:
-            equal = (a == b).double()
-            assert equal.mean() > 0.999
+    assert_equal(reference, expected)
+    for i, side in enumerate("qk"):
+        assert_as_accurate(fused[i], expected[i], exact[i], side)
+        if fused[i].dtype != FP32:
+            same = fused[i] == expected[i]
+            assert same.double().mean() > 0.999
 
 
 def test_a_rotation_that_ends_in_a_concatenation_is_row_major():
-    q, k, weights, tables = usual()
-    with torch.no_grad(), use_backend("triton"):
-        strided = fused_qk_norm(q, k, *weights, QWEN3, *tables)
-        joined = fused_qk_norm(q, k, *weights, QWEN3, *tables, "joined")
-    for a, b in zip(joined, strided, strict=True):
-        assert a.is_contiguous()
-        assert torch.equal(a, b)
+    made = usual()
+    with use_backend("triton"):
+        strided = made.forward()
+        joined = replace(made, way="joined").forward()
+    assert_equal(joined, strided)
+    for y in joined:
+        assert y.is_contiguous()
 
 
 def shifted(x):
     """The same values and strides at an address that is no multiple of 16."""
     size = x.untyped_storage().nbytes() // x.element_size()
-    apart = x.new_empty(size + 1)
-    moved = apart.as_strided(x.shape, x.stride(), 1)
+    memory = x.new_empty(size + 1)
+    moved = memory.as_strided(x.shape, x.stride(), 1)
     return moved.copy_(x)
 
 
-@pytest.mark.parametrize("k_layout", LAYOUTS[:4])
-@pytest.mark.parametrize("q_layout", LAYOUTS)
-@pytest.mark.parametrize("columns", [48, 16])
-def test_any_strides_give_what_two_norms_and_the_rotary_embedding_give(
-    columns, q_layout, k_layout
-):
-    """Bit-equal to what contiguous tensors give, and as accurate as the norms alone.
-
-    Of a pair that holds an unaligned tensor, both are read, and summed, as such.
-    """
-    weights = parameters(QWEN3, 48, EXACT)
-    q = q_layout(2, 4, 5, 48, EXACT, 0)
-    k = k_layout(2, 3, 5, 48, EXACT, 1)
-    rotary = apply_rotary_pos_emb
-    batch = 2
-    if columns < 48:
-        rotary = partial_rotary
-        batch = 1
-    tables = angles(batch, 5, columns, EXACT, shared=False)
-    whole = [q.contiguous(), k.contiguous()]
-    if q.data_ptr() % 16 or k.data_ptr() % 16:
-        whole = map(shifted, whole)
-    with torch.no_grad(), use_backend("triton"):
-        got = fused_qk_norm(q, k, *weights, QWEN3, *tables)
-        same = fused_qk_norm(*whole, *weights, QWEN3, *tables)
-        apart = rotary(*normed(q, k, *weights), *tables)
-    wide = doubled(q, k, *weights)
-    wide_tables = doubled(*tables)
-    with torch.no_grad(), use_backend("reference"):
-        exact = fused_qk_norm(*wide, QWEN3, *wide_tables)
-    assert_strides(got, apart)
-    assert all(map(torch.equal, got, same))
-    for side, a, b, c in zip("qk", got, apart, exact, strict=True):
-        assert_as_accurate(a, b, c, side)
+@parametrize("k_layout", [transposed, packed])
+@parametrize("q_layout", LAYOUTS)
+def test_any_strides_give_the_bits_of_contiguous_tensors(q_layout, k_layout):
+    """Of a pair that holds an unaligned tensor, both are read, and summed, as such."""
+    made = attention((q_layout, k_layout), (2, 4, 5, 48), shared=False)
+    q = made.q.contiguous()
+    k = made.k.contiguous()
+    if made.q.data_ptr() % 16:
+        q = shifted(q)
+        k = shifted(k)
+    whole = replace(made, q=q, k=k)
+    with use_backend("triton"):
+        outputs = made.forward()
+        expected = whole.forward()
+        apart = made.apart(*made.operands)
+    assert_equal(outputs, expected)
+    assert_strides(outputs, apart)
 
 
-def gradients(function, q, k, weights, dq, dk):
-    """Outputs and gradients of everything that takes one; q and k keep their strides."""
-    leaves = []
-    for t in (q, k, *weights):
-        leaves.append(t if t is None else t.detach().requires_grad_())
-    outputs = function(*leaves)
-    dys = []
-    for y, d in zip(outputs, (dq, dk), strict=True):
-        dys.append(d.to(y.dtype))
-    wanted = [t for t in leaves if t is not None]
-    grads = torch.autograd.grad(outputs, wanted, dys)
-    of_leaves = iter(grads)
-    return [None if t is None else next(of_leaves) for t in leaves]
+def test_a_part_of_the_columns_is_rotated():
+    made = attention((transposed, packed), (1, 4, 5, 48), columns=16, shared=False)
+    q_weight, k_weight = made.weights
+    with use_backend("triton"):
+        outputs = made.forward()
+        q = fused_norm(made.q, q_weight, None, QWEN3)
+        k = fused_norm(made.k, k_weight, None, QWEN3)
+    assert_equal(outputs, partial_rotary(q, k, *made.tables))
 
 
-def in_another_order(seed, operands, tables):
+def in_another_order(made, dys, seed):
     """The same with the positions in another order."""
     generator = torch.Generator().manual_seed(seed)
-    length = operands[0].shape[2]
-    order = torch.randperm(length, generator=generator).to(DEVICE)
-    operands = [t[:, :, order] for t in operands]
-    tables = [t[:, order] for t in tables]
-    return operands, tables
+    length = made.q.shape[2]
+    order = torch.randperm(length, generator=generator)
+    q = made.q[:, :, order]
+    k = made.k[:, :, order]
+    tables = [t[:, order] for t in made.tables]
+    moved_dys = [dy[:, :, order] for dy in dys]
+    return replace(made, q=q, k=k, tables=tables), moved_dys
 
 
-def check_backward(spec, q, k, weights, dq, dk, tables, way=""):
+def check_backward(made, dys):
     """Against float64 under the tolerance policy, with what plain torch errs as the
     measure.
     """
-    before = dq.clone(), dk.clone()
-
-    def run(q, k, dq, dk, tables, weights=weights):
-        def fused(*leaves):
-            return fused_qk_norm(*leaves, spec, *tables, way)
-
-        return gradients(fused, q, k, weights, dq, dk)
-
+    before = [dy.clone() for dy in dys]
     with use_backend("triton"), count_launches() as launches:
-        got = run(q, k, dq, dk, tables)
+        fused = made.gradients(dys)
     expected = {"qk_norm_forward": 1, "qk_norm_backward": 1}
-    if weights[0] is not None:
+    if made.spec.has_weight:
         expected["reduce_partials"] = 1
     assert launches == expected
-    assert torch.equal(dq, before[0]), "an incoming gradient was overwritten"
-    assert torch.equal(dk, before[1]), "an incoming gradient was overwritten"
+    assert_equal(dys, before)
+    orders = []
     with use_backend("reference"):
-        plain = run(q, k, dq, dk, tables)
+        plain = made.gradients(dys)
+        exact = made.doubled().gradients(doubled(*dys))
         # Which order adds up best is luck.
-        orders = []
         for seed in range(4):
-            moved, turned = in_another_order(seed, (q, k, dq, dk), tables)
-            orders.append(run(*moved, turned))
-        wide = doubled(q, k, dq, dk)
-        wide_tables = doubled(*tables)
-        exact = run(*wide, wide_tables, doubled(*weights))
-    for i, name in enumerate(("dq", "dk", "dq_weight", "dk_weight")):
-        assert (got[i] is None) == (plain[i] is None), name
-        if got[i] is None:
-            continue
+            moved, moved_dys = in_another_order(made, dys, seed)
+            orders.append(moved.gradients(moved_dys))
+    names = ("dq", "dk", "dq_weight", "dk_weight")
+    for i, gradient in enumerate(fused):
         others = []
-        if "weight" in name:
-            others = [made[i] for made in orders]
-        assert_as_accurate(got[i], plain[i], exact[i], name, others)
-    return got
+        if "weight" in names[i]:
+            others = [gradients[i] for gradients in orders]
+        assert_as_accurate(gradient, plain[i], exact[i], names[i], others)
+    return fused
 
 
 ROTATIONS = [
-    ("", 80, BF16),
-    ("", 32, FP16),
-    ("", 32, FP32),
-    ("once", 80, BF16),
-    ("once", 32, FP16),
+    ("", 80, (BF16, BF16, BF16)),
+    ("", 32, (FP16, FP16, FP16)),
+    ("", 32, (FP32, FP32, FP32)),
+    ("", 80, (BF16, FP32, FP32)),
+    ("", 80, (FP32, BF16, BF16)),
+    ("once", 80, (BF16, FP32, BF16)),
+    ("once", 32, (FP16, FP16, FP16)),
 ]
 
 
-def nine(dtype):
-    """q and k of nine positions."""
-    q = projected(2, 4, 9, 80, dtype, 0)
-    k = packed(2, 2, 9, 80, dtype, 1)
-    return q, k
+@parametrize("way, columns, dtypes", ROTATIONS)
+@parametrize("name", SPECS)
+def test_backward_of_every_formula(name, way, columns, dtypes):
+    options = {"spec": SPECS[name], "way": way, "shared": False}
+    layouts = transposed, packed
+    made = attention(layouts, (2, 4, 9, 80), dtypes, columns, **options)
+    check_backward(made, gradients_like(made, (length_first, contiguous)))
 
 
-def gradients_of_nine(dtype):
-    dq = length_first(2, 4, 9, 80, dtype, 7)
-    dk = contiguous(2, 2, 9, 80, dtype, 8)
-    return dq, dk
-
-
-@pytest.mark.parametrize("way, columns, dtype", ROTATIONS)
-@pytest.mark.parametrize("name", SPECS)
-def test_backward_of_every_formula(name, way, columns, dtype):
-    spec = SPECS[name]
-    weights = parameters(spec, 80, dtype)
-    tables = angles(2, 9, columns, dtype, shared=False)
-    check_backward(spec, *nine(dtype), weights, *gradients_of_nine(dtype), tables, way)
-
-
-@pytest.mark.parametrize("dtypes", MIXED, ids=str)
-@pytest.mark.parametrize("way", ROTARY)
-def test_backward_on_other_dtypes(way, dtypes):
-    of_rows, of_weights, of_tables = dtypes
-    weights = parameters(QWEN3, 80, of_weights)
-    tables = angles(2, 9, 80, of_tables, shared=False)
-    dys = gradients_of_nine(FP32)
-    check_backward(QWEN3, *nine(of_rows), weights, *dys, tables, way)
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, columns_apart])
+@parametrize("layout", [*LAYOUTS, last_dimension_strided])
 def test_gradients_arrive_in_any_strides(layout):
-    shape = (2, 4, 6, 48)
-    q = projected(*shape, BF16, 0)
-    k = contiguous(*shape, BF16, 1)
-    dq = layout(*shape, BF16, 7)
-    dk = columns_apart(*shape, BF16, 8)
-    weights = parameters(QWEN3, 48, BF16)
-    tables = angles(2, 6, 48, BF16)
-    got_dq, got_dk, *_ = check_backward(QWEN3, q, k, weights, dq, dk, tables)
-    assert got_dq.stride() == q.stride()
-    assert got_dk.stride() == k.stride()
+    made = attention((transposed, contiguous), (2, 4, 6, 48))
+    dys = gradients_like(made, (layout, last_dimension_strided))
+    dq, dk, *_ = check_backward(made, dys)
+    assert dq.stride() == made.q.stride()
+    assert dk.stride() == made.k.stride()
 
 
-@pytest.mark.parametrize("head_dim", [2, 8, 64, 72, 96, 128, 192, 256, 512])
+@parametrize("head_dim", [2, 8, 64, 72, 96, 128, 192, 256, 512])
 def test_every_head_dim(head_dim):
-    weights = parameters(QWEN3, head_dim, BF16)
-    q = projected(1, 3, 5, head_dim, BF16, 0)
-    k = projected(1, 1, 5, head_dim, BF16, 1)
-    dq = contiguous(1, 3, 5, head_dim, BF16, 7)
-    dk = contiguous(1, 1, 5, head_dim, BF16, 8)
-    tables = angles(1, 5, head_dim, BF16)
-    check_backward(QWEN3, q, k, weights, dq, dk, tables)
-    with torch.no_grad(), use_backend("triton"):
-        got = fused_qk_norm(q, k, *weights, QWEN3, *tables)
-        apart = normed(q, k, *weights)
-    expected = apply_rotary_pos_emb(*apart, *tables)
-    assert all(map(torch.equal, got, expected))
+    made = attention((transposed, transposed), (1, 4, 5, head_dim))
+    check_backward(made, gradients_like(made))
+    with use_backend("triton"):
+        outputs = made.forward()
+        apart = made.apart(*made.operands)
+    assert_equal(outputs, apart)
 
 
-@pytest.mark.parametrize("way", ROTARY)
+@parametrize("way", ROTARY)
 def test_gradients_are_those_of_the_norm_kernels_bit_for_bit(way):
     """The rotary embedding's gradient is rounded where eager rounds it, so that
     training does not drift from it.
     """
-    q, k, weights, _ = usual()
-    dq = contiguous(2, 4, 5, 64, BF16, 7)
-    dk = contiguous(2, 2, 5, 64, BF16, 8)
-    tables = angles(2, 5, 64, BF16, shared=False)
-
-    def fused(*leaves):
-        return fused_qk_norm(*leaves, QWEN3, *tables, way)
-
-    def apart(*leaves):
-        return ROTARY[way](*normed(*leaves), *tables)
-
+    made = usual(way=way, shared=False)
+    dys = gradients_like(made)
     with use_backend("triton"):
-        got = gradients(fused, q, k, weights, dq, dk)
-        expected = gradients(apart, q, k, weights, dq, dk)
-        again = gradients(fused, q, k, weights, dq, dk)
-    assert all(map(torch.equal, got[:2], expected[:2]))
-    assert all(map(torch.equal, got, again)), "a gradient is not deterministic"
+        gradients = made.gradients(dys)
+        again = made.gradients(dys)
+        expected = made.gradients(dys, made.apart)
+    assert_equal(gradients, again)
+    assert_equal(gradients[:2], expected[:2])
 
 
-def test_frozen_weights_and_inputs_take_no_gradient():
-    q, k, weights, tables = usual()
-    dq = torch.ones_like(q)
-    dk = torch.ones_like(k)
-
-    def fused(*leaves):
-        return fused_qk_norm(*leaves, QWEN3, *tables)
-
+@parametrize("wanted", [[0], [1], [2], [2, 3], [0, 3]], ids=str)
+def test_frozen_weights_and_inputs_take_no_gradient(wanted):
+    made = usual()
+    dys = gradients_like(made)
+    leaves = [t.detach().clone() for t in made.operands]
+    for i in wanted:
+        leaves[i].requires_grad_()
     with use_backend("triton"):
-        whole = gradients(fused, q, k, weights, dq, dk)
-        for wanted in ([0], [1], [0, 1], [2], [3], [2, 3], [0, 3]):
-            leaves = [t.detach().clone() for t in (q, k, *weights)]
-            for i in wanted:
-                leaves[i].requires_grad_()
-            with count_launches() as launches:
-                torch.autograd.backward(fused(*leaves), (dq, dk))
-            assert launches["reduce_partials"] == (max(wanted) > 1)
-            for i, leaf in enumerate(leaves):
-                assert (leaf.grad is not None) == (i in wanted)
-                if i in wanted:
-                    assert torch.equal(leaf.grad, whole[i])
-
-
-@pytest.mark.parametrize("rows", [1, 7, 300])
-def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(rows):
-    q, k, weights, tables = usual(length=rows, batch=1)
-
-    def fused(*leaves):
-        return fused_qk_norm(*leaves, QWEN3, *tables)
-
-    leaf = q.detach().requires_grad_()
-    weight = weights[0].detach().requires_grad_()
-    with use_backend("triton"):
-        dq, _, dweight, _ = gradients(fused, q, k, weights, q, k)
-        with torch.no_grad():
-            expected, _ = fused(q, k, *weights)
+        expected = made.gradients(dys)
         with count_launches() as launches:
-            y, none = fused(leaf, q[:, :0], weight, weight)
-            y.backward(q)
+            torch.autograd.backward(made.compute(*leaves), dys)
+    of_weights = max(wanted) > 1
+    assert launches["reduce_partials"] == of_weights
+    for i, leaf in enumerate(leaves):
+        if i in wanted:
+            assert torch.equal(leaf.grad, expected[i])
+        else:
+            assert leaf.grad is None
+
+
+@parametrize("length", [1, 300])
+def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(length):
+    made = attention((transposed, transposed), (1, 4, length, 64))
+    dys = gradients_like(made)
+    q = made.q.detach().requires_grad_()
+    weight = made.weights[0].detach().requires_grad_()
+    no_heads = q[:, :0]
+    with use_backend("triton"):
+        expected, _ = made.forward()
+        dq, _, dweight, _ = made.gradients(dys)
+        with count_launches() as launches:
+            y, nothing = made.compute(q, no_heads, weight, weight)
+            y.backward(dys[0])
     once = ["qk_norm_forward", "qk_norm_backward", "reduce_partials"]
     assert launches == dict.fromkeys(once, 1)
-    assert none.numel() == 0
+    assert nothing.numel() == 0
     assert torch.equal(y, expected)
     assert y.stride() == expected.stride()
-    assert torch.equal(leaf.grad, dq)
+    assert torch.equal(q.grad, dq)
     torch.testing.assert_close(weight.grad, dweight)  # whose rows other programs share
 
 
@@ -473,9 +451,11 @@ def test_backward_keeps_no_copy():
     """Views of what the projections gave, one float32 a row, and the rotary tables that
     are shared by all layers.
     """
-    whole = random(2, 5, 9, 64, dtype=BF16, seed=0).requires_grad_()
+    whole = rows(2, 5, 9, 64, dtype=BF16).requires_grad_()
     q, k = whole.transpose(1, 2).split((4, 5), dim=1)
-    weights = [w.requires_grad_() for w in parameters(QWEN3, 64, BF16)]
+    weights = parameters(QWEN3, 64, BF16)
+    for weight in weights:
+        weight.requires_grad_()
     tables = angles(2, 5, 64, BF16)
     kept = {}
 

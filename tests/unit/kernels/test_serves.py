@@ -2,10 +2,7 @@
 whatever field of it is set.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, fields, replace
 from typing import get_args, get_type_hints
 
@@ -14,17 +11,16 @@ import torch
 from add_norm import fused_add_norm
 from launched import norm_backward, norm_forward, qk_norm_forward
 from places import ROOT
+from processes import python
 
 from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.kernels.serves import SERVES
 from hf_rmsnorm.ops import fused_norm, input_needed, resolve_backend
-from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.ops.operators import spec_args, spec_from
 from hf_rmsnorm.reference import reference_backward, reference_norm, reference_qk_norm
 
-pytestmark = pytest.mark.skipif(
-    device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1"
-)
+parametrize = pytest.mark.parametrize
+
 BASES = {
     "RMSNorm": NormSpec(False, 1e-2),
     "LayerNorm": NormSpec(True, 1e-2, has_bias=True),
@@ -44,51 +40,64 @@ def values_of(name):
     """
     hint = get_type_hints(NormSpec)[name]
     kinds = get_args(hint) or (hint,)
-    words = [
-        w for kind in kinds for w in (get_args(kind) or (kind,)) if isinstance(w, str)
-    ]
-    return words or (
-        [True, False] if bool in kinds else [8] if int in kinds else [0.25, 1.0]
-    )
+    words = []
+    for kind in kinds:
+        for value in get_args(kind) or (kind,):
+            if isinstance(value, str):
+                words.append(value)
+    if words:
+        return words
+    if bool in kinds:
+        return [True, False]
+    if int in kinds:
+        return [8]
+    return [0.25, 1.0]
 
 
-def formulas():
-    for name, base in BASES.items():
-        for field in fields(NormSpec):
-            for value in values_of(field.name):
-                if value != getattr(base, field.name):
-                    try:
-                        yield (
-                            f"{name} {field.name}={value}",
-                            replace(base, **{field.name: value}),
-                        )
-                    except ValueError:
-                        continue  # means nothing
-    yield "LayerNorm", BASES["LayerNorm"]
-    yield "RMSNorm weight + 1", NormSpec(False, 1e-2, weight_offset=1.0)
-    yield "invented", Doubled(False, 1e-2, doubled=True)
+def changed(base, name):
+    """The formulas that differ from `base` in one field, by its value."""
+    formulas = {}
+    for value in values_of(name):
+        if value == getattr(base, name):
+            continue
+        try:
+            formulas[value] = replace(base, **{name: value})
+        except ValueError:
+            continue  # means nothing
+    return formulas
 
 
-SPECS = dict(formulas())
+SPECS = {
+    "LayerNorm": BASES["LayerNorm"],
+    "RMSNorm weight + 1": NormSpec(False, 1e-2, weight_offset=1.0),
+    "invented": Doubled(False, 1e-2, doubled=True),
+}
+for base_name, base in BASES.items():
+    for field in fields(NormSpec):
+        for value, spec in changed(base, field.name).items():
+            SPECS[f"{base_name} {field.name}={value}"] = spec
 
 
 def operands(spec, *shape):
     generator = torch.Generator().manual_seed(0)
-    x, residual, dy, gate = (torch.randn(*shape, generator=generator) for _ in range(4))
-    weight, bias = (torch.rand(shape[-1], generator=generator) + 0.5 for _ in range(2))
-    given = zip(
-        (weight, bias, gate), (spec.has_weight, spec.has_bias, spec.gate), strict=True
-    )
-    return x, residual, dy, *(t if there else None for t, there in given)
+    x, residual, dy, gate = torch.randn(4, *shape, generator=generator)
+    weight, bias = torch.rand(2, shape[-1], generator=generator) + 0.5
+    if not spec.has_weight:
+        weight = None
+    if not spec.has_bias:
+        bias = None
+    if spec.gate is None:
+        gate = None
+    return x, residual, dy, weight, bias, gate
 
 
-def assert_same(found, expected):
-    for got, want in zip(found, expected, strict=True):
-        assert (got is None) == (want is None)
-        if got is not None:
-            torch.testing.assert_close(
-                got, want, rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item())
-            )
+def assert_same(results, expected):
+    for a, b in zip(results, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            largest = b.abs().max().item()
+            atol = 1e-4 * max(1.0, largest)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=atol)
 
 
 def run_norm(spec):
@@ -96,24 +105,28 @@ def run_norm(spec):
     need = (True, weight is not None, bias is not None, gate is not None)
     y, rstd, mean, _ = norm_forward(x, weight, bias, spec, True, gate)
     assert_same([y], [reference_norm(x, weight, bias, spec, gate)])
-    found = norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate)
-    assert_same(found, reference_backward(dy, x, weight, bias, spec, need, gate))
+    gradients = norm_backward(dy, x, weight, bias, rstd, mean, spec, need, gate)
+    expected = reference_backward(dy, x, weight, bias, spec, need, gate)
+    assert_same(gradients, expected)
 
 
 def run_sum(spec):
     x, residual, _, weight, bias, gate = operands(spec, 2, 64)
     y, _, _, h = norm_forward(x, weight, bias, spec, False, gate, residual)
-    assert_same(
-        [h, y], [residual + x, reference_norm(residual + x, weight, bias, spec, gate)]
-    )
+    total = residual + x
+    expected = reference_norm(total, weight, bias, spec, gate)
+    assert_same([h, y], [total, expected])
 
 
 def run_from_output(spec):
     x, _, dy, weight, bias, gate = operands(spec, 2, 64)
     need = (True, weight is not None, bias is not None, False)
     y, rstd, *_ = norm_forward(x, weight, bias, spec, True, gate)
-    found = norm_backward(dy, y, weight, bias, rstd, None, spec, need, gate, None, True)
-    assert_same(found, reference_backward(dy, x, weight, bias, spec, need, gate))
+    gradients = norm_backward(
+        dy, y, weight, bias, rstd, None, spec, need, gate, None, True
+    )
+    expected = reference_backward(dy, x, weight, bias, spec, need, gate)
+    assert_same(gradients, expected)
 
 
 def run_qk(spec):
@@ -121,8 +134,9 @@ def run_qk(spec):
     k = operands(spec, 1, 5, 2, 16)[0].transpose(1, 2)
     *_, weight, _, _ = operands(spec, 16)
     table = torch.randn(1, 5, 16)
-    *found, _ = qk_norm_forward((q, k, weight, weight, table, table), spec)
-    assert_same(found, reference_qk_norm(q, k, weight, weight, spec, table, table))
+    *outputs, _ = qk_norm_forward((q, k, weight, weight, table, table), spec)
+    expected = reference_qk_norm(q, k, weight, weight, spec, table, table)
+    assert_same(outputs, expected)
 
 
 RUNS = {
@@ -133,8 +147,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("run", RUNS)
+@parametrize("name", SPECS)
+@parametrize("run", RUNS)
 def test_a_launch_computes_the_formula_or_refuses_it(name, run):
     spec = SPECS[name]
     launched, families = RUNS[run]
@@ -143,46 +157,43 @@ def test_a_launch_computes_the_formula_or_refuses_it(name, run):
     else:
         with pytest.raises(NotImplementedError, match="its formula has"):
             launched(spec)
-    assert name != "invented" or not any(
-        spec.axes <= served for served in SERVES.values()
-    )
 
 
-@pytest.mark.parametrize("name", SPECS)
+@parametrize("family", SERVES)
+def test_no_family_serves_a_field_that_it_does_not_know(family):
+    assert not SPECS["invented"].axes <= SERVES[family]
+
+
+@parametrize("name", SPECS)
 def test_what_no_kernel_computes_falls_back_to_the_reference(name):
     spec = SPECS[name]
-    x, residual, dy, weight, bias, gate = operands(spec, 2, 64)
-    served = resolve_backend(x, weight, bias, spec, gate) == "triton"
-    if not served:
-        with (
-            use_backend("triton"),
-            pytest.raises(RuntimeError, match="its formula has"),
-        ):
-            fused_norm(x, weight, bias, spec, None, gate)
-    assert_same(
-        [fused_norm(x, weight, bias, spec, None, gate)],
-        [reference_norm(x, weight, bias, spec, gate)],
-    )
-    if gate is None:
-        expected = residual + x, reference_norm(residual + x, weight, bias, spec)
-        assert_same(fused_add_norm(x, residual, weight, bias, spec), expected)
-        leaf = x.clone().requires_grad_()
-        y = fused_norm(
-            leaf,
-            weight,
-            bias,
-            spec,
-            None,
-            None,
-            served and not input_needed(weight, bias, spec),
-        )
-        expected = reference_norm(leaf, weight, bias, spec)
-        assert_same(
-            torch.autograd.grad(y, leaf, dy), torch.autograd.grad(expected, leaf, dy)
-        )
+    x, _, _, weight, bias, gate = operands(spec, 2, 64)
+    y = fused_norm(x, weight, bias, spec, None, gate)
+    expected = reference_norm(x, weight, bias, spec, gate)
+    assert_same([y], [expected])
+    if resolve_backend(x, weight, bias, spec, gate) == "triton":
+        return
+    with use_backend("triton"), pytest.raises(RuntimeError, match="its formula has"):
+        fused_norm(x, weight, bias, spec, None, gate)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@parametrize("name", [name for name, spec in SPECS.items() if spec.gate is None])
+def test_a_sum_and_a_gradient_fall_back_to_the_reference(name):
+    spec = SPECS[name]
+    x, residual, dy, weight, bias, _ = operands(spec, 2, 64)
+    total = residual + x
+    both = fused_add_norm(x, residual, weight, bias, spec)
+    assert_same(both, [total, reference_norm(total, weight, bias, spec)])
+    served = resolve_backend(x, weight, bias, spec, None) == "triton"
+    keep_output = served and not input_needed(weight, bias, spec)
+    leaf = x.clone().requires_grad_()
+    y = fused_norm(leaf, weight, bias, spec, keep_output=keep_output)
+    expected = reference_norm(leaf, weight, bias, spec)
+    gradients = torch.autograd.grad(y, leaf, dy)
+    assert_same(gradients, torch.autograd.grad(expected, leaf, dy))
+
+
+@parametrize("name", SPECS)
 def test_operators_take_every_field_of_a_formula(name):
     spec = SPECS[name]
     if spec.group_size is None and type(spec) is NormSpec:
@@ -217,33 +228,27 @@ fused_norm(x, weight.detach(), None, NormSpec(False, 1e-6), "triton")
 """
 
 
+EDITS = {  # by file: a line, and the line that is added behind it
+    "formula.py": (
+        "    group_size: int | None = None\n",
+        "    doubled: bool = False\n",
+    ),
+    "reference.py": (
+        "        h = h + bias\n",
+        "    h = 2 * h if spec.doubled else h\n",
+    ),
+}
+
+
 @pytest.mark.full
 def test_a_field_added_to_the_formula_and_the_reference_alone(tmp_path):
-    shutil.copytree(
-        ROOT / "hf_rmsnorm",
-        tmp_path / "hf_rmsnorm",
-        ignore=shutil.ignore_patterns("demo", "__pycache__"),
-    )
-    for file, before, after in (
-        (
-            "formula.py",
-            "    group_size: int | None = None\n",
-            "    doubled: bool = False\n",
-        ),
-        (
-            "reference.py",
-            "        h = h + bias\n",
-            "    h = 2 * h if spec.doubled else h\n",
-        ),
-    ):
-        text = (tmp_path / "hf_rmsnorm" / file).read_text()
+    package = tmp_path / "hf_rmsnorm"
+    unused = shutil.ignore_patterns("demo", "__pycache__")
+    shutil.copytree(ROOT / "hf_rmsnorm", package, ignore=unused)
+    for file, (before, after) in EDITS.items():
+        text = (package / file).read_text()
         assert text.count(before) == 1
-        (tmp_path / "hf_rmsnorm" / file).write_text(
-            text.replace(before, before + after)
-        )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", INVENTED]
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+        edited = text.replace(before, before + after)
+        (package / file).write_text(edited)
+    environment = {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    python("-c", INVENTED, cwd=tmp_path, **environment)
