@@ -380,7 +380,7 @@ def test_gradients_arrive_in_any_strides(layout):
     assert dk.stride() == made.k.stride()
 
 
-@parametrize("head_dim", [2, 8, 64, 72, 96, 128, 192, 256, 512])
+@parametrize("head_dim", [64, 2, 8, 72, 96, 192, 256, 512, 128])
 def test_every_head_dim(head_dim):
     made = attention((transposed, transposed), (1, 4, 5, head_dim))
     check_backward(made, gradients_like(made))
