@@ -18,17 +18,12 @@ CLASSES = {
     "olmo2": (Olmo2RMSNorm, NormSpec(False, 1e-6, rounding="once")),
     "gemma": (GemmaRMSNorm, NormSpec(False, 1e-6, weight_offset=1.0)),
     "t5": (T5LayerNorm, NormSpec(False, 1e-6, rounding="weight_dtype")),
-    "layer_norm": (
-        lambda n: nn.LayerNorm(n, eps=1e-6),
-        NormSpec(True, 1e-6, has_bias=True, functional=True),
-    ),
-    "torch_rms": (
-        lambda n: nn.RMSNorm(n, eps=1e-6),
-        NormSpec(False, 1e-6, functional=True),
-    ),
+    "layer_norm": (nn.LayerNorm, NormSpec(True, 1e-6, has_bias=True, functional=True)),
+    "torch_rms": (nn.RMSNorm, NormSpec(False, 1e-6, functional=True)),
 }
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # x and its norm without a weight; the RMS of both is 2.7386
 EXAMPLES = [
     ([1.0, 2.0, 3.0, 4.0], [0.3651, 0.7303, 1.0954, 1.4606]),
@@ -39,30 +34,36 @@ EXAMPLES = [
 @pytest.mark.parametrize(("x", "expected"), EXAMPLES)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_worked_examples_of_the_literature(x, expected, backend):
+    x = torch.tensor(x)
+    expected = torch.tensor(expected)
     with use_backend(backend):
-        y = rms_norm(torch.tensor(x), torch.ones(4), eps=0.0)
-    torch.testing.assert_close(y, torch.tensor(expected), atol=5e-5, rtol=0)
+        y = rms_norm(x, torch.ones(4), eps=0.0)
+    torch.testing.assert_close(y, expected, atol=5e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_reference_is_the_live_class_bit_for_bit(name, x_dtype, weight_dtype):
-    make, spec = CLASSES[name]
+    cls, spec = CLASSES[name]
     torch.manual_seed(1)
-    module = make(96)
+    module = cls(96, eps=1e-6)
     for parameter in module.parameters():
         nn.init.normal_(parameter, 0.3, 0.4)
     module = module.to(weight_dtype)
-    x = (torch.randn(5, 7, 96) * 2 + 0.5).to(x_dtype)
+    x = torch.randn(5, 7, 96) * 2 + 0.5
+    x = x.to(x_dtype)
     try:
         expected = module(x)
     except RuntimeError:  # F.layer_norm refuses a mixture on the CPU
         assert name == "layer_norm"
-        assert weight_dtype == torch.bfloat16 != x_dtype
+        assert weight_dtype == torch.bfloat16
+        assert x_dtype != weight_dtype
         return
-    y = reference_norm(x, module.weight, getattr(module, "bias", None), spec)
-    assert y.dtype == expected.dtype == spec.output_dtype(x_dtype, weight_dtype)
+    bias = getattr(module, "bias", None)
+    y = reference_norm(x, module.weight, bias, spec)
+    assert y.dtype == expected.dtype
+    assert y.dtype == spec.output_dtype(x_dtype, weight_dtype)
     assert torch.equal(y, expected)
 
 
@@ -70,25 +71,32 @@ def test_reference_is_the_live_class_bit_for_bit(name, x_dtype, weight_dtype):
 def test_closed_form_backward_agrees_with_autograd_in_float64(name):
     _, spec = CLASSES[name]
     torch.manual_seed(2)
-    x, dy = torch.randn(2, 4, 3, 24, dtype=torch.float64)
-    weight, bias = torch.randn(2, 24, dtype=torch.float64)
-    operands = [x, weight, bias] if spec.has_bias else [x, weight]
-    leaves = [tensor.requires_grad_() for tensor in operands]
-    x, weight, bias = (*leaves, None)[:3]
-    expected = torch.autograd.grad(reference_norm(x, weight, bias, spec), leaves, dy)
+    x = torch.randn(4, 3, 24).double()
+    dy = torch.randn(4, 3, 24).double()
+    weight = torch.randn(24).double()
+    bias = torch.randn(24).double()
+    if not spec.has_bias:
+        bias = None
+    leaves = []
+    for tensor in (x, weight, bias):
+        if tensor is not None:
+            leaves.append(tensor.requires_grad_())
+    y = reference_norm(x, weight, bias, spec)
+    expected = torch.autograd.grad(y, leaves, dy)
     need = True, True, spec.has_bias, False
     with torch.no_grad():
         gradients = reference_backward(dy, x, weight, bias, spec, need)
-    gradients = [gradient for gradient in gradients if gradient is not None]
-    torch.testing.assert_close(gradients, [*expected], rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(gradients, expected, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("function", [rms_norm, layer_norm])
 def test_gradcheck_in_float64(function):
     torch.manual_seed(3)
-    x = torch.randn(2, 3, 5, dtype=torch.float64)
-    weight, bias = torch.randn(2, 5, dtype=torch.float64)
-    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    leaves = []
+    for shape in ([2, 3, 5], [5], [5]):
+        tensor = torch.randn(shape, dtype=torch.float64)
+        leaves.append(tensor.requires_grad_())
 
     def call(x, weight, bias):
         return function(x, weight, bias=bias)

@@ -3,7 +3,6 @@ docs/architecture.md, in no circle, and none hides inside a function.
 """
 
 import ast
-import re
 from dataclasses import dataclass
 from functools import cache
 from graphlib import TopologicalSorter
@@ -17,10 +16,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 PACKAGE = ROOT / "hf_rmsnorm"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Each line of the list imports what stands above it, nothing of its own line.
-LAYERS = re.search(r"^## Layers$.*?^```text\n(.*?)^```$", PAGE, re.DOTALL | re.M)[1]
+LAYERS = PAGE.partition("## Layers")[2]
+LAYERS = LAYERS.split("```")[1].removeprefix("text\n")
 HEIGHT = {}
 for height, line in enumerate(LAYERS.splitlines()):
-    HEIGHT |= dict.fromkeys(line.split(", "), height)
+    for name in line.split(", "):
+        HEIGHT[name] = height
 OPTIONAL = ("triton", "torch.distributed")  # not installed, or not built, everywhere
 MOST_LINES = 550
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -51,22 +52,27 @@ def files() -> dict[str, Path]:
     found = {}
     for folder in ("hf_rmsnorm", "benchmarks", "scripts"):
         for path in (ROOT / folder).rglob("*.py"):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            relative = path.relative_to(ROOT).with_suffix("")
+            name = ".".join(relative.parts)
             found[name.removesuffix(".__init__")] = path
     return found
 
 
 def room(path: Path) -> str:
     folder, *rest = path.relative_to(ROOT).with_suffix("").parts
-    return folder if folder != "hf_rmsnorm" else rest[0]
+    if folder != "hf_rmsnorm":
+        return folder
+    return rest[0]
 
 
 @cache
 def imports(path: Path) -> list[Import]:
     """All imports of a file, also those of other packages."""
     tree = ast.parse(path.read_text())
-    package = ".".join(path.relative_to(ROOT).parent.parts)
-    found, inside = [], set()
+    folder = path.relative_to(ROOT).parent
+    package = ".".join(folder.parts)
+    found = []
+    inside = set()
     for node in ast.walk(tree):
         if isinstance(node, FUNCTIONS):
             inside.update(ast.walk(node))
@@ -83,8 +89,12 @@ def imports(path: Path) -> list[Import]:
 
 def inner_imports() -> list[Import]:
     """Those that lead to a file of the layers."""
-    everything = [each for path in files().values() for each in imports(path)]
-    return [each for each in everything if each.target is not None]
+    inner = []
+    for path in files().values():
+        for each in imports(path):
+            if each.target is not None:
+                inner.append(each)
+    return inner
 
 
 @cache
@@ -100,7 +110,8 @@ def needs_what_may_be_missing(path: Path) -> bool:
 
 
 def test_every_file_has_its_layer():
-    assert {room(path) for path in files().values()} <= HEIGHT.keys() | {"__init__"}
+    for path in files().values():
+        assert room(path) in HEIGHT or room(path) == "__init__"
 
 
 def is_downward(each: Import) -> bool:
@@ -116,7 +127,8 @@ def is_downward(each: Import) -> bool:
 
 
 def test_imports_only_go_down():
-    assert not [str(each) for each in inner_imports() if not is_downward(each)]
+    for each in inner_imports():
+        assert is_downward(each), str(each)
 
 
 def test_no_import_of_the_package_hides_in_a_function():
@@ -135,7 +147,8 @@ def test_no_files_import_each_other_in_a_circle():
 
 def test_no_file_is_too_long():
     for path in PACKAGE.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= MOST_LINES, path
+        lines = path.read_text().splitlines()
+        assert len(lines) <= MOST_LINES, path
 
 
 def words_of(path: Path):
@@ -155,7 +168,10 @@ def words_of(path: Path):
 def model_names():
     """Those of Transformers. Short ones ("opt", "sam") are letters of other words."""
     names = {name.replace("_", "") for name in CONFIG_MAPPING_NAMES}
-    long = {name for name in names if len(name) >= 5}
+    long = set()
+    for name in names:
+        if len(name) >= 5:
+            long.add(name)
     return long - {"align"} | {"gpt2", "phi3", "olmo"}
 
 
@@ -164,10 +180,9 @@ PARTS = "formula", "reference", "kernels", "ops", "fused", "patching"
 
 @pytest.mark.parametrize("part", PARTS)
 def test_no_model_is_named_in_the_code(part):
-    paths = [p for p in files().values() if p.is_relative_to(PACKAGE)]
+    paths = [path for path in files().values() if room(path) == part]
     models = model_names()
     for path in paths:
-        if room(path) == part:
-            for word in words_of(path):
-                named = [name for name in models if name in word]
-                assert not named, f"{path.name}: {word!r}"
+        for word in words_of(path):
+            named = [name for name in models if name in word]
+            assert not named, f"{path.name}: {word!r}"

@@ -58,7 +58,8 @@ def text_ids(limit):
 def test_it_loads_without_this_package_and_says_the_same(converted):
     source = AutoModelForCausalLM.from_pretrained(GPT2).eval()
     result = AutoModelForCausalLM.from_pretrained(converted[0]).eval()
-    assert type(result) is type(source) and not result.config.tie_word_embeddings
+    assert type(result) is type(source)
+    assert not result.config.tie_word_embeddings
     ids = text_ids(256)
     texts = []
     for model in (source, result):
@@ -66,7 +67,8 @@ def test_it_loads_without_this_package_and_says_the_same(converted):
         texts.append(model.generate(ids[:, :16], **how).tolist())
     assert texts[0] == texts[1]
     with torch.no_grad():
-        expected, logits = source(ids).logits, result(ids).logits
+        expected = source(ids).logits
+        logits = result(ids).logits
         exact = source.double()(ids).logits
     assert (logits - exact).abs().max() <= 1.5 * (expected - exact).abs().max()
 
@@ -103,7 +105,9 @@ def test_patched_it_runs_as_rms_norm(converted):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     report = patch_model(model)
     assert len(report.swapped) == 11
-    assert all(r.converted and not r.formula.centered for r in report.swapped)
+    for r in report.swapped:
+        assert r.converted
+        assert not r.formula.centered
     source = AutoModelForCausalLM.from_pretrained(GPT2).eval()
     ids = text_ids(24)
     with torch.no_grad(), use_backend("triton"):
@@ -115,7 +119,8 @@ def test_patched_it_runs_as_rms_norm(converted):
 def test_what_was_done_is_recorded(converted):
     folder, done = converted
     record = json.loads((folder / "config.json").read_text())["hf_rmsnorm"]
-    assert record["computes"] == "layer_norm" and record["proof"]["passed"]
+    assert record["computes"] == "layer_norm"
+    assert record["proof"]["passed"]
     plan = json.loads((folder / "conversion_plan.json").read_text())
     assert len(plan["centre"]) == 22
     card = (folder / "README.md").read_text()
@@ -244,10 +249,8 @@ def test_broken_weights_are_not_published(tmp_path, capsys):
         main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--json"]) == 3
     )
     out = capsys.readouterr().out
-    assert (
-        "the original gives NaN or infinity in float64 too" in out
-        and not (tmp_path / "dst").exists()
-    )
+    assert "the original gives NaN or infinity in float64 too" in out
+    assert not (tmp_path / "dst").exists()
     json.loads(out, parse_constant=lambda token: pytest.fail(f"{token} is no JSON"))
 
 
@@ -302,7 +305,8 @@ def test_a_short_context_is_respected(positions, has_tokenizer, tmp_path):
 
 
 def test_a_model_without_a_head_gets_none_that_is_tied_to_the_centred_table(tmp_path):
-    src, dst = tmp_path / "src", tmp_path / "dst"
+    src = tmp_path / "src"
+    dst = tmp_path / "dst"
     tiny_models.build("gpt2").transformer.save_pretrained(src)
     notes = convert_checkpoint(src, dst, verify=False).plan.centring.notes
     assert any("tie_word_embeddings becomes false" in note for note in notes)
@@ -331,7 +335,8 @@ def test_broken_sources_are_one_line_of_the_command(tmp_path, capsys):
     assert error.startswith(
         f"hf-rmsnorm: error: {src / 'model.safetensors'}: truncated"
     )
-    assert "download it" in error and not (tmp_path / "dst").exists()
+    assert "download it" in error
+    assert not (tmp_path / "dst").exists()
 
 
 @pytest.mark.full

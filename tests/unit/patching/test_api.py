@@ -142,7 +142,8 @@ def test_a_report_on_a_patched_model_gives_the_eps_in_force():
 
 
 def test_only_this_model_is_patched():
-    model, other = tiny_models.build("llama"), tiny_models.build("llama")
+    model = tiny_models.build("llama")
+    other = tiny_models.build("llama")
     namespace = dict(vars(LlamaRMSNorm))
     torch_namespace = dict(vars(nn.LayerNorm))
     patch_model(model)
@@ -191,8 +192,10 @@ class Restless(LlamaRMSNorm):
 
 def test_the_forward_keeps_its_call_convention(fused_calls):
     norm = Restless(8)
-    x, residual = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-    alone, both = norm(x), norm(x, residual=residual)
+    x = torch.randn(2, 3, 8)
+    residual = torch.randn(2, 3, 8)
+    alone = norm(x)
+    both = norm(x, residual=residual)
     patch_model(norm)
     with use_backend("reference"):
         assert torch.equal(norm(x), alone)
@@ -208,7 +211,8 @@ def test_the_forward_keeps_its_call_convention(fused_calls):
 
 def broken(how):
     """(a patched norm, an input), one of which the formula does not cover."""
-    norm, x = LlamaRMSNorm(8), torch.randn(2, 8)
+    norm = LlamaRMSNorm(8)
+    x = torch.randn(2, 8)
     patch_model(norm)
     if how == "integers":
         x = torch.arange(16).view(2, 8)
@@ -260,7 +264,8 @@ def use_patched(model):
 def test_one_model_patched_and_unpatched_by_several_threads():
     model = tiny_models.build("qwen3")
     types = [type(module) for module in model.modules()]
-    start, failures = threading.Barrier(4), []
+    start = threading.Barrier(4)
+    failures = []
 
     def work(change):
         start.wait()

@@ -82,7 +82,8 @@ def test_recorded_norms_become_rms_norms(folders):
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "reference"])
 def test_the_logits_are_those_of_the_source(folders, backend):
-    expected, model = logits(load(folders[0]).double()), load(folders[1])
+    expected = logits(load(folders[0]).double())
+    model = load(folders[1])
     patch_model(model)
     with use_backend(backend):
         y = logits(model)
@@ -136,7 +137,9 @@ def test_a_writer_that_has_moved_keeps_layer_norm(folders):
         model.transformer.h[1].mlp.c_proj.weight += 1e-3
     expected = logits(model)
     report = patch_model(model)
-    assert all(r.formula.centered and not r.converted for r in report.swapped)
+    for r in report.swapped:
+        assert r.formula.centered
+        assert not r.converted
     assert (
         "transformer.h.1.mlp.c_proj.weight no longer has zero mean"
         in report.swapped[0].notes
@@ -215,10 +218,8 @@ class Around(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.language_model, self.projector = (
-            model,
-            torch.nn.Linear(3, model.config.n_embd),
-        )
+        self.language_model = model
+        self.projector = torch.nn.Linear(3, model.config.n_embd)
 
 
 def test_parameters_outside_of_the_converted_model_keep_layer_norm(folders):
@@ -276,7 +277,8 @@ def test_weights_on_the_disk_are_looked_at(folders, tmp_path):
         disk_offload(model, tmp_path / str(wanted))
         report = patch_model(model)
         assert converted(report) == {wanted}
-        assert all(parameter.is_meta for parameter in model.parameters())
+        for parameter in model.parameters():
+            assert parameter.is_meta
         torch.testing.assert_close(logits(model), expected)
 
 
@@ -295,14 +297,17 @@ def test_a_hook_on_what_writes_to_the_stream_keeps_layer_norm(folders):
 def test_another_eps_than_the_recorded_keeps_layer_norm(folders):
     model = load(folders[1])
     model.transformer.ln_f.eps = 1e-3
-    by_path = {r.path: r.converted for r in patch_model(model).swapped}
+    by_path = {}
+    for r in patch_model(model).swapped:
+        by_path[r.path] = r.converted
     assert not by_path["transformer.ln_f"] and by_path["transformer.h.0.ln_1"]
 
 
 def test_an_eps_changed_after_the_patch_is_obeyed(folders):
     model = load(folders[1])
     patch_model(model)
-    norm, x = model.transformer.ln_f, torch.randn(3, model.config.n_embd)
+    norm = model.transformer.ln_f
+    x = torch.randn(3, model.config.n_embd)
     norm.eps = 0.5
     with use_backend("reference"):
         y = norm(x)
@@ -341,7 +346,8 @@ def test_the_record_survives_saving_and_a_wrapper(folders, tmp_path):
 
 
 def test_training_goes_through_the_recorded_formula(folders):
-    source, model = load(folders[0]), load(folders[1])
+    source = load(folders[0])
+    model = load(folders[1])
     patch_model(model)
     gradients = []
     for each in (source, model):

@@ -21,13 +21,13 @@ def report():
 
 def test_records(report):
     first = report.swapped[0]
-    assert (first.path, first.class_name) == (
-        "model.layers.0.self_attn.q_norm",
-        "Qwen3RMSNorm",
-    )
+    assert first.path == "model.layers.0.self_attn.q_norm"
+    assert first.class_name == "Qwen3RMSNorm"
     assert first.formula == NormSpec(False, 1e-6, rounding="before_weight")
     assert str(first.formula).startswith("RMSNorm(")
-    assert {record.path.split(".")[2] for record in report.skipped} == {"3"}
+    assert len(report.skipped) == 4
+    for record in report.skipped:
+        assert record.path.startswith("model.layers.3.")
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.swapped = ()
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -35,12 +35,16 @@ def test_records(report):
 
 
 def test_to_dict_is_json_with_every_record(report):
-    data = json.loads(json.dumps(report.to_dict()))
-    assert len(data["swapped"]) == len(report.swapped) == 45
-    assert data["swapped"][0]["formula"]["kind"] == "RMSNorm"
-    assert data["swapped"][0]["formula"]["eps"] == 1e-6
-    assert data["swapped"][0]["formula"]["text"] == str(report.swapped[0].formula)
-    assert data["skipped"][0] == dataclasses.asdict(report.skipped[0])
+    written = json.dumps(report.to_dict())
+    data = json.loads(written)
+    assert len(report.swapped) == 45
+    assert len(data["swapped"]) == 45
+    formula = data["swapped"][0]["formula"]
+    assert formula["kind"] == "RMSNorm"
+    assert formula["eps"] == 1e-6
+    assert formula["text"] == str(report.swapped[0].formula)
+    skipped = dataclasses.asdict(report.skipped[0])
+    assert data["skipped"][0] == skipped
 
 
 def test_print_is_compact(report):
@@ -54,15 +58,18 @@ def test_print_is_compact(report):
     assert len(text.splitlines()) == 18
 
 
+class BatchRMSNorm(nn.BatchNorm1d):
+    """No RMSNorm, but called so."""
+
+
 def test_what_was_skipped_says_what_to_do():
-    model = nn.ModuleDict({
-        "norm": LlamaRMSNorm(8),
-        "batch": type("BatchRMSNorm", (nn.BatchNorm1d,), {})(8),
-        "scripted": torch.jit.script(nn.LayerNorm(8)),
-        "replaced": LlamaRMSNorm(8),
-        "left_out": LlamaRMSNorm(8),
-    })  # fmt: skip
-    model["replaced"].forward = lambda x: x
+    model = nn.Module()
+    model.norm = LlamaRMSNorm(8)
+    model.batch = BatchRMSNorm(8)
+    model.scripted = torch.jit.script(nn.LayerNorm(8))
+    model.replaced = LlamaRMSNorm(8)
+    model.left_out = LlamaRMSNorm(8)
+    model.replaced.forward = lambda x: x
     report = patch_model(model, exclude=["left_out"])
     cures = {record.path: record.cure for record in report.skipped}
     assert cures["batch"].startswith("nothing breaks, it runs its own forward")
@@ -70,12 +77,14 @@ def test_what_was_skipped_says_what_to_do():
     assert "undo it and patch again" in cures["replaced"]
     assert cures["left_out"] == ""
     assert "what to do: patch the model before torch.jit" in str(report)
-    by_path = {record["path"]: record for record in report.to_dict()["skipped"]}
-    assert by_path["replaced"]["cure"] == cures["replaced"]
+    for record in report.to_dict()["skipped"]:
+        assert record["cure"] == cures[record["path"]]
 
 
 def test_a_model_that_accelerate_has_offloaded_runs_where_its_hooks_bring_it(tmp_path):
     model = torch.nn.Sequential(LlamaRMSNorm(8), torch.nn.Linear(8, 8))
     accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert [device["device"] for device in patch_model(model).devices] == ["cpu"]
+    for parameter in model.parameters():
+        assert parameter.is_meta
+    (device,) = patch_model(model).devices
+    assert device["device"] == "cpu"

@@ -110,7 +110,8 @@ def test_pickles_run_no_code_and_torchs_unsafe_advice_is_not_repeated(tmp_path):
     assert_refused(PLAN, src, "pickles", "allow_pickle=True", "safetensors")
     what = f"{PICKLE}: a pickle that is broken, runs code"
     text = assert_refused(PLAN, src, what, allow_pickle=True)
-    assert "weights_only" not in text and not (tmp_path / "ran").exists()
+    assert "weights_only" not in text
+    assert not (tmp_path / "ran").exists()
 
 
 TRAINING = {"state_dict": {"w": torch.ones(2)}, "step": 3}
@@ -224,7 +225,8 @@ def test_a_broken_folder_is_one_line_before_anything_is_printed(
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and str(src) in err, (out, err)
         errors.add(err)
-    assert len(errors) == 1 and [path.name for path in tmp_path.iterdir()] == ["src"]
+    assert len(errors) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
 TABLE = "wte.weight"
@@ -304,7 +306,8 @@ def other_names(folder, how):
     ["a pickle", "a variant", "a stale index", "a pointer of Git LFS", "an adapter"],
 )
 def test_names_are_those_that_transformers_loads(how, tmp_path):
-    src, dst = tmp_path / "src", tmp_path / "dst"
+    src = tmp_path / "src"
+    dst = tmp_path / "dst"
     tiny_models.build("gpt2").save_pretrained(src)
     other_names(src, how)
     convert_checkpoint(src, dst, verify=False, allow_pickle=how == "a pickle")

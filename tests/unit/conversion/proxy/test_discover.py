@@ -57,9 +57,13 @@ def test_every_norm_becomes_an_rmsnorm_and_the_outputs_stay(name):
     proxy = make_proxy(config_of(name))
     plan = discover(proxy)
     proof = prove(plan, proxy)
-    assert plan.norms and all(n.becomes_rms for n in plan.norms)
-    assert proof.stock <= 1e-12 and proof.rms <= 1e-12
-    assert len(proof.means) == len(plan.norms) and max(proof.means.values()) < 1e-13
+    assert plan.norms
+    for n in plan.norms:
+        assert n.becomes_rms
+    assert proof.stock <= 1e-12
+    assert proof.rms <= 1e-12
+    assert len(proof.means) == len(plan.norms)
+    assert max(proof.means.values()) < 1e-13
 
 
 def convert_folder(folder, plan):
@@ -76,7 +80,8 @@ def assert_same_logits(model, folder):
     converted = AutoModelForCausalLM.from_pretrained(folder, **how)
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():
-        before, after = model(ids).logits, converted(ids).logits
+        before = model(ids).logits
+        after = converted(ids).logits
     assert (before - after).abs().max() <= 1e-12 * before.abs().max()
 
 
@@ -108,7 +113,8 @@ def test_a_plan_found_on_a_narrow_proxy_fits_the_wide_model():
     sizes = {"n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 500}
     config = GPT2Config(**sizes, n_positions=200, tie_word_embeddings=False)
     proxy = make_proxy(config)
-    assert proxy.factor > 1 and proxy.model.num_parameters() < 2e5
+    assert proxy.factor > 1
+    assert proxy.model.num_parameters() < 2e5
     plan = discover(proxy)
     assert {c.block for c in plan.centre} == {256}
     assert {n.hidden_size for n in plan.norms} == {256}
@@ -131,7 +137,10 @@ def test_configs_of_published_sizes_are_narrowed(name):
     plan = discover(proxy)
     assert prove(plan, proxy).passed
     assert {c.block for c in plan.centre} == {config.hidden_size}
-    writing = [c.key for c in plan.centre if "embed" not in c.key]
+    writing = []
+    for c in plan.centre:
+        if "embed" not in c.key:
+            writing.append(c.key)
     assert len(writing) >= 2 * config.num_hidden_layers
 
 
@@ -139,7 +148,8 @@ def test_which_blocks_of_a_fused_projection_feed_norms():
     """Persimmon stacks q, k, v of each head; q and k are normed there, v is not."""
     plan = discover(config_of("persimmon"))
     weight = centred_keys(plan)["model.layers.0.self_attn.query_key_value.weight"]
-    assert (weight.axis, weight.block) == (0, 8)
+    assert weight.axis == 0
+    assert weight.block == 8
     assert weight.blocks == (0, 1, 3, 4, 6, 7, 9, 10)
     assert centred_keys(plan)["model.layers.0.self_attn.dense.weight"].blocks is None
 
@@ -158,10 +168,14 @@ def test_keys_are_those_of_the_checkpoint_and_not_of_the_modules():
     another name.
     """
     plan = discover(config_of("phimoe"))
-    experts = [c for c in plan.centre if "experts" in c.key]
+    experts = []
+    for c in plan.centre:
+        if "experts" in c.key:
+            experts.append(c)
     first = "model.layers.0.block_sparse_moe.experts.0.w2.weight"
     assert experts[0] == Centre(first, 0, 32)
-    assert len(experts) == 8 and {(c.axis, c.block) for c in experts} == {(0, 32)}
+    assert len(experts) == 8
+    assert {(c.axis, c.block) for c in experts} == {(0, 32)}
     record = plan.config["hf_rmsnorm"]["residual_weights"]
     assert "model.layers.*.mlp.experts.down_proj" in record
 
@@ -170,7 +184,9 @@ def test_cross_attention_of_a_decoder_by_itself_is_exercised():
     plan = discover(
         GPT2Config(**CONFIGS["gpt2"][1], add_cross_attention=True, is_decoder=True)
     )
-    assert len(plan.norms) == 7 and all(n.becomes_rms for n in plan.norms)
+    assert len(plan.norms) == 7
+    for n in plan.norms:
+        assert n.becomes_rms
     assert "transformer.h.0.crossattention.c_proj.weight" in centred_keys(plan)
     assert not plan.undetermined
 
@@ -205,7 +221,9 @@ def test_norms_that_read_the_mean_of_a_module_stay(name, converted):
     plan = discover(proxy)
     proof = prove(plan, proxy)
     assert proof.passed and proof.norms == converted
-    assert all(n.reason for n in plan.norms if not n.becomes_rms)
+    for n in plan.norms:
+        if not n.becomes_rms:
+            assert n.reason
 
 
 def test_a_model_whose_norms_would_all_stay_is_refused():
@@ -226,7 +244,8 @@ def llava():
 def test_inputs_made_here_reach_a_tower_for_pictures():
     proxy = make_proxy(llava(), model_class=LlavaForConditionalGeneration)
     plan = discover(proxy)
-    assert "pixel_values" in proxy.inputs and len(plan.norms) == 6
+    assert "pixel_values" in proxy.inputs
+    assert len(plan.norms) == 6
     assert prove(plan, proxy).passed
 
 
@@ -251,7 +270,9 @@ def test_a_flag_that_changes_no_norm_does_not_hinder():
     config.reorder_and_upcast_attn = True
     proxy = make_proxy(config)
     plan = discover(proxy)
-    assert all(norm.becomes_rms for norm in plan.norms) and prove(plan, proxy).passed
+    for norm in plan.norms:
+        assert norm.becomes_rms
+    assert prove(plan, proxy).passed
 
 
 def test_a_norm_behind_an_activation_stays_and_says_why():
@@ -325,9 +346,14 @@ def test_remote_code_runs_only_when_asked(tmp_path):
         discover(tmp_path)
     proxy = make_proxy(tmp_path, trust_remote_code=True)
     plan = discover(proxy)
-    norms = [(n.path, n.becomes_rms, n.eps) for n in plan.norms]
+    norms = []
+    for n in plan.norms:
+        norms.append((n.path, n.becomes_rms, n.eps))
     assert norms == [(f"whiten.{i}", True, 1e-6) for i in range(3)]
-    steps = {f"steps.{i}.{leaf}" for i in (0, 1) for leaf in ("bias", "weight")}
+    steps = set()
+    for i in (0, 1):
+        for leaf in ("bias", "weight"):
+            steps.add(f"steps.{i}.{leaf}")
     assert centred_keys(plan).keys() == {"table.weight"} | steps
     assert prove(plan, proxy).passed
 
@@ -387,7 +413,8 @@ def test_the_proof_fails_when_the_plan_is_wrong():
 
     assert proof().passed
     forgotten = proof(centre=tuple(rest))
-    assert forgotten.stock <= 1e-12 < forgotten.rms and not forgotten.passed
+    assert forgotten.stock <= 1e-12 < forgotten.rms
+    assert not forgotten.passed
     qkv = Centre("transformer.h.0.attn.c_attn.weight", 0, 32)
     assert proof(centre=(*plan.centre, qkv)).stock > 1e-6
     assert proof(copy=(), config={}).stock > 1e-6
@@ -419,9 +446,13 @@ def test_layer_norms_are_known_by_what_they_compute():
     give_weights(model)
     x = torch.randn(3, 4, 8, dtype=torch.float64)
     norms, silent = find_layer_norms(model, {"x": x})
-    eps = {path: norm.spec.eps for path, norm in norms.items()}
-    assert eps == {"a": 1e-3, "c": 1e-5, "g": 1e-5} and silent == ["f"]
-    assert norms["g"].bias is None and norms["c"].weight is None
+    eps = {}
+    for path, norm in norms.items():
+        eps[path] = norm.spec.eps
+    assert eps == {"a": 1e-3, "c": 1e-5, "g": 1e-5}
+    assert silent == ["f"]
+    assert norms["g"].bias is None
+    assert norms["c"].weight is None
     assert torch.equal(norms["a"].weight, model.a.weight)
     assert torch.equal(norms["a"].bias, model.a.bias)
 

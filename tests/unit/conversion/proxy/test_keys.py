@@ -12,23 +12,29 @@ from hf_rmsnorm.conversion.proxy.keys import KeyMap, saved_tensors
 
 def test_every_parameter_is_found_under_its_own_name():
     model = tiny_models.build("qwen3")
-    before = {name: p.clone() for name, p in model.named_parameters()}
+    before = {}
+    for name, p in model.named_parameters():
+        before[name] = p.clone()
     keys = KeyMap(model)
     assert {name: keys.of(name) for name in before} == {name: [name] for name in before}
     assert keys.of("nothing") == []
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name])
 
 
 def test_experts_are_found_where_the_checkpoint_has_them_one_by_one():
     model = tiny_models.build("mixtral")
-    keys, saved = KeyMap(model), saved_tensors(model)
+    keys = KeyMap(model)
+    saved = saved_tensors(model)
     (stacked,) = [
         name
         for name, _ in model.named_parameters()
         if "layers.0" in name and name.endswith("down_proj")
     ]
     found = keys.of(stacked)
-    assert len(found) == 2 and all(".experts." in key for key in found)
+    assert len(found) == 2
+    for key in found:
+        assert ".experts." in key
     sums = model.get_parameter(stacked).sum((1, 2)).tolist()
     assert sorted(saved[key].sum().item() for key in found) == pytest.approx(
         sorted(sums), abs=1e-4

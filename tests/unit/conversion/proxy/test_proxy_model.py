@@ -44,10 +44,9 @@ def test_lists_of_longrope_are_as_long_as_the_narrow_heads_need():
     proxy = make_proxy(PhimoeConfig(**{**TEXT, **sizes, **more}))
     size = proxy.config.hidden_size // 4
     factors = proxy.config.rope_parameters
-    assert (
-        proxy.factor > 1
-        and len(factors["short_factor"]) == len(factors["long_factor"]) == size // 2
-    )
+    assert proxy.factor > 1
+    assert len(factors["short_factor"]) == len(factors["long_factor"])
+    assert len(factors["long_factor"]) == size // 2
     assert factors["short_factor"] == LONGROPE["short_factor"][:: proxy.factor]
 
 
@@ -67,7 +66,9 @@ def test_a_norm_over_two_channels_is_not_taken_while_there_is_another_one(monkey
     proxy = make_proxy(PersimmonConfig(**TEXT, **more))
     assert proxy.config.hidden_size == 4 * proxy_module.LEAST_ROW
     plan = discover(proxy)
-    assert len(plan.norms) == 9 and all(norm.becomes_rms for norm in plan.norms)
+    assert len(plan.norms) == 9
+    for norm in plan.norms:
+        assert norm.becomes_rms
 
 
 def test_a_proxy_that_hears_is_given_little_sound():
@@ -79,9 +80,8 @@ def test_a_proxy_that_hears_is_given_little_sound():
         d_model=128, encoder_attention_heads=2, decoder_attention_heads=2, **layers
     )
     proxy = make_proxy(config, model_class=WhisperForConditionalGeneration)
-    assert (
-        proxy.factor > 1 and proxy.inputs["input_features"].shape[-1] == 2 * POSITIONS
-    )
+    assert proxy.factor > 1
+    assert proxy.inputs["input_features"].shape[-1] == 2 * POSITIONS
 
 
 def test_a_model_of_two_towers_gets_texts_and_images():

@@ -86,7 +86,8 @@ def random_ids(rows=2, length=40):
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tmp_path):
     model_type, changes, target, zero = PAIRS[name]
-    double, single = tmp_path / "double", tmp_path / "single"
+    double = tmp_path / "double"
+    single = tmp_path / "single"
     for dtype, folder in ((torch.float64, double), (torch.float32, single)):
         write_source(folder / "src", config_of(model_type, **changes), dtype, zero)
         done = to_native(folder / "src", folder / "dst", verify=False)
@@ -99,7 +100,8 @@ def test_the_target_on_disk_gives_the_logits_and_the_text_of_the_source(name, tm
 
     result = load(single / "dst", "auto")
     assert result.dtype == torch.float32
-    assert not any("LayerNorm" in type(m).__name__ for m in result.modules())
+    for m in result.modules():
+        assert "LayerNorm" not in type(m).__name__
     how = dict(do_sample=False, min_new_tokens=30, max_new_tokens=30, pad_token_id=0)
     texts = []
     for model in (load(single / "src", "auto"), result):
@@ -129,7 +131,9 @@ def test_a_config_without_an_exact_target_is_refused_by_name(
     model_type, changes, reason
 ):
     message = refusal(model_type, **changes)
-    assert model_type in message and reason in message and "\n" not in message
+    assert model_type in message
+    assert reason in message
+    assert "\n" not in message
     assert 'without target="native"' in message
 
 
@@ -178,7 +182,8 @@ def test_bf16_shards_keep_dtype_size_and_record(tmp_path):
         assert (dst / shard).stat().st_size < 16000
         with safe_open(dst / shard, "pt") as file:
             record = json.loads(file.metadata()["hf_rmsnorm"])
-            assert record["source"] == "src" and record["source_type"] == "stablelm"
+            assert record["source"] == "src"
+            assert record["source_type"] == "stablelm"
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 assert file.get_tensor(name).dtype == torch.bfloat16
 
@@ -193,7 +198,8 @@ def test_card_plan_and_other_files(tmp_path):
     assert contents(src) == before
     assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
     card = (tmp_path / "dst" / "README.md").read_text()
-    assert card.startswith("# The model\n") and native.CARD_HEADING in card
+    assert card.startswith("# The model\n")
+    assert native.CARD_HEADING in card
     assert str(done.plan) in card
     assert [*done.written.not_copied] == ["pytorch_model.bin"]
     assert not (tmp_path / "dst" / "pytorch_model.bin").exists()
@@ -235,7 +241,8 @@ def test_a_model_trained_as_rms_norm_keeps_the_weights_that_it_has(name):
     model_type, changes, *_ = PAIRS[name]
     config = config_of(model_type, **changes)
     plan = discover(make_proxy(config))
-    assert all(norm.becomes_rms for norm in plan.norms)
+    for norm in plan.norms:
+        assert norm.becomes_rms
     for key, value in plan.config.items():
         setattr(config, key, value)
     config.hf_rmsnorm = {**config.hf_rmsnorm, "computes": "rms_norm"}

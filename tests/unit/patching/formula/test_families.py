@@ -134,9 +134,9 @@ def make(name, dtype=torch.float32):
         for parameter in module.parameters():
             parameter.normal_(0.8, 0.3)
     module = module.to(DEVICE, dtype)
-    tensors = [
-        (1.7 * torch.randn(shape) + 0.25).to(DEVICE, dtype) for _ in range(1 + gated)
-    ]
+    tensors = []
+    for _ in range(1 + gated):
+        tensors.append((1.7 * torch.randn(shape) + 0.25).to(DEVICE, dtype))
     return module, tensors, formula
 
 
@@ -198,7 +198,8 @@ def test_the_kernels_are_as_accurate_as_the_live_class(name, dtype):
 def test_other_calls_of_a_gated_norm_run_its_own_forward(fused_calls):
     module, (x, gate), _ = make("silu_after")
     parameter = list(inspect.signature(module.forward).parameters)[1]
-    by_name, broadcast = module(x, **{parameter: gate}), module(x, gate[..., :1])
+    by_name = module(x, **{parameter: gate})
+    broadcast = module(x, gate[..., :1])
     patch_model(module)
     with use_backend("reference"):
         assert torch.equal(module(x, **{parameter: gate}), by_name)
@@ -217,7 +218,9 @@ def test_layer_norms_of_images(data_format, fused_calls):
     cls = live("convnext", "ConvNextLayerNorm")
     module = cls(24, data_format=data_format)
     nn.init.normal_(module.weight, 0.8, 0.3)
-    shape = (2, 24, 3, 5) if data_format == "channels_first" else (2, 3, 5, 24)
+    shape = (2, 3, 5, 24)
+    if data_format == "channels_first":
+        shape = (2, 24, 3, 5)
     for x in (
         torch.randn(shape),
         torch.randn(shape).to(memory_format=torch.channels_last),

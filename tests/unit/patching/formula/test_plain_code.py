@@ -227,7 +227,9 @@ def test_what_is_plain_arithmetic_is_recognised(name):
         ACCEPTED[name] if isinstance(ACCEPTED[name], tuple) else ("x", ACCEPTED[name])
     )
     norm = made(forward(body, arguments))
-    inputs = [torch.randn(2, 3, 32) for _ in range(arguments.count("gate") + 1)]
+    inputs = []
+    for _ in range(arguments.count("gate") + 1):
+        inputs.append(torch.randn(2, 3, 32))
     expected = norm(*inputs)
     report = report_on(norm)
     assert report.swapped and not report.skipped, report

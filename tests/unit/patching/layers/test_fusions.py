@@ -56,7 +56,9 @@ def repeated(model):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_layer_that_holds_a_patched_norm_is_listed(model_type):
-    sizes = {"hidden_size": 16} if model_type == "swin" else SIZES
+    sizes = SIZES
+    if model_type == "swin":
+        sizes = {"hidden_size": 16}
     config = AutoConfig.for_model(model_type, **{**sizes, **TYPES[model_type]})
     model = AutoModel.from_config(config)
     report = patch_model(model)
@@ -85,7 +87,8 @@ def test_why_nothing_is_fused():
 class ReturnsASum(nn.Module):
     def __init__(self, norm):
         super().__init__()
-        self.norm, self.mix = norm, nn.Linear(8, 8)
+        self.norm = norm
+        self.mix = nn.Linear(8, 8)
 
     def forward(self, x):
         return x + self.mix(self.norm(x))
@@ -169,7 +172,10 @@ def test_auto_config_of_many_types_is_recognised_by_its_source():
             expected = model(ids).logits
             report = patch_model(model)
             assert torch.equal(model(ids).logits, expected), model_type
-        layers = [r for r in report.layers if r.class_name.endswith("DecoderLayer")]
+        layers = []
+        for r in report.layers:
+            if r.class_name.endswith("DecoderLayer"):
+                layers.append(r)
         assert layers
         for layer in layers:
             assert layer.fused.startswith("+"), model_type
@@ -182,4 +188,5 @@ def test_a_second_patch_sees_the_norms_swapped_since_and_undoes_no_more():
         assert fused(report) == [INSIDE] * 3
     model.model.layers[1].forward = lambda *args, **kwargs: None
     report = patch_model(model)
-    assert fused(report)[0] == INSIDE and "replaced on the instance" in fused(report)[1]
+    assert fused(report)[0] == INSIDE
+    assert "replaced on the instance" in fused(report)[1]
