@@ -11,6 +11,7 @@ from hf_rmsnorm import use_backend, verify_equivalence
 from hf_rmsnorm.verification.float64 import in_float64
 
 IDS = tiny_models.token_ids(2, 8)
+SHIFTS = 4 * torch.arange(8, dtype=torch.int32)
 
 
 class Packed(nn.Module):
@@ -20,26 +21,30 @@ class Packed(nn.Module):
 
     def __init__(self, linear):
         super().__init__()
-        scale = linear.weight.abs().amax(1, keepdim=True) / 7
-        codes = (linear.weight / scale).round() + 8
+        largest = linear.weight.abs().amax(1, keepdim=True)
+        scales = largest / 7
+        codes = (linear.weight / scales).round() + 8
         codes = codes.to(torch.int32)
         codes = codes.unflatten(1, (-1, 8))
-        packed = sum(codes[..., i] << 4 * i for i in range(8))
-        self.register_buffer("qweight", packed.to(torch.int32))
-        self.register_buffer("scales", scale)
+        packed = codes << SHIFTS
+        packed = packed.sum(-1, dtype=torch.int32)
+        self.register_buffer("qweight", packed)
+        self.register_buffer("scales", scales)
         self.act = nn.Identity()
 
     def unpacked(self):
-        codes = [self.qweight >> 4 * i & 15 for i in range(8)]
-        codes = torch.stack(codes, -1).flatten(1) - 8
+        codes = self.qweight[..., None] >> SHIFTS
+        codes = codes & 15
+        codes = codes.flatten(1) - 8
         return codes.to(self.scales.dtype) * self.scales
 
     def forward(self, x):
-        # memory that no kernel writes
-        y = torch.full((*x.shape[:-1], len(self.scales)), float("nan"), dtype=x.dtype)
+        weight = self.unpacked()
+        y = x.to(weight.dtype) @ weight.T
         if x.dtype == self.scales.dtype:
-            y.copy_(x @ self.unpacked().T)
-        return y
+            return y
+        # memory that no kernel writes
+        return torch.full_like(y, float("nan"), dtype=x.dtype)
 
 
 class Float8(nn.Module):
@@ -52,7 +57,8 @@ class Float8(nn.Module):
 
     def forward(self, x):
         assert x.dtype == torch.bfloat16
-        return x @ self.weight.to(x.dtype).T
+        weight = self.weight.to(x.dtype)
+        return x @ weight.T
 
 
 @torch.library.custom_op("hf_rmsnorm_tests::unpack", mutates_args=())
@@ -70,14 +76,18 @@ class ReadsCodes(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.base = nn.Module()
-        scale = linear.weight.abs().amax(1, keepdim=True).float() / 127
-        codes = (linear.weight.float() / scale).round()
-        self.base.register_buffer("weight", codes.to(torch.int8))
+        weight = linear.weight.float()
+        largest = weight.abs().amax(1, keepdim=True)
+        scale = largest / 127
+        codes = (weight / scale).round()
+        codes = codes.to(torch.int8)
+        self.base.register_buffer("weight", codes)
         self.scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, x):
         weight = unpack(self.base.weight, self.scale)
-        return x @ weight.to(x.dtype).T
+        weight = weight.to(x.dtype)
+        return x @ weight.T
 
 
 def replaced(make):
@@ -90,8 +100,9 @@ def replaced(make):
 
 @pytest.mark.parametrize("make", [Packed, Float8, ReadsCodes])
 def test_a_model_with_codes_for_weights_is_verified(make):
+    model = replaced(make)
     with use_backend("reference"):
-        report = verify_equivalence(replaced(make), inputs=IDS, max_new_tokens=2)
+        report = verify_equivalence(model, inputs=IDS, max_new_tokens=2)
     assert report.passed
     assert 0 < report.noise_floor.reference_max < 0.1
     name = make.__name__
@@ -103,22 +114,26 @@ def test_a_model_with_codes_for_weights_is_verified(make):
 def test_the_float64_run_is_that_of_the_unpacked_weights():
     model = replaced(Packed)
     plain = tiny_models.build("llama", torch.bfloat16)
-    for layer, other in zip(model.model.layers, plain.model.layers, strict=True):
-        other.mlp.down_proj.weight.data = layer.mlp.down_proj.unpacked()
+    for i, layer in enumerate(model.model.layers):
+        packed = layer.mlp.down_proj
+        linear = plain.model.layers[i].mlp.down_proj
+        linear.weight.data = packed.unpacked()
     with in_float64(model):
         a = model(IDS).logits
     with in_float64(plain):
         b = plain(IDS).logits
     assert a.dtype == torch.float64
-    assert 0 < (a - b).abs().max() < 0.01
-    assert "forward" not in vars(model.model.layers[0].mlp.down_proj)
+    difference = (a - b).abs().max()
+    assert 0 < difference < 0.01
+    assert "forward" not in vars(packed)
 
 
 def test_a_small_mask_beside_plain_weights_changes_nothing():
     """Old models of users' own code keep their causal mask as uint8 in the attention."""
     model = tiny_models.build("llama")
     attention = model.model.layers[0].self_attn
-    attention.register_buffer("bias", torch.ones(8, 8, dtype=torch.uint8).tril())
+    mask = torch.ones(8, 8, dtype=torch.uint8)
+    attention.register_buffer("bias", mask.tril())
     with use_backend("reference"):
         report = verify_equivalence(model, inputs=IDS, max_new_tokens=0)
     assert report.passed
