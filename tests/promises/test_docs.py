@@ -33,6 +33,7 @@ else:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 URLS = PROJECT["project"]["urls"]
 ADDRESS = URLS["Repository"]
+NAME = ADDRESS.rpartition("/")[2]
 # Words of snippets that take more than a quick test's time.
 COSTLY = (
     "convert_checkpoint",
@@ -47,8 +48,9 @@ COSTLY = (
 
 def examples():
     for block in pages.blocks("python"):
-        slow = any(word in block.code for word in COSTLY)
-        marks = [pytest.mark.full] if slow else []
+        marks = []
+        if any(word in block.code for word in COSTLY):
+            marks = [pytest.mark.full]
         yield pytest.param(block, id=str(block), marks=marks)
 
 
@@ -75,7 +77,8 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(
     file.write_text(block.code, encoding="utf-8")
     runpy.run_path(str(file), run_name="__main__")
     if block.output:
-        shown = re.escape(block.output).replace(re.escape("..."), ".*")
+        shown = re.escape(block.output)
+        shown = shown.replace(re.escape("..."), ".*")
         printed = capsys.readouterr().out
         assert re.fullmatch(shown, printed), printed
 
@@ -93,12 +96,23 @@ def is_file(word):
 
 
 def has_these_tests(words):
-    files = [word.partition("::")[0] for word in words if word.startswith("tests/")]
-    return all((ROOT / file).exists() for file in files)
+    for word in words:
+        file = word.partition("::")[0]
+        if file.startswith("tests/") and not (ROOT / file).exists():
+            return False
+    return True
 
 
 def are_packages(words):
-    return words == ["."] or all(re.fullmatch(r"[\w.\[\]-]+", word) for word in words)
+    return re.fullmatch(r"[\w.\[\] -]+", " ".join(words))
+
+
+def are_files(words):
+    return all(map(is_file, words))
+
+
+def begins_with_a_file(words):
+    return is_file(words[0])
 
 
 # The first words of a command, and whether the others are right; a parser exits where
@@ -112,13 +126,13 @@ KINDS = {
     "python -m scripts.tables": lambda words: words in ([], ["--write"]),
     "python -m pytest": has_these_tests,
     "pip install": are_packages,
-    "accelerate launch --config_file": lambda words: all(map(is_file, words[:2])),
+    "accelerate launch --config_file": lambda words: are_files(words[:2]),
     "mkdocs": lambda words: words == ["build", "--strict"],
     "eval": lambda words: words == ["$(register-python-argcomplete hf-rmsnorm)"],
     "git clone": lambda words: words == [ADDRESS],
-    "cd": lambda words: words == [ADDRESS.rpartition("/")[2]],
-    "python": lambda words: is_file(words[0]),
-    "python3": lambda words: is_file(words[0]),
+    "cd": lambda words: words == [NAME],
+    "python": begins_with_a_file,
+    "python3": begins_with_a_file,
 }
 
 
@@ -127,11 +141,12 @@ def is_right(line):
     if "=" in words[0]:  # a variable of the environment
         words = words[1:]
     words[0] = words[0].removeprefix(".venv/bin/")
-    for start, check in KINDS.items():
-        length = len(start.split())
-        if words[:length] == start.split():
+    for kind, check in KINDS.items():
+        start = kind.split()
+        length = len(start)
+        if words[:length] == start:
             return check(words[length:])
-    return any(line == trainer.patched for trainer in TRAINERS.values())
+    return line in [trainer.patched for trainer in TRAINERS.values()]
 
 
 def test_the_commands_in_blocks_exist():
@@ -151,10 +166,10 @@ SUBCOMMANDS = {command.__name__.rpartition(".")[2] for command in COMMANDS}
 @pytest.mark.parametrize("page", pages.PAGES)
 def test_the_commands_within_sentences_exist(page):
     for span in pages.code_spans(page):
-        words = span.split()
-        if words[:1] == ["hf-rmsnorm"] and len(words) == 2:
+        if re.fullmatch(r"hf-rmsnorm \S+", span):
             # the name of a command, and no call
-            assert words[1] in SUBCOMMANDS, span
+            name = span.split()[1]
+            assert name in SUBCOMMANDS, span
         elif span.startswith(CALLS):
             assert is_right(span), span
 
@@ -169,16 +184,19 @@ READING = [
 
 @pytest.mark.parametrize("line", READING)
 def test_a_command_that_only_reads_runs(line, capsys):
-    assert any(shown.startswith(line) for _, shown in pages.commands())
-    assert main(shlex.split(line)[1:]) == 0
+    shown = [command for _, command in pages.commands()]
+    assert any(command.startswith(line) for command in shown)
+    arguments = shlex.split(line)[1:]
+    assert main(arguments) == 0
     assert capsys.readouterr().out
 
 
 def local(page: str, target: str) -> str:
     """A link's target as a path from the root, where it is in this repository; else ""."""
     for kind in ("blob", "raw"):
-        if target.startswith(f"{ADDRESS}/{kind}/main/"):
-            return target.removeprefix(f"{ADDRESS}/{kind}/main/")
+        start = f"{ADDRESS}/{kind}/main/"
+        if target.startswith(start):
+            return target.removeprefix(start)
     if "://" in target:
         return ""
     path, _, anchor = target.partition("#")
@@ -192,25 +210,35 @@ def local(page: str, target: str) -> str:
 def test_links_lead_somewhere(page):
     for target in pages.links(page):
         path, _, anchor = local(page, target).partition("#")
-        assert not path or (ROOT / path).exists(), target
-        if anchor and path in pages.PAGES and not anchor.startswith("hf_rmsnorm."):
+        assert (ROOT / path).exists(), target
+        of_the_interface = anchor.startswith("hf_rmsnorm.")
+        if anchor and path in pages.PAGES and not of_the_interface:
             assert anchor in pages.anchors(path), target
 
 
 def test_the_links_of_the_readme_are_absolute_from_the_one_address():
     """PyPI shows the README without the files beside it."""
-    ours = [target for target in pages.links("README.md") if local("README.md", target)]
+    ours = []
+    for target in pages.links("README.md"):
+        if local("README.md", target):
+            ours.append(target)
     assert ours
-    assert all(target.startswith(ADDRESS) for target in ours)
-    assert all(url.startswith(ADDRESS) for url in URLS.values())
+    for target in ours:
+        assert target.startswith(ADDRESS)
+    for url in URLS.values():
+        assert url.startswith(ADDRESS)
 
 
 def test_the_readme_is_short():
-    assert len(pages.PAGES["README.md"].encode()) <= 6_144
+    readme = pages.PAGES["README.md"]
+    assert len(readme.encode()) <= 6_144
 
 
 PATHS = ("scripts/", "examples/", "tests/", "docs/", "benchmarks/", "hf_rmsnorm/")
-SOURCES = {path.name for folder in PATHS for path in (ROOT / folder).rglob("*.py")}
+SOURCES = set()
+for folder in PATHS:
+    for path in (ROOT / folder).rglob("*.py"):
+        SOURCES.add(path.name)
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
@@ -226,12 +254,14 @@ def test_the_files_that_are_named_exist(page):
 def defined(path: str) -> set[str]:
     """The functions, classes and constants of a file of the package."""
     names = set()
-    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
         if hasattr(node, "name"):
             names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
-            assigned = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
-            names |= {n.id for n in assigned if isinstance(n.ctx, ast.Store)}
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    names.add(part.id)
     return names
 
 
@@ -241,8 +271,10 @@ def test_what_the_page_on_the_code_names_is_in_its_file():
     named = re.findall(r"`(\S+/\S+\.py)`: ((?:`\w+`(?:, )?)+)", page)
     assert len(named) > 20
     for path, names in named:
-        path = path if (ROOT / path).exists() else f"hf_rmsnorm/{path}"
-        assert set(re.findall(r"\w+", names)) <= defined(path), (path, names)
+        if not (ROOT / path).exists():
+            path = f"hf_rmsnorm/{path}"
+        words = re.findall(r"\w+", names)
+        assert defined(path).issuperset(words), (path, names)
 
 
 def test_the_interface_page_documents_every_public_name():
@@ -254,7 +286,8 @@ def test_the_interface_page_documents_every_public_name():
 
 
 def test_every_page_is_in_the_menu():
-    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    _, _, menu = settings.partition("\nnav:")
     listed = re.findall(r": (\S+\.md)$", menu, re.MULTILINE)
     there = [path.name for path in (ROOT / "docs").glob("*.md")]
     assert sorted(listed) == sorted(there)
@@ -264,14 +297,22 @@ def test_every_page_is_in_the_menu():
 def test_the_pages_build_without_a_warning(tmp_path):
     pytest.importorskip("mkdocstrings", reason="the extra 'docs'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    folder = tmp_path / "site"
+    command += ["--site-dir", str(folder)]
+    environment = dict(os.environ)
+    environment["NO_MKDOCS_2_WARNING"] = "1"
+    environment["PYTHONPATH"] = str(ROOT)
     environment["http_proxy"] = "http://127.0.0.1:9"
-    command += ["--site-dir", str(tmp_path / "site")]
-    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run(command, **options)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    files = (tmp_path / "site").rglob("*.html")
-    site = "".join(path.read_text(encoding="utf-8") for path in files)
-    assert "--8<--" not in site and 'id="hf_rmsnorm.patching.api.patch_model"' in site
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
+    texts = []
+    for path in folder.rglob("*.html"):
+        texts.append(path.read_text(encoding="utf-8"))
+    site = "".join(texts)
+    assert "--8<--" not in site
+    assert 'id="hf_rmsnorm.patching.api.patch_model"' in site
     # the pages load nothing from elsewhere
     assert not re.findall(r'(?:src|<link[^>]* href)="https?://', site)

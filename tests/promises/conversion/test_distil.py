@@ -43,7 +43,9 @@ def folders(tmp_path_factory):
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
             elif parameter.dim() == 2:
                 parameter.mul_(5.0)
-    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    vocabulary = {}
+    for i, word in enumerate(["[PAD]", "[UNK]", *WORDS]):
+        vocabulary[word] = i
     backend = Tokenizer(models.WordLevel(vocabulary, "[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
@@ -76,7 +78,10 @@ def folders(tmp_path_factory):
 def launched(*arguments):
     launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     # plain torch takes a second
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {}
+    for k, v in os.environ.items():
+        if k != "TRITON_INTERPRET":
+            environment[k] = v
     environment["OMP_NUM_THREADS"] = "1"
     command = [sys.executable, *launch, str(EXAMPLE), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -119,7 +124,9 @@ def test_two_processes_bring_a_student_nearer_and_it_loads_as_rms_norm(
     original = AutoModel.from_pretrained(teacher).eval()(ids).last_hidden_state
     started = AutoModel.from_pretrained(student).eval()
     patch_model(started)
-    errors = [(m(ids).last_hidden_state - original).norm() for m in (started, model)]
+    errors = []
+    for m in (started, model):
+        errors.append((m(ids).last_hidden_state - original).norm())
     assert errors[1] < errors[0]
 
 
@@ -167,7 +174,9 @@ def test_bad_input_is_one_line_and_writes_nothing(
     folders, tmp_path, capsys, main, paths, option, says
 ):
     root = folders[0].parent
-    where = {name: root / path for name, path in paths.items()}
+    where = {}
+    for name, path in paths.items():
+        where[name] = root / path
     option = (option or "--seed=0").replace("EMPTY", str(root / "empty"))
     with pytest.raises(SystemExit) as stop:
         main("--batch-size=8", "--max-steps=3", option, **where)

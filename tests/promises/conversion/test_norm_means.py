@@ -12,17 +12,24 @@ from hf_rmsnorm import convert_checkpoint
 
 def printed(model, cwd):
     """The mean of each norm's input, by path."""
-    lines = python(EXAMPLES / "norm_means.py", model, cwd=cwd).splitlines()
-    return {path: float(mean) for path, mean in map(str.split, lines)}
+    text = python(EXAMPLES / "norm_means.py", model, cwd=cwd)
+    means = {}
+    for line in text.splitlines():
+        path, mean = line.split()
+        means[path] = float(mean)
+    return means
 
 
 @pytest.mark.full
 def test_the_means_are_gone_after_a_conversion(tmp_path):
-    convert_checkpoint("demo:gpt2", tmp_path / "rms", verify=False)
+    converted = tmp_path / "rms"
+    convert_checkpoint("demo:gpt2", converted, verify=False)
     before = printed("demo:gpt2", tmp_path)
-    after = printed(tmp_path / "rms", tmp_path)
-    assert len(before) == 11 and before.keys() == after.keys()
-    assert max(after.values()) < 1e-6 < min(before.values())
+    after = printed(converted, tmp_path)
+    assert len(before) == 11
+    assert before.keys() == after.keys()
+    assert max(after.values()) < 1e-6
+    assert min(before.values()) > 1e-6
 
 
 def test_they_are_those_of_the_inputs_and_the_model_is_left_alone(monkeypatch):
@@ -34,10 +41,18 @@ def test_they_are_those_of_the_inputs_and_the_model_is_left_alone(monkeypatch):
     classes = [type(module) for module in model.modules()]
     means = norm_means(model, ids)
     assert [type(module) for module in model.modules()] == classes
-    assert not any(module._forward_hooks for module in model.modules())
-    norms = [path for path, m in model.named_modules() if isinstance(m, nn.LayerNorm)]
+    for module in model.modules():
+        assert not module._forward_hooks
+    norms = []
+    for path, m in model.named_modules():
+        if isinstance(m, nn.LayerNorm):
+            norms.append(path)
     assert list(means) == norms
     with torch.no_grad():
-        stream = model(ids, output_hidden_states=True).hidden_states[0].double()
-    ratio = stream.mean(-1).abs() / stream.square().mean(-1).sqrt()
-    assert means["transformer.h.0.ln_1"] == pytest.approx(ratio.median().item())
+        output = model(ids, output_hidden_states=True)
+    stream = output.hidden_states[0].double()
+    mean = stream.mean(-1).abs()
+    rms = stream.square().mean(-1).sqrt()
+    ratio = mean / rms
+    expected = ratio.median().item()
+    assert means["transformer.h.0.ln_1"] == pytest.approx(expected)

@@ -37,10 +37,12 @@ def test_training_under_autocast_launches_what_plain_training_launches(family, d
     patch_model(model, fuse_residual=False)
     more, expected, alone = step(model, dtype)
     assert more.total() >= launches.total()
-    assert all(map(torch.equal, states, expected)), "fused is what the norms alone are"
-    for name, gradient in gradients.items():
-        size = alone[name].abs().max().item()
-        torch.testing.assert_close(gradient, alone[name], rtol=0.02, atol=0.02 * size)
+    # fused is what the norms alone are
+    torch.testing.assert_close(states, expected, rtol=0, atol=0)
+    for name, gradient in alone.items():
+        largest = gradient.abs().max().item()
+        atol = 0.02 * largest
+        torch.testing.assert_close(gradients[name], gradient, rtol=0.02, atol=atol)
 
 
 def distance(gradients, exact):
@@ -51,15 +53,19 @@ def distance(gradients, exact):
     return squares**0.5
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+LAST = {"qwen3": "model.norm.weight", "gpt2": "transformer.ln_f.weight"}
+
+
+@pytest.mark.parametrize("family", LAST)
 def test_gradients_under_autocast_are_as_near_to_float64_as_the_unpatched_models(
     family,
 ):
     model = tiny_models.build(family)
-    _, _, exact = step(copy.deepcopy(model).double(), None)
+    double = copy.deepcopy(model).double()
+    _, _, exact = step(double, None)
     _, _, eager = step(model, torch.bfloat16)
     patch_model(model)
     _, _, ours = step(model, torch.bfloat16)
     assert distance(ours, exact) <= 1.5 * distance(eager, exact)
-    last = "transformer.ln_f.weight" if family == "gpt2" else "model.norm.weight"
+    last = LAST[family]
     assert_as_accurate(ours[last], eager[last], exact[last])

@@ -33,12 +33,16 @@ OPTIONS = {
 
 def make_trainer(model, folder, callbacks=(), **options):
     arguments = TrainingArguments(str(folder), **OPTIONS, **options)
-    rows = [{"input_ids": r, "labels": r} for r in tiny_models.token_ids(2 * STEPS)]
+    rows = []
+    for r in tiny_models.token_ids(2 * STEPS):
+        rows.append({"input_ids": r, "labels": r})
     return Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
 
 
 def named_groups(optimizer, model):
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {}
+    for name, p in model.named_parameters():
+        names[id(p)] = name
     return [
         (group["weight_decay"], [names[id(p)] for p in group["params"]])
         for group in optimizer.param_groups
@@ -85,7 +89,8 @@ def test_an_optimizer_made_before_the_patch_updates_the_same_parameters(family):
         # the optimizer has a state by the second step
         assert train(model, patch_at=1) == pytest.approx(train(plain), rel=1e-5)
     after = dict(model.named_parameters())
-    assert all(after[name] is before[name] for name in before)
+    for name in before:
+        assert after[name] is before[name]
     expected = dict(plain.named_parameters())
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-6)
 
@@ -121,7 +126,9 @@ def test_trainer_trains_a_patched_model_as_it_trains_the_model(
     expected = losses(make_trainer(plain, tmp_path, **options))
     if when == "before":
         patch_model(model, strict=True)
-    callbacks = [PatchAtTheStart()] if when == "in a callback" else []
+    callbacks = []
+    if when == "in a callback":
+        callbacks = [PatchAtTheStart()]
     trainer = make_trainer(model, tmp_path, callbacks, **options)
     if when == "after the optimizer":
         trainer.create_optimizer()

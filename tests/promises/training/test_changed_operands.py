@@ -74,7 +74,10 @@ def step(kind, name="", change=None):
     """
     with use_backend("triton"):
         operands, y = kind()
-        leaves = [t for t in operands.values() if t.requires_grad]
+        leaves = []
+        for t in operands.values():
+            if t.requires_grad:
+                leaves.append(t)
         if change is not None:
             operands[name].data = change(operands[name].detach())
         return torch.autograd.grad(y.float().square().sum(), leaves)

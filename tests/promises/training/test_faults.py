@@ -34,23 +34,24 @@ def kernels():
 
 def build(family, options=None, dtype=torch.float32):
     """A tiny model in training mode, without dropout; patched with options, if any."""
-    model = tiny_models.build(family, dtype, **SIZES.get(family, {})).train()
+    sizes = SIZES.get(family, {})
+    model = tiny_models.build(family, dtype, **sizes).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if options is not None:
         report = patch_model(model, strict=True, **options)
-        keeps_output = ["keeps its output" in record.notes for record in report.swapped]
-        assert any(keeps_output) == bool(options)
+        notes = [record.notes for record in report.swapped]
+        assert ("keeps its output" in str(notes)) == bool(options)
     return model
 
 
 def norm_parameters(model):
-    return {
-        f"{path}.{name}": p
-        for path, norm in tiny_models.norms(model)
-        for name, p in norm.named_parameters()
-    }
+    parameters = {}
+    for path, norm in tiny_models.norms(model):
+        for name, parameter in norm.named_parameters():
+            parameters[f"{path}.{name}"] = parameter
+    return parameters
 
 
 def assert_close(got, expected):
@@ -89,14 +90,19 @@ def test_a_parameter_changed_before_the_backward_is_eagers_error(family, options
 
 def freeze(model, step):
     """For two steps every second norm's weight stands still."""
-    weights = [p for name, p in norm_parameters(model).items() if "weight" in name]
+    weights = []
+    for name, p in norm_parameters(model).items():
+        if "weight" in name:
+            weights.append(p)
     for weight in weights[::2]:
         weight.requires_grad_(step not in (2, 3))
 
 
 def assign_a_state_dict(model, step):
     if step == 2:
-        state = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+        state = model.state_dict()
+        for name, tensor in state.items():
+            state[name] = tensor * 1.5
         model.load_state_dict(state, assign=True)
 
 
@@ -105,17 +111,21 @@ def train(model, change):
     changed behind the optimizer's back.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses, moved = [], []
+    losses = []
+    moved = []
     for step in range(5):
         change(model, step)
         parameters = norm_parameters(model)
-        before = {name: p.detach().clone() for name, p in parameters.items()}
+        before = copy.deepcopy(parameters)
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        changed = [n for n, p in parameters.items() if not torch.equal(p, before[n])]
+        changed = []
+        for name, parameter in parameters.items():
+            if not torch.equal(parameter, before[name]):
+                changed.append(name)
         moved.append(changed)
     return losses, parameters, moved
 
@@ -125,11 +135,14 @@ def train(model, change):
 def test_parameters_frozen_or_replaced_during_training_move_as_in_eager(
     change, family, options
 ):
-    losses, parameters, moved = train(build(family), change)
-    got, fused, also_moved = train(build(family, options), change)
+    plain = build(family)
+    losses, parameters, moved = train(plain, change)
+    model = build(family, options)
+    got, fused, also_moved = train(model, change)
     assert got == pytest.approx(losses, rel=1e-5)
     assert also_moved == moved
-    assert len(moved[2]) < len(moved[1])
+    moving = moved[1]
+    assert len(moved[2]) < len(moving)
     assert_close(fused, parameters)
 
 
@@ -148,11 +161,12 @@ def test_gradients_of_bad_rows_are_eagers_row_by_row(make, memory_efficient):
     """In the input or in the incoming gradient: a row's dx is bad where eager's is, and
     no other row's is.
     """
-    generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(9, 64, generator=generator) for _ in range(2))
+    x = torch.randn(9, 64)
+    dy = torch.randn(9, 64)
     for row, column, value in BAD_VALUES:
         x[row, column] = value
-    x[5] = dy[8] = 0.0
+    x[5] = 0.0
+    dy[8] = 0.0
     dy[6, 2] = math.nan
     dy[7, 2] = math.inf
     norm = make(64)
@@ -166,30 +180,35 @@ def test_gradients_of_bad_rows_are_eagers_row_by_row(make, memory_efficient):
         # whether an infinite dy gives inf or NaN depends on how rows are vectorised
         finite = eager.isfinite()
         assert torch.equal(got.isfinite(), finite)
-        torch.testing.assert_close(got[finite], eager[finite], rtol=1e-5, atol=1e-5)
+        got = got[finite]
+        eager = eager[finite]
+        torch.testing.assert_close(got, eager, rtol=1e-5, atol=1e-5)
     y, dx, *_ = results
     assert torch.equal(y.isnan(), expected[0].isnan())
-    bad = (~dx.isfinite()).any(1).nonzero().flatten()
-    assert bad.tolist() == [1, 2, 3, 6, 7]
+    is_good = dx.isfinite().all(1)
+    (good,) = is_good.nonzero(as_tuple=True)
+    assert good.tolist() == [0, 4, 5, 8]
 
 
 def results_of(norm, x, dy):
     """(y, dx, gradients of the parameters)."""
     leaf = x.requires_grad_()
     y = norm(leaf)
-    grads = torch.autograd.grad(y, [leaf, *norm.parameters()], dy)
+    leaves = [leaf, *norm.parameters()]
+    grads = torch.autograd.grad(y, leaves, dy)
     return y.detach(), *grads
 
 
 def train_scaled(model):
     """What a float16 autocast makes of a scale too large.
 
-    Returns by step the loss, the scale after it and whether it was taken; and the
-    weights behind the last one.
+    Returns the losses, for each step the scale after it and whether it was taken, and
+    the weights behind the last one.
     """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    seen = []
+    losses = []
+    steps = []
     for step in range(7):
         tokens = tiny_models.token_ids(1, 6, seed=step % 2)
         before = model.lm_head.weight.detach().clone()
@@ -200,20 +219,22 @@ def train_scaled(model):
         scaler.update()
         optimizer.zero_grad()
         taken = not torch.equal(model.lm_head.weight, before)
-        seen.append((loss.item(), scaler.get_scale(), taken))
-    return seen, norm_parameters(model)
+        losses.append(loss.item())
+        steps.append((scaler.get_scale(), taken))
+    return losses, steps, norm_parameters(model)
 
 
 @runs
 def test_steps_whose_scaled_gradients_overflow_are_skipped_as_in_eager(family, options):
-    plain, weights = train_scaled(build(family))
-    patched, ours = train_scaled(build(family, options))
-    taken = [step for *_, step in plain]
+    model = build(family)
+    expected, expected_steps, weights = train_scaled(model)
+    model = build(family, options)
+    losses, steps, ours = train_scaled(model)
+    taken = [step for _, step in expected_steps]
     assert False in taken
     assert taken.count(True) >= 3
-    for (loss, *step), (expected, *eager) in zip(patched, plain, strict=True):
-        assert step == eager
-        assert loss == pytest.approx(expected, rel=2e-3)
+    assert steps == expected_steps
+    assert losses == pytest.approx(expected, rel=2e-3)
     # others' gradients may be noise around 0, which AdamW makes a step of
     torch.testing.assert_close(ours, weights, rtol=0, atol=2e-5)
 
@@ -240,13 +261,15 @@ def test_parameters_of_several_dtypes_train_as_accurately_as_in_eager(mixture):
         with torch.autocast("cpu", BF16, enabled=autocast):
             loss = model(ids, labels=ids).loss
         loss.backward()
-        assert all(p.grad.dtype == p.dtype for p in model.parameters())
+        for p in model.parameters():
+            assert p.grad.dtype == p.dtype
         return gradients(model)
 
     eager = gradients_of(mixed())
     fused = gradients_of(mixed({}))
     exact = gradients_of(mixed().double(), autocast=False)
     for name, right in exact.items():
-        ours = (fused[name] - right).square().mean()
-        theirs = (eager[name] - right).square().mean()
-        assert ours <= 1.5**2 * theirs, name
+        ours = fused[name] - right
+        theirs = eager[name] - right
+        allowed = 1.5**2 * theirs.square().mean()
+        assert ours.square().mean() <= allowed, name

@@ -46,7 +46,9 @@ def train(tmp_path, monkeypatch):
 
     def run(name, *arguments):
         AcceleratorState._reset_state(reset_partial_state=True)
-        where = [] if name is None else ["--output-dir", str(tmp_path / name)]
+        where = []
+        if name is not None:
+            where = ["--output-dir", str(tmp_path / name)]
         finetune.main([*SHORT, *where, *map(str, arguments)])
         return tmp_path / (name or "")
 
@@ -69,7 +71,10 @@ def assert_same_run(folder, other):
 
 
 def files(folder):
-    paths = [path for path in folder.rglob("*") if path.is_file()]
+    paths = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            paths.append(path)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
@@ -127,7 +132,8 @@ def test_gradient_checkpointing_changes_nothing_and_adapters_leave_the_model_alo
     assert losses(adapters)[2] != losses(plain)[2]
     trained = load_file(adapters / "adapter_model.safetensors")
     assert trained
-    assert all("lora_" in name for name in trained)
+    for name in trained:
+        assert "lora_" in name
     assert any("lora_B" in name and tensor.any() for name, tensor in trained.items())
 
 
@@ -275,7 +281,8 @@ def test_a_folder_with_a_model_is_refused_before_torch_is_imported(tmp_path):
     path = os.pathsep.join((str(tmp_path), str(ROOT)))
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": path}}
     done = subprocess.run(command, **options, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done.returncode == 2
+    assert done.stdout == ""
     assert done.stderr.startswith("finetune.py: ")
     assert done.stderr.count("\n") == 1
 

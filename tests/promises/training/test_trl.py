@@ -118,7 +118,9 @@ def test_the_losses_are_those_of_the_unpatched_run(
     assert len(fused_norms(trainer.model)) == len(callback.report.swapped) == norms
     # The policy runs every norm once a step. Under an adapter it is its own reference:
     # twice.
-    runs = 2 if kind == "DPO" and adapter else 1
+    runs = 1
+    if kind == "DPO" and adapter:
+        runs = 2
     assert len(fused_calls) == 11 * STEPS * runs
     if kind == "DPO" and not adapter:
         # TRL loads a reference model of its own, which no callback sees
@@ -181,7 +183,10 @@ def test_the_command_of_the_page_patches_and_has_the_losses_of_trls_own(
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         losses.append([e["loss"] for e in state["log_history"] if "loss" in e])
         lines = capfd.readouterr().err.splitlines()
-        said = [line for line in lines if line.startswith("hf_rmsnorm")]
+        said = []
+        for line in lines:
+            if line.startswith("hf_rmsnorm"):
+                said.append(line)
         assert said == ([SWAPPED] if module == words[0] else [])
     assert len(losses[1]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
