@@ -22,14 +22,20 @@ LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
 def tensors(*shapes):
     """Results of an operator, as activations are."""
     torch.manual_seed(0)
-    return [torch.randn(shape).requires_grad_() * 1 for shape in shapes]
+    made = []
+    for shape in shapes:
+        leaf = torch.randn(shape).requires_grad_()
+        made.append(leaf * 1)
+    return made
 
 
 def norm(module=None):
     module = module or LlamaRMSNorm(SIZE)
     patch_model(module, strict=True)
     (x,) = tensors(ROWS)
-    return {"x": x, **dict(module.named_parameters())}, module(x)
+    operands = dict(module.named_parameters())
+    operands["x"] = x
+    return operands, module(x)
 
 
 def layer_norm():
@@ -79,8 +85,10 @@ def step(kind, name="", change=None):
             if t.requires_grad:
                 leaves.append(t)
         if change is not None:
-            operands[name].data = change(operands[name].detach())
-        return torch.autograd.grad(y.float().square().sum(), leaves)
+            changed = operands[name]
+            changed.data = change(changed.detach())
+        loss = y.float().square().sum()
+        return torch.autograd.grad(loss, leaves)
 
 
 CHANGED = [
@@ -124,4 +132,5 @@ HARMLESS = [
 def test_other_strides_and_what_no_backward_reads_change_nothing(kind, name, change):
     expected = step(kind)
     for _ in range(2):
-        torch.testing.assert_close(step(kind, name, change), expected)
+        gradients = step(kind, name, change)
+        torch.testing.assert_close(gradients, expected)

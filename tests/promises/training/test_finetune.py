@@ -71,11 +71,12 @@ def assert_same_run(folder, other):
 
 
 def files(folder):
-    paths = []
+    contents = {}
     for path in folder.rglob("*"):
         if path.is_file():
-            paths.append(path)
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+            name = path.relative_to(folder).as_posix()
+            contents[name] = path.read_bytes()
+    return contents
 
 
 @pytest.mark.full

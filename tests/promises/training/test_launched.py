@@ -23,7 +23,9 @@ pytestmark = pytest.mark.full
 SHORT = shlex.split("--max-steps 4 --batch-size 2 --block-size 32 --save-every 2")
 PAGE = pages.PAGES["docs/training.md"]
 LINES = re.findall(r"^(accelerate launch .*?) +# (.*)$", PAGE, re.MULTILINE)
-COMMANDS = {words: shlex.split(command) for command, words in LINES}
+COMMANDS = {}
+for command, words in LINES:
+    COMMANDS[words] = shlex.split(command)
 KINDS = {
     "one process": "1 process(es) on cpu, not sharded",
     "DDP": "2 process(es) on cpu, not sharded",
@@ -34,7 +36,9 @@ KINDS = {
 
 def run(command, *arguments, on_gpu=False) -> str:
     """The output of a command that ends well."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = dict(os.environ)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PYTHONPATH"] = str(ROOT)
     scripts = Path(sys.executable).parent
     environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
     for name in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE"):
@@ -49,7 +53,8 @@ def run(command, *arguments, on_gpu=False) -> str:
 
 
 def losses(folder):
-    return json.loads((folder / "losses.json").read_text())["losses"]
+    text = (folder / "losses.json").read_text()
+    return json.loads(text)["losses"]
 
 
 @pytest.fixture(scope="module")
@@ -59,32 +64,39 @@ def trained(tmp_path_factory):
 
     @cache
     def train(name):
-        where = "--output-dir", folder / name
-        return folder / name, run(COMMANDS[name], *SHORT, *where)
+        output = folder / name
+        text = run(COMMANDS[name], *SHORT, "--output-dir", output)
+        return output, text
 
     return train
 
 
 # two processes by day, all kinds at night; test_finetune.py runs one process
-kinds = [
-    pytest.param(kind, marks=() if kind == "FSDP2" else pytest.mark.nightly)
-    for kind in KINDS
-]
+CASES = ["FSDP2"]
+for kind in ("one process", "DDP", "LoRA"):
+    case = pytest.param(kind, marks=pytest.mark.nightly)
+    CASES.append(case)
 
 
-@pytest.mark.parametrize("name", kinds)
+@pytest.mark.parametrize("name", CASES)
 def test_each_command_trains_with_the_processes_and_the_wrapper_it_asks_for(
     name, trained
 ):
     folder, text = trained(name)
     assert text.count("process(es)") == 1
     assert KINDS[name] in text
-    assert "11 x LlamaRMSNorm: RMSNorm(" in text and "100%" in text
-    assert len(losses(folder)) == 4
-    assert losses(folder)[0] != losses(folder)[-1]
-    assert (folder / "losses.png").stat().st_size > 1000
-    assert len([*folder.glob("checkpoint-[24]")]) == 2
-    kind = "adapter_model" if name == "LoRA" else "model"
+    assert "11 x LlamaRMSNorm: RMSNorm(" in text
+    assert "100%" in text
+    values = losses(folder)
+    assert len(values) == 4
+    assert values[0] != values[-1]
+    plot = folder / "losses.png"
+    assert plot.stat().st_size > 1000
+    for step in (2, 4):
+        assert (folder / f"checkpoint-{step}").is_dir()
+    kind = "model"
+    if name == "LoRA":
+        kind = "adapter_model"
     assert (folder / f"{kind}.safetensors").exists()
 
 
@@ -114,29 +126,36 @@ def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpo
 
 @pytest.mark.nightly
 def test_ddp_and_fsdp2_are_the_same_training_on_two_batches(trained):
-    ddp, fsdp2, alone = (losses(trained(n)[0]) for n in ("DDP", "FSDP2", "one process"))
-    assert fsdp2 == pytest.approx(ddp, rel=1e-6)
-    assert ddp[0] != alone[0]
+    by_name = {}
+    for name in ("DDP", "FSDP2", "one process"):
+        folder, _ = trained(name)
+        by_name[name] = losses(folder)
+    ddp = by_name["DDP"]
+    assert by_name["FSDP2"] == pytest.approx(ddp, rel=1e-6)
+    assert ddp[0] != by_name["one process"][0]
+
+
+WRAPPERS = {"fsdp2": "FSDP2", "zero3": "DeepSpeed ZeRO-3"}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU that Triton serves"
 )
-@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("config", WRAPPERS)
 def test_the_configs_for_sharding_train_on_a_gpu_and_go_on(config, tmp_path):
     if config == "zero3":
         pytest.importorskip("deepspeed", reason="ZeRO-3 is DeepSpeed's")
     file = f"examples/accelerate/{config}.yaml"
     launch = f"accelerate launch --config_file {file} --num_processes 1"
     command = [*launch.split(), "examples/finetune.py", "--model", demo_path("qwen3")]
+    wrapper = WRAPPERS[config]
 
     def finetune(name, *flags):
-        where = "--output-dir", tmp_path / name
-        text = run(command, *SHORT, *where, *flags, on_gpu=True)
-        wrapper = "FSDP2" if config == "fsdp2" else "DeepSpeed ZeRO-3"
+        folder = tmp_path / name
+        text = run(command, *SHORT, "--output-dir", folder, *flags, on_gpu=True)
         assert f"1 process(es) on cuda, {wrapper}" in text
-        return losses(tmp_path / name)
+        return losses(folder)
 
     patched = finetune("patched")
     plain = finetune("plain", "--no-patch")

@@ -51,7 +51,7 @@ def test_operands_of_a_norm(asked):
     def reference(x, weight, bias, gate):
         return reference_norm(x, weight, bias, GATED, gate=gate)
 
-    operands = (x, weight, bias, gate)
+    operands = x, weight, bias, gate
     ours = gradients(fused, operands, asked, dy)
     theirs = gradients(reference, operands, asked, dy)
     compare(ours, theirs)

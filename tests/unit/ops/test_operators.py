@@ -24,7 +24,8 @@ GATE = random(2, 5, 64)
 
 def forward(spec, x, weight=None, bias=None, gate=None, statistics=True):
     """The operator's name and arguments."""
-    return norm_forward_op, (x, weight, bias, gate, *spec_args(spec), statistics)
+    formula = spec_args(spec)
+    return norm_forward_op, (x, weight, bias, gate, *formula, statistics)
 
 
 def backward(spec, x, weight, bias=None, gate=None, need_x=True):
@@ -33,8 +34,9 @@ def backward(spec, x, weight, bias=None, gate=None, need_x=True):
     if spec.centered:
         mean = random(10)
     need = [need_x, True, bias is not None, gate is not None]
-    read = x, weight, bias, gate
-    return norm_backward_op, (ROWS, *read, rstd, mean, *spec_args(spec), need)
+    read = ROWS, x, weight, bias, gate
+    formula = spec_args(spec)
+    return norm_backward_op, (*read, rstd, mean, *formula, need)
 
 
 def calls_of_norms():

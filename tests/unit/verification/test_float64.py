@@ -47,7 +47,8 @@ def llama_in_double(model):
     frequencies = model.model.rotary_emb.inv_freq.double()
 
     def rotary(x, position_ids):
-        angles = position_ids[..., None].double() * frequencies
+        positions = position_ids[..., None].double()
+        angles = positions * frequencies
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
 
@@ -135,7 +136,8 @@ def test_float64_run_rotates_by_the_stored_frequencies_of_each_length():
         kept = rotary.inv_freq.clone()
         exact = exact_logits(model, ids)
         assert_same(exact, exact_logits(plain, ids))
-        torch.testing.assert_close(exact.float(), single, rtol=0, atol=1e-4)
+        exact = exact.float()
+        torch.testing.assert_close(exact, single, rtol=0, atol=1e-4)
         assert torch.equal(rotary.inv_freq, kept)  # as the model was before the run
 
 
@@ -145,8 +147,9 @@ def test_float64_run_keeps_the_eps_that_float32_implies():
     with in_float64(norm):
         y = norm(x)
     eps = torch.finfo(FP32).eps
-    square = x.double().square()
-    expected = x.double() / torch.sqrt(square + eps)
+    wide = x.double()
+    root = torch.sqrt(wide.square() + eps)
+    expected = wide / root
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=0)
     assert norm.eps is None
 
@@ -156,11 +159,13 @@ class Keeper(nn.Module):
 
     def __init__(self, dtype):
         super().__init__()
-        self.kept = nn.Buffer(torch.zeros(2, dtype=dtype))
+        zeros = torch.zeros(2, dtype=dtype)
+        self.kept = nn.Buffer(zeros)
         self.weight = nn.Parameter(torch.ones(2))
 
     def forward(self, x):
-        self.kept.copy_(self.weight / 3)
+        third = self.weight / 3
+        self.kept.copy_(third)
         return x * self.kept
 
 

@@ -9,13 +9,14 @@ from hf_rmsnorm.verification.noise import noise_floor
 
 
 def test_measures_are_those_of_their_definition():
-    exact = 3 * torch.randn(100, 7, dtype=torch.float64)
-    noise = torch.randn(exact.shape)
+    exact = torch.randn(100, 7).double() / 3
+    noise = torch.randn(100, 7)
     reference = exact.float()
     candidate = exact + 0.01 * noise
     candidate = candidate.float()
 
-    floor = noise_floor(reference.split(30), candidate.split(30), exact.split(30))
+    sides = [side.split(30) for side in (reference, candidate, exact)]
+    floor = noise_floor(*sides)
 
     assert floor.rows == 100
     assert not floor.passed
