@@ -239,7 +239,10 @@ def test_steps_whose_scaled_gradients_overflow_are_skipped_as_in_eager(family, o
     torch.testing.assert_close(ours, weights, rtol=0, atol=2e-5)
 
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+
+
+FP32 = torch.float32
 MIXED = {  # family, dtype, that of the norms, autocast
     "float32 norms in a bfloat16 Gemma": ("gemma2", BF16, FP32, False),
     "bfloat16 norms in a float32 LLaMA": ("llama", FP32, BF16, False),

@@ -11,7 +11,9 @@ from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backe
 from hf_rmsnorm.ops import fused_norm, norm
 from tests.unit.ops.modules import DEVICE, random
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+
+FP32 = torch.float32
 
 
 def test_use_backend_leaves_nothing_behind():
@@ -58,7 +60,8 @@ def test_an_accelerators_autocast_computes_functional_norms_in_float32(
     """F.layer_norm is on autocast's float32 list there, the spelled-out norms not."""
     x = torch.empty(2, 8, dtype=BF16, device="cuda")
     weight = torch.empty(8, device="cuda", dtype=BF16)
-    assert F.layer_norm(x, (8,), weight).dtype == FP32
+    expected = F.layer_norm(x, (8,), weight)
+    assert expected.dtype == FP32
     assert layer_norm(x, weight).dtype == FP32
     assert rms_norm(x, weight).dtype == BF16
     functional = NormSpec(False, 1e-6, functional=True)
@@ -143,10 +146,13 @@ def test_parameters_with_gaps(strided, has_weight):
 
 @pytest.mark.parametrize("function", [rms_norm, layer_norm])
 def test_a_column_more_or_less_is_no_matter_of_rows(function):
-    assert function(torch.ones(0, 4)).shape == (0, 4)
-    assert function(torch.ones(1)).shape == (1,)
+    no_row = torch.ones(0, 4)
+    one_element = torch.ones(1)
+    no_column = torch.ones(2, 0)
+    assert function(no_row).shape == (0, 4)
+    assert function(one_element).shape == (1,)
     with pytest.raises(ValueError, match="must hold at least one element"):
-        function(torch.ones(2, 0))
+        function(no_column)
 
 
 def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
@@ -159,7 +165,8 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
     spec = NormSpec(True, 1e-6, has_bias=True, functional=True)
     with use_backend("triton"):
         expected = fused_norm(x.float(), weight.float(), bias.float(), spec)
-        assert fused_norm(x, weight, bias, spec).dtype == BF16
+        y = fused_norm(x, weight, bias, spec)
+        assert y.dtype == BF16
         monkeypatch.setattr(norm, "autocasts_functional", lambda *of: True)
         y = fused_norm(x, weight, bias, spec)
     assert y.dtype == FP32

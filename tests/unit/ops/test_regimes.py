@@ -10,6 +10,7 @@ import pytest
 import torch
 from tolerance import assert_as_accurate
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointPolicy,
@@ -57,7 +58,8 @@ def test_gradients_of_the_reference_to_the_second_order(module):
         operands = leaves[: module.operands]
         values = leaves[module.operands :]
         replaced = dict(zip(parameters, values, strict=True))
-        return torch.func.functional_call(module, replaced, (*operands, *rest))
+        inputs = *operands, *rest
+        return torch.func.functional_call(module, replaced, inputs)
 
     for parameter in parameters.values():
         leaves.append(parameter.detach().requires_grad_())
@@ -250,6 +252,10 @@ def test_autocast_gives_the_dtypes_of_eager(module, dtype):
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
+def unwrapped(logged):
+    return logged.inner
+
+
 class Logged(torch.Tensor):
     """A wrapper that writes down what is called on it."""
 
@@ -267,7 +273,7 @@ class Logged(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         cls.seen.append(str(func))
-        args = torch.utils._pytree.tree_map_only(Logged, lambda a: a.inner, args)
+        args = tree_map_only(Logged, unwrapped, args)
         return func(*args, **(kwargs or {}))
 
 

@@ -11,7 +11,9 @@ from torch import nn
 
 from hf_rmsnorm.verification.float64 import in_float64
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+
+FP32 = torch.float32
 
 IDS = tiny_models.token_ids(2, 8)
 

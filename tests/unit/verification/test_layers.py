@@ -14,7 +14,9 @@ from hf_rmsnorm.fused import norm as norm_module
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.reference import reference_norm, rotated
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+
+FP32 = torch.float32
 
 IDS = tiny_models.token_ids()
 SUM = "+ post_attention_layernorm"
@@ -117,7 +119,8 @@ def another_sum(launch):
 
 def dropped_summand(launch):
     _, weight, bias, *_, residual = launch.operands
-    return residual, reference_norm(residual, weight, bias, launch.spec)
+    y = reference_norm(residual, weight, bias, launch.spec)
+    return residual, y
 
 
 def rotated_back(launch):
@@ -158,7 +161,9 @@ def unrounded_before_rotating(launch):
         y = rotated(y, cos.float(), sin.float())
         return y.to(x.dtype)
 
-    return wide(q, q_weight), wide(k, k_weight)
+    q = wide(q, q_weight)
+    k = wide(k, k_weight)
+    return q, k
 
 
 def test_q_and_k_that_are_rounded_less_often_pass_by_the_noise_floor(monkeypatch):
@@ -167,7 +172,8 @@ def test_q_and_k_that_are_rounded_less_often_pass_by_the_noise_floor(monkeypatch
     """
     put(monkeypatch, attention, unrounded_before_rotating)
     report = verify()
-    (check,) = [check for check in report.fused if PAIR in check.path]
+    pairs = [check for check in report.fused if PAIR in check.path]
+    (check,) = pairs
     assert check.passed
     assert check.differing
     assert "off by" in check.text
