@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[1] / "scripts/results"
+GPU = "nvidia-h100-80gb-hbm3-2026-11-25.json"  # the newest with Liger
+NEWEST = "nvidia-h200-2026-11-26.json"
 VARIANTS = {"eager": "Hugging Face", "liger": "Liger", "hf_rmsnorm": "hf-rmsnorm"}
 COUNTED = (
     "kernels, decoding",
@@ -42,7 +44,7 @@ def models_table(data: dict, names: list[str] | None = None) -> list[str]:
     It has speeds where one of the models was measured on a GPU.
     """
     names = names or list(data["models"])
-    speeds, device = gpu_speeds()
+    speeds, device = gpu_speeds(GPU)
     timed = any(name in speeds for name in names)
     header = ["one decoder layer, bf16", *COUNTED]
     note = NOTE
@@ -91,16 +93,19 @@ def row_table(data: dict) -> list[str]:
     return _table(header, rows)
 
 
-def gpu_speeds() -> tuple[dict, str]:
-    """By model and variant the speeds over Hugging Face in the newest result of a GPU,
-    and the name of that GPU.
+def newest_speeds() -> list[str]:
+    """The lines of a table with the speeds of the newest result of a GPU."""
+    speeds, device = gpu_speeds(NEWEST)
+    header = [f"over Hugging Face, eight layers, {device}", *SPEEDS.values()]
+    rows = [[name, *speeds[name]["hf_rmsnorm"]] for name in SECTIONS]
+    return _table(header, rows)
+
+
+def gpu_speeds(name: str) -> tuple[dict, str]:
+    """By model and variant the speeds over Hugging Face in the result of a GPU, and the
+    name of that GPU.
     """
-    files = sorted(
-        RESULTS.glob("nvidia-*.json"), key=lambda file: file.stem[-len("2026-01-01") :]
-    )
-    if not files:
-        return {}, ""
-    result = json.loads(files[-1].read_text(encoding="utf-8"))
+    result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     models = {}
     for name, section in SECTIONS.items():
         phases = result["sections"][section]["data"]["phases"]
@@ -115,6 +120,7 @@ TABLES = {
     "layer": lambda: models_table(committed()),
     "layer in short": lambda: models_table(committed(), list(SECTIONS)),
     "layer row": lambda: row_table(committed()),
+    "newest speeds": newest_speeds,
 }
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-GPU = "nvidia-h100-80gb-hbm3-2026-11-25.json"
+GPU = layer_table.GPU
 LONGEST = 110  # characters of a reason
 
 

@@ -41,7 +41,7 @@ DTYPES = {  # of x and of the weight
     "float32-bfloat16": (FP32, BF16),
 }
 ONE_DTYPE = "layer_norm", "l2"  # torch's takes one, and l2 has no weight
-SIZES = [1, 96]
+SIZES = [2, 96]
 CENTERED_SIZES = [2, 96]
 HEAD_DIMS = [64]
 ROWS = 5

@@ -7,6 +7,7 @@ by luck of that order, so races are found by who touched what between barriers, 
 values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +30,12 @@ class Machine:
         blurred: what hardware only approximates is an ulp off, one way, the other or
             not at all.
         in_place: a launch may write to what it reads.
+        watch: called after each launch with the bytes that it moved.
     """
 
     blurred: bool = False
     in_place: bool = False
+    watch: Callable | None = None
 
     def launch(self, kernel, grid, shared, arguments):
         """Run a launch; `arguments` are tensors, numbers or None (a null pointer), one
@@ -45,6 +48,9 @@ class Machine:
             Fault: the kernel did what it must not; the message names the statement.
         """
         windows, values = _memory_and_values(kernel, arguments)
+        if self.watch is not None:
+            for window in windows.values():
+                window.keep_what_is_read()
         programs = int(np.prod(grid))
         step = LANES // kernel.threads
         if shared:
@@ -64,6 +70,9 @@ class Machine:
                 window.close(others)
         except Fault as fault:
             raise Fault(f"{kernel.name}: {fault}") from None
+        if self.watch is not None:
+            moved = sum(window.moved() for window in windows.values())
+            self.watch(moved)
         written = []
         for number, window in windows.items():
             if window.owner is not None:

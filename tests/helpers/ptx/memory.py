@@ -61,6 +61,7 @@ class Window:
         self.bytes = np.frombuffer(memory, np.uint8)
         self.elements = len(self.bytes) // self.item
         self.read = False
+        self.loaded = None  # which elements were read, where that is kept
         # of each element, the number of the program that wrote it, or 0
         self.owner = None
         # which elements are the view's, where there are others between them
@@ -98,9 +99,24 @@ class Window:
 
     def load(self, address, width, count):
         self.read = True
-        places = self._places(address, width * count)
+        total = width * count
+        places = self._places(address, total)
+        if self.loaded is not None:
+            loaded = self.loaded.reshape(-1, total // self.item)
+            loaded[places] = True
         rows = _rows(self.bytes, width, count)
         return rows[places]
+
+    def keep_what_is_read(self):
+        """From now on, keep which elements are read, for `moved`."""
+        self.loaded = np.zeros(self.elements, bool)
+
+    def moved(self):
+        """Bytes that were read and bytes that were written, each byte once."""
+        elements = np.count_nonzero(self.loaded)
+        if self.owner is not None:
+            elements += np.count_nonzero(self.owner)
+        return self.item * int(elements)
 
     def store(self, address, values, width, count, program):
         total = width * count
