@@ -17,7 +17,7 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 MODEL_FILES = ("model.safetensors", INDEX, *PICKLES)
 NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
 # Folders with this model, as it was or exported; others are of other modules.
-COPIES = ("checkpoint*", "global_step*", "openvino*", "onnx*", "original")
+COPIES = ("checkpoint*", "coreml*", "global_step*", "onnx*", "openvino*", "original")
 OLD = "weights of the model before the conversion"
 TRAINING = "state of the training before the conversion"
 ADAPTER = "an adapter of the model before the conversion: merge it before converting"

@@ -170,10 +170,11 @@ def _patch(
         if missed and strict:
             raise ValueError(f"strict: {missed}")
         report = report_on(model, entries, layers)
+        warning = missed or _no_change(model, entries)
+        if warning:
+            # where warnings are errors the changes are undone
+            warnings.warn(warning, stacklevel=stacklevel)
         stack.pop_all()
-    warning = missed or _no_change(model, entries)
-    if warning:
-        warnings.warn(warning, stacklevel=stacklevel)
     return report, changes
 
 

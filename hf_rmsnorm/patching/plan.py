@@ -77,7 +77,7 @@ class Options:
         try:
             rounded = as_rounded_by(wanted.numerics, entry.recipe)
         except ValueError as error:
-            what = f"numerics={self.numerics!r}: {error}, as {entry.paths[0]!r} is"
+            what = f"numerics={wanted.numerics!r}: {error}, as {entry.paths[0]!r} is"
             raise ValueError(f"{what}: list it in exclude") from None
         fuses = wanted.fuse_residual
         plain = replace(

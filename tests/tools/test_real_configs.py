@@ -7,7 +7,7 @@ import pytest
 from scripts import real_configs
 
 FOUND = json.loads(real_configs.RESULTS.read_text())
-SAMPLE = ("Qwen3-0.6B", "GPT-2", "OPT-350M", "BERT-base")
+SAMPLE = ("GPT-2", "BERT-base", "OPT-350M", "Qwen3-0.6B")
 
 
 def test_every_model_has_a_result():

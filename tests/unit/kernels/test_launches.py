@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from launched import norm_backward, norm_forward
+from kernel_calls import norm_backward, norm_forward
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches

@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from add_norm import fused_add_norm
-from launched import norm_backward, norm_forward, qk_norm_forward
+from kernel_calls import norm_backward, norm_forward, qk_norm_forward
 from places import ROOT
 from processes import python
 
