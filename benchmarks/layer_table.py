@@ -101,11 +101,11 @@ def newest_speeds() -> list[str]:
     return _table(header, rows)
 
 
-def gpu_speeds(name: str) -> tuple[dict, str]:
+def gpu_speeds(file: str) -> tuple[dict, str]:
     """By model and variant the speeds over Hugging Face in the result of a GPU, and the
     name of that GPU.
     """
-    result = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    result = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     models = {}
     for name, section in SECTIONS.items():
         phases = result["sections"][section]["data"]["phases"]

@@ -31,7 +31,7 @@ class Entry:
         stays: it was swapped, and this call does not name it.
         excluded: its own forward runs, as the globs say.
         required: it may not run its own forward.
-        formula: what it computes now that it is swapped.
+        formula: what it computes once it is swapped.
     """
 
     module: Module

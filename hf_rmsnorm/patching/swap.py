@@ -60,8 +60,8 @@ def set_recipe(norm: Module, recipe: Recipe | None) -> None:
     """Give a norm the class that computes a recipe, in place of one that it has; None:
     its own class.
 
-    A class derived from the fused one derives from the original afterwards. Whatever a
-    class raises that refuses to be subclassed passes; the norm has its own class then.
+    A class derived from the fused one derives from the original afterwards. If a class
+    refuses to be subclassed, what it raises is passed on, and the norm has its own class.
     """
     part = fused_part(type(norm))
     if part is not None:
@@ -88,6 +88,13 @@ def fuse(layer: Module, fusion) -> None:
         CannotRewrite, TypeError: there is no such class.
     """
     _put_on(layer, fused_layer_class(type(layer), fusion))
+
+
+def fuse_again(layer: Module, fusion) -> None:
+    """Give a layer back what `unfuse` returned."""
+    unfuse(layer)
+    if fusion is not None:
+        fuse(layer, fusion)
 
 
 class Changes:
@@ -120,9 +127,7 @@ class Changes:
         for norm, recipe in self.norms:
             set_recipe(norm, recipe)
         for layer, fusion in self.layers:
-            unfuse(layer)
-            if fusion is not None:
-                fuse(layer, fusion)
+            fuse_again(layer, fusion)
 
 
 def _take_off(module: Module, part: type, base: type) -> None:

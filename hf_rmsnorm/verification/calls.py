@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..fused.norm import recipe_of
 from ..ops import use_backend
-from ..patching.swap import fuse, set_recipe, unfuse
+from ..patching.swap import fuse_again, set_recipe, unfuse
 from .context import is_float
 from .float64 import in_float64
 
@@ -112,8 +112,7 @@ def unpatched(*modules: nn.Module) -> Iterator[None]:
         for module, recipe, _ in patches:
             set_recipe(module, recipe)
         for module, _, fusion in patches:
-            if fusion is not None:
-                fuse(module, fusion)
+            fuse_again(module, fusion)
 
 
 def rounds_otherwise(norm: nn.Module) -> bool:

@@ -101,12 +101,9 @@ def verify_equivalence(
     """
     reference = reference_model
     candidate = reference if candidate_model is None else candidate_model
-    if backward and candidate is not reference and not is_patched(candidate):
-        raise ValueError(
-            "backward=True compares the gradients of patched norms, and the candidate "
-            "has none: patch it, or compare its outputs by backward=False"
-        )
     batches = checked_inputs(reference, candidate, inputs, max_new_tokens)
+    if backward:
+        _check_has_gradients(reference, candidate)
     why_no_text = why_not_generate(reference, batches, max_new_tokens)
     if why_no_text:
         max_new_tokens = 0
@@ -164,6 +161,15 @@ def verify_equivalence(
         numerics=servers,
         quantised=dict(classes),
     )
+
+
+def _check_has_gradients(reference: nn.Module, candidate: nn.Module) -> None:
+    """Refuse a candidate without a patched norm, of which no gradient is compared."""
+    if candidate is not reference and not is_patched(candidate):
+        raise ValueError(
+            "backward=True compares the gradients of patched norms, and the candidate "
+            "has none: patch it, or compare its outputs by backward=False"
+        )
 
 
 def _servers(model: nn.Module) -> str:

@@ -116,8 +116,8 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     norm; none is fused yet.
 
     Returns:
-        What was done to each module that repeats in the model, or to its parts, and why
-        nothing was.
+        For each module that repeats in the model, and for its parts: what was fused, or
+        the reason for no fusion.
     """
     find = functools.cache(find_fusion)  # most layers of a model are alike
     modules = dict(model.named_modules())
@@ -133,10 +133,9 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
         is_layer = module in repeated
         fusion, reason = _fused(module, find, unrounded, is_layer)
         name = type(module).__name__
-        shared = _shared_norms(module)
         if fusion is not None:
             records[path] = FusedLayer(path, name, fusion.words)
-        elif shared:
+        elif shared := _shared_norms(module):
             records[path] = FusedLayer(path, name, "", shared)
         elif is_layer:
             reason = reason or _why_no_sum(path, module, with_sums)
