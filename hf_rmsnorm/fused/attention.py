@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..ops.qk import run_qk
-from .layer import Ahead, operands_ahead
+from .layer import operands_ahead
 from .watch import QK, note, watchers
 
 
@@ -41,10 +41,10 @@ rotary_proofs = weakref.WeakKeyDictionary()
 
 
 class Waiting(NamedTuple):
-    """Norms that wait for the rotation, each with its operands."""
+    """Norms that wait for the rotation, and what `operands_ahead` says of each."""
 
     norms: tuple
-    ahead: tuple[Ahead, ...]
+    ahead: tuple
 
 
 def waiting(*norms) -> Waiting | None:
@@ -125,9 +125,10 @@ def _in_one_launch(
     norms: Waiting, rotate: Callable, one: bool, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""
-    patched, q_weight, _, spec = norms.ahead[0]
-    _, k_weight, _, k_spec = norms.ahead[-1]
-    if spec != k_spec or spec.functional or spec.has_bias:
+    _, launches, q_weight, _ = norms.ahead[0]
+    _, k_launches, k_weight, _ = norms.ahead[-1]
+    spec = launches.spec
+    if spec != k_launches.spec or spec.functional or spec.has_bias:
         return None
     if type(rotate) is not FunctionType:
         return None
@@ -141,4 +142,4 @@ def _in_one_launch(
     if way is None:
         return None
     operands = q, k, q_weight, k_weight, cos, sin
-    return run_qk(patched.launches_for(spec), operands, way)
+    return run_qk(launches, operands, way)

@@ -4,61 +4,39 @@ in that forward.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Module
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..formula import NormSpec
-from .recipe import operands
 from .source import CannotRewrite, guarded, wrappers
 from .subclass import derive, marked
 
 _CALL = Module.__call__
 
 
-class Ahead(NamedTuple):
-    """The operands of a norm that is computed before it is called.
-
-    Args:
-        patched: its `norm.PatchedNorm`.
-        weight, bias, spec: as the module holds them.
-    """
-
-    patched: Any
-    weight: Tensor | None
-    bias: Tensor | None
-    spec: NormSpec
-
-
-def operands_ahead(norm, restricted: bool = False) -> Ahead | None:
-    """The operands of a patched norm that may be computed before it is called.
+def operands_ahead(norm, restricted: bool = False) -> tuple | None:
+    """(its `PatchedNorm`, launches, weight, bias) of a patched norm that may be computed
+    before it is called.
 
     None if the module is not patched, or has to be called. It has to be called in
     compiled code, if fusion is off, if its class defines `__call__`, if it has a hook,
     or if it takes a second input. Unless `restricted`, it has to be called too if more
     than the shape of its input decides whether a kernel serves it.
     """
-    if is_compiling() or not isinstance(norm, Module):
+    if is_compiling():
         return None
-    if type(norm).__call__ is not _CALL:
+    cls = type(norm)
+    patched = getattr(cls, "_hf_rmsnorm_norm", None)
+    if patched is None or cls.__call__ is not _CALL:
         return None
-    patched = getattr(type(norm), "_hf_rmsnorm_norm", None)
-    if patched is None or not patched.is_ours(norm):
+    joins = patched.joins_restricted if restricted else patched.joins
+    if not joins or why_called(norm):
         return None
-    recipe = patched.recipe
-    if not recipe.fuse_residual:
-        return None
-    if not (recipe.is_simple or (restricted and recipe.is_of_rows)):
-        return None
-    if why_called(norm):
-        return None
-    held = operands(norm, recipe)
+    held = patched.held_by(norm)
     if held is None:
         return None
-    return Ahead(patched, *held)
+    return patched, *held
 
 
 def why_called(norm: Module) -> str:

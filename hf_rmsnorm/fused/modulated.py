@@ -134,7 +134,7 @@ def _call_of(norm, x, scale, shift, gate, residual) -> tuple | None:
     ahead = operands_ahead(norm, restricted=True)
     if ahead is None:
         return None
-    patched, weight, bias, spec = ahead
+    patched, launches, weight, bias = ahead
     recipe = patched.recipe
     if residual is not None and not recipe.rounds_sum:
         return None
@@ -145,4 +145,4 @@ def _call_of(norm, x, scale, shift, gate, residual) -> tuple | None:
     if recipe.row_major and residual is None:
         # as the norm's result is, whatever the strides of x
         x = x.contiguous()
-    return spec, (x, weight, bias, scale, shift, gate, residual)
+    return launches.spec, (x, weight, bias, scale, shift, gate, residual)

@@ -72,9 +72,13 @@ class PatchedNorm:
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         multiplies_in_weight_dtype = recipe.spec.rounding == "before_weight"
         self.mixes = recipe.numerics == "vllm" and multiplies_in_weight_dtype
-        is_watched = recipe.settings or recipe.absent
+        # whether more of a module than its eps may change its formula
+        self.is_watched = bool(recipe.settings or recipe.absent)
         is_unusual = self.mixes or recipe.gate or recipe.restricted or recipe.row_major
-        self.is_usual = not (is_watched or is_unusual)
+        self.is_usual = not is_unusual
+        # whether it may be computed with what surrounds it, as `operands_ahead` says
+        self.joins = recipe.fuse_residual and recipe.is_simple
+        self.joins_restricted = recipe.fuse_residual and recipe.is_of_rows
 
     def launches_for(self, spec: NormSpec) -> Launches:
         """The launches of the formula, which is another where a module holds another
@@ -88,14 +92,32 @@ class PatchedNorm:
         """Whether the module is still patched, and its class and that class's code as
         they were then.
 
-        This method may be kept while its module is unpatched. The class may get another
-        forward, and the forward other code, as IPython's autoreload does.
+        Its forward may be kept while it is unpatched. Its class may get another
+        forward, and that forward other code, as IPython's autoreload does.
         """
         return (
             getattr(type(module), "_hf_rmsnorm_norm", None) is self
             and self.base.forward is self.forward
             and getattr(self.forward, "__code__", None) is self.code
         )
+
+    def held_by(self, module: Module) -> tuple | None:
+        """(launches, weight, bias) of a module as it stands; None where it is no longer
+        patched, lacks a parameter, or computes another formula.
+        """
+        if not self.is_ours(module):
+            return None
+        recipe = self.recipe
+        parameters = parameters_of(module, recipe)
+        if parameters is None:
+            return None
+        launches = self.launches
+        if self.is_watched or module.__dict__.get(recipe.eps) is not recipe.eps_value:
+            spec = recipe.spec_of(module)
+            if spec is None:
+                return None
+            launches = self.launches_for(spec)
+        return launches, *parameters
 
     def run_own(self, module: Module, args: tuple, kwargs: dict):
         """`compute_own`, which `count_launches` hears of."""
@@ -146,7 +168,6 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
     x is the rows along the last dimension, the input or a view of it, and the formula
     of the launches has the eps that the module holds now.
     """
-    recipe = norm.recipe
     gate = None
     if len(args) == 1 and not kwargs:
         x = args[0]
@@ -154,36 +175,38 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
         x, gate = _inputs(norm, args, kwargs)
     if not isinstance(x, Tensor):
         return None
-    if x.is_cpu and left_alone(x) and not recipe.replaces:
+    if x.is_cpu and left_alone(x) and not norm.recipe.replaces:
         return None
-    if not norm.is_ours(module):
+    held = norm.held_by(module)
+    if held is None:
         return None
-    parameters = parameters_of(module, recipe)
-    if parameters is None:
+    if not norm.is_usual:
+        return _read_unusual(norm, held, x, gate)
+    launches, weight, bias = held
+    operands = x, weight, bias, None, None, None, None
+    return launches, operands, norm.keeps_output
+
+
+def _read_unusual(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
+    launches, weight, bias = held
+    spec = _formula_of(norm, launches.spec, x, weight, gate)
+    if spec is None:
         return None
-    launches = norm.launches
-    eps = module.__dict__.get(recipe.eps)
-    if not norm.is_usual or eps is not recipe.eps_value:
-        spec = _formula_of(norm, module, x, parameters[0], gate)
-        if spec is None:
+    if norm.recipe.restricted:
+        x = norm.recipe.rows_of(x)
+        if x is None:
             return None
-        if recipe.restricted:
-            x = recipe.rows_of(x)
-            if x is None:
-                return None
+    if spec is not launches.spec:
         launches = norm.launches_for(spec)
-    operands = x, *parameters, gate, None, None, None
+    operands = x, weight, bias, gate, None, None, None
     return launches, operands, norm.keeps_output
 
 
 def _formula_of(
-    norm: PatchedNorm, module: Module, x: Tensor, weight, gate
+    norm: PatchedNorm, spec: NormSpec, x: Tensor, weight, gate
 ) -> NormSpec | None:
     """The formula of a call; None if the module's own forward has to serve it."""
     recipe = norm.recipe
-    spec = recipe.spec_of(module)
-    if spec is None:
-        return None
     if gate is not None and not isinstance(gate, Tensor):
         return None
     if recipe.gate is not None and gate is None:

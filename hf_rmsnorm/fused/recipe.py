@@ -240,21 +240,22 @@ def operands(module: Module, recipe: Recipe) -> tuple | None:
     return *parameters, spec
 
 
-def parameters_of(module: Module, recipe: Recipe) -> list | None:
-    """[weight, bias] of a module as it stands; None where it lacks one."""
-    parameters = []
-    for name in (recipe.weight, recipe.bias):
-        parameter = None
-        if name is not None:
-            # nn.Module's own attribute look-up takes as long as a kernel launch's
-            # bookkeeping; most weights are parameters.
-            parameter = module._parameters.get(name)
-            if parameter is None:
-                parameter = getattr(module, name)
-            if parameter is None:
-                return None
-        parameters.append(parameter)
-    return parameters
+def parameters_of(module: Module, recipe: Recipe) -> tuple | None:
+    """(weight, bias) of a module as it stands; None where it lacks one."""
+    # nn.Module's own attribute look-up takes as long as a kernel launch's bookkeeping;
+    # most weights are parameters.
+    held = module._parameters
+    weight = held.get(recipe.weight)
+    bias = held.get(recipe.bias)
+    if weight is None and recipe.weight is not None:
+        weight = getattr(module, recipe.weight)
+        if weight is None:
+            return None
+    if bias is None and recipe.bias is not None:
+        bias = getattr(module, recipe.bias)
+        if bias is None:
+            return None
+    return weight, bias
 
 
 def shapes_fit(x, weight, bias, gate, spec: NormSpec) -> bool:

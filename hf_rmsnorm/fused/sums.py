@@ -72,8 +72,10 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     if type(left) is not Tensor or type(right) is not Tensor:
         return None
     ahead = operands_ahead(norm)
-    if ahead is None or not ahead.patched.rounds_sum:
+    if ahead is None:
         return None
-    patched, weight, bias, spec = ahead
+    patched, launches, weight, bias = ahead
+    if not patched.rounds_sum:
+        return None
     operands = right, weight, bias, None, None, None, left
-    return run(patched.launches_for(spec), operands, patched.keeps_output)
+    return run(launches, operands, patched.keeps_output)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 HIDDEN = 48
 
 
-def patched(norm):
+def patched(norm, **options):
     """(a patched copy, the original) of a norm; calls of the copy on (2, 3, HIDDEN)
     rows have been planned.
     """
@@ -30,7 +30,7 @@ def patched(norm):
     original = type(norm).forward
     with torch.no_grad():
         norm.weight.uniform_(0.5, 1.5)
-    patch_model(holder)
+    patch_model(holder, **options)
     assert launches(norm, rows()) == 1
     assert launches(norm, rows().requires_grad_()) == 1
     return norm, lambda x: original(norm, x)
@@ -212,7 +212,8 @@ def test_what_functorch_leaves_behind_is_unwrapped():
     torch.testing.assert_close(norm(x), original(x), rtol=1e-6, atol=1e-6)
 
 
-def test_a_forward_that_is_given_other_code_runs_it():
+@pytest.mark.parametrize("numerics", ["model", "vllm"])
+def test_a_forward_that_is_given_other_code_runs_it(numerics):
     def forward(self, x):
         return self.weight * x
 
@@ -223,7 +224,7 @@ def test_a_forward_that_is_given_other_code_runs_it():
             y = wide * torch.rsqrt(variance + self.variance_epsilon)
             return self.weight * y.to(x.dtype)
 
-    norm, _ = patched(Reloaded(HIDDEN))
+    norm, _ = patched(Reloaded(HIDDEN), numerics=numerics)
     Reloaded.forward.__code__ = forward.__code__
     x = rows()
     assert torch.equal(norm(x), norm.weight * x)
