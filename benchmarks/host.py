@@ -5,6 +5,7 @@ itself stubbed.
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -131,7 +132,8 @@ def host_us(
     calls: dict, rounds: int, sync: Callable = lambda: None, loops: int = LOOPS
 ) -> dict[str, dict]:
     """Microseconds that a call keeps the host busy. The calls alternate, so that a busy
-    machine slows all of them.
+    machine slows all of them, in another order each time: what runs before a call takes
+    its place in the processor's caches.
 
     Returns:
         By name ``us``, the median over the rounds, and ``us_min``, the least, which
@@ -141,8 +143,11 @@ def host_us(
     for call in calls.values():
         for _ in range(20):  # compiles the kernels, fills caches
             call()
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, call in calls.items():
+        for name in order.sample(list(calls), len(calls)):
+            call = calls[name]
+            call()
             sync()  # then the device runs behind, and the host does not wait
             start = time.perf_counter()
             for _ in range(loops):
