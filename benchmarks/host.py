@@ -236,9 +236,7 @@ def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
             data["cases"][str(case)] = _time(
                 case, made[case], device, dtype, 2 if rehearsal else ROUNDS
             )
-        data["decoding"] = _decoding(
-            device, dtype, 2 if rehearsal else max(2, ROUNDS // 4)
-        )
+        data["decoding"] = _decoding(device, dtype, 2 if rehearsal else ROUNDS)
     return data | {"ratios": _ratios(data["cases"][str(CASES[0])])}
 
 
