@@ -21,7 +21,7 @@ from ..ops.backend import compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run
 from ..ops.unrounded import norm_of_summands
-from .recipe import Recipe, operands, parameters_of, shapes_fit
+from .recipe import Recipe, parameters_of, shapes_fit
 from .subclass import derive, marked
 from .summands import summands_of
 from .watch import NORM, note, watchers
@@ -273,8 +273,8 @@ def _changed(spec: NormSpec, **changes) -> NormSpec:
 def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict):
     recipe = norm.recipe
     x, gate = _inputs(norm, args, kwargs)
-    parameters = operands(module, recipe)
-    if x is None or parameters is None or (gate is None) != (recipe.spec.gate is None):
+    held = norm.held_by(module)
+    if x is None or held is None or (gate is None) != (recipe.spec.gate is None):
         what = f"norm of {recipe.numerics}"
         if recipe.as_rms:
             what = "RMSNorm that its converted checkpoint records"
@@ -282,7 +282,8 @@ def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict
             f"{type(module).__name__} runs the {what}, on the input alone and with the eps that it had: unpatch it "
             "to call it in another way"
         )
-    y = fused_norm(x, *parameters, "reference", gate)
+    launches, weight, bias = held
+    y = fused_norm(x, weight, bias, launches.spec, "reference", gate)
     if recipe.row_major:
         return y.contiguous()
     return y

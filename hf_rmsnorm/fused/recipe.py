@@ -229,17 +229,6 @@ class Recipe:
         return f"keeps its input for backward: {self.input_needed}"
 
 
-def operands(module: Module, recipe: Recipe) -> tuple | None:
-    """(weight, bias, formula) of a module as it stands, for a call on its input alone;
-    None where it has not all.
-    """
-    parameters = parameters_of(module, recipe)
-    spec = recipe.spec_of(module)
-    if parameters is None or spec is None:
-        return None
-    return *parameters, spec
-
-
 def parameters_of(module: Module, recipe: Recipe) -> tuple | None:
     """(weight, bias) of a module as it stands; None where it lacks one."""
     # nn.Module's own attribute look-up takes as long as a kernel launch's bookkeeping;

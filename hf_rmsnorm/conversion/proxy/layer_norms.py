@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...formula import NormSpec
-from ...fused.recipe import operands
+from ...fused.recipe import parameters_of
 from ...patching.formula.recognise import recognise
 from ...reference import reference_norm
 from ...verification.context import is_float, leaves_of
@@ -57,8 +57,9 @@ def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[Norms, list[
         if not is_float(x):
             return
         module = model.get_submodule(path)
-        weight, bias, spec = operands(module, recipes[path])
-        norms[path] = ModelNorm(spec, x.shape[-1], weight, bias)
+        recipe = recipes[path]
+        weight, bias = parameters_of(module, recipe)
+        norms[path] = ModelNorm(recipe.spec_of(module), x.shape[-1], weight, bias)
 
     run(model, inputs, recipes, note)
     silent = [path for path in recipes if path not in norms]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.recipe import Recipe, operands, shapes_fit
+from hf_rmsnorm.fused.recipe import Recipe, parameters_of, shapes_fit
 
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 RECIPE = Recipe(SPEC, weight="weight", eps="eps", eps_value=1e-6)
@@ -33,12 +33,12 @@ def test_a_setting_that_has_changed_and_a_parameter_that_has_come_are_named():
     assert recipe.changes(norm) == ["mode is now b", "it has a bias now"]
 
 
-def test_operands_are_none_where_one_is_missing():
+def test_there_are_no_parameters_where_one_is_missing():
     norm = nn.RMSNorm(8, eps=1e-6)
-    weight, bias, spec = operands(norm, RECIPE)
-    assert weight is norm.weight and bias is None and spec == SPEC
+    weight, bias = parameters_of(norm, RECIPE)
+    assert weight is norm.weight and bias is None
     norm.weight = None
-    assert operands(norm, RECIPE) is None
+    assert parameters_of(norm, RECIPE) is None
 
 
 def test_which_rows_a_call_normalises():
