@@ -125,7 +125,7 @@ def _in_one_launch(
     norms: Waiting, rotate: Callable, one: bool, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""
-    _, launches, q_weight, _ = norms.ahead[0]
+    patched, launches, q_weight, _ = norms.ahead[0]
     _, k_launches, k_weight, _ = norms.ahead[-1]
     spec = launches.spec
     if spec != k_launches.spec or spec.functional or spec.has_bias:
@@ -137,6 +137,8 @@ def _in_one_launch(
         return None
     in_part = cos.shape[-1] != q.shape[-1]
     weight_dtype = None if q_weight is None else q_weight.dtype
+    if patched.mixes and weight_dtype not in (None, q.dtype):
+        return None
     normed_dtype = spec.output_dtype(q.dtype, weight_dtype)
     way = proof.ways.get((one, in_part, normed_dtype != cos.dtype))
     if way is None:

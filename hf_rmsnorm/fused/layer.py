@@ -20,9 +20,9 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
     before it is called.
 
     None if the module is not patched, or has to be called. It has to be called in
-    compiled code, if fusion is off, if its class defines `__call__`, if it has a hook,
-    or if it takes a second input. Unless `restricted`, it has to be called too if more
-    than the shape of its input decides whether a kernel serves it.
+    compiled code, if fusion is off, if its class defines `__call__`, for what
+    `why_called` names, or if it is no norm of one input over its last dimension. Unless
+    `restricted`, it has to be called too if its recipe is restricted.
     """
     if is_compiling():
         return None

@@ -31,8 +31,9 @@ def fused_class(base: type, recipe: Recipe) -> type:
     """A subclass of base, with base's name and module, whose forward is the fused norm.
 
     A call that the kernels do not serve runs ``base.forward``: another device or dtype,
-    any argument besides the input, or a weight that is absent, on meta or of another
-    shape. The same arguments give the same class again.
+    an argument besides the input and a gate, or a weight that is absent, on meta or of
+    another shape. Where the recipe replaces that forward, plain torch computes the
+    formula. The same arguments give the same class again.
 
     Args:
         base: the current class of the module, an `nn.Module` subclass.
@@ -68,7 +69,6 @@ class PatchedNorm:
             self.names.append(recipe.gate)
         self.launches = Launches(recipe.spec, recipe.suits)
         self.keeps_output = recipe.keeps_output
-        self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         multiplies_in_weight_dtype = recipe.spec.rounding == "before_weight"
         self.mixes = recipe.numerics == "vllm" and multiplies_in_weight_dtype
@@ -81,8 +81,8 @@ class PatchedNorm:
         self.joins_restricted = recipe.fuse_residual and recipe.is_of_rows
 
     def launches_for(self, spec: NormSpec) -> Launches:
-        """The launches of the formula, which is another where a module holds another
-        eps.
+        """The launches of a formula: the recipe's own, or as a module computes it with
+        another eps, or without its gate.
         """
         if spec is self.launches.spec:
             return self.launches
@@ -103,7 +103,7 @@ class PatchedNorm:
 
     def held_by(self, module: Module) -> tuple | None:
         """(launches, weight, bias) of a module as it stands; None where it is no longer
-        patched, lacks a parameter, or computes another formula.
+        patched, has a parameter that is None, an eps that is none, or another setting.
         """
         if not self.is_ours(module):
             return None
@@ -127,8 +127,11 @@ class PatchedNorm:
         return self.compute_own(module, args, kwargs)
 
     def compute_own(self, module: Module, args: tuple, kwargs: dict):
-        """The module's own forward; or its formula in plain torch, if that is another
-        than the forward's.
+        """What the module's own forward returns; or, where the recipe replaces that
+        forward, the formula in plain torch.
+
+        Raises:
+            TypeError: a forward is replaced, and not in such a call.
         """
         if self.recipe.replaces and self.is_ours(module):
             return _in_plain_torch(self, module, args, kwargs)
@@ -145,16 +148,17 @@ def _forward_of(norm: PatchedNorm):
             return norm.run_own(self, args, kwargs)
         y = None
         if not is_compiled:
-            y = run(*call) if norm.rounds_sum else run_unrounded(self, call)
+            y = run(*call) if norm.recipe.rounds_sum else run_unrounded(self, call)
         if y is None:
             y = run_by_backend(norm, call)
         if y is None:
             return norm.run_own(self, args, kwargs)
+        _, (x, *_), _ = call
         if watchers:
-            note(NORM, (self,), call[1][0])
+            note(NORM, (self,), x)
         if norm.is_usual:
             return y
-        return lay_out(norm, call, y)
+        return lay_out(norm, x, y)
 
     forward.__doc__ = norm.forward.__doc__
     forward.__signature__ = norm.signature
@@ -162,8 +166,8 @@ def _forward_of(norm: PatchedNorm):
 
 
 def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple | None:
-    """The arguments of `run` for a call; None if the module's own forward has to serve
-    it.
+    """The arguments of `run` for a call: (launches, operands, keep_output); None if
+    `compute_own` has to serve it.
 
     x is the rows along the last dimension, the input or a view of it, and the formula
     of the launches has the eps that the module holds now.
@@ -188,18 +192,16 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
 
 
 def _read_unusual(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
+    """`read` of a norm that has a gate, takes other rows, or rounds by the dtypes."""
     launches, weight, bias = held
     spec = _formula_of(norm, launches.spec, x, weight, gate)
     if spec is None:
         return None
-    if norm.recipe.restricted:
-        x = norm.recipe.rows_of(x)
-        if x is None:
-            return None
-    if spec is not launches.spec:
-        launches = norm.launches_for(spec)
+    x = norm.recipe.rows_of(x)
+    if x is None:
+        return None
     operands = x, weight, bias, gate, None, None, None
-    return launches, operands, norm.keeps_output
+    return norm.launches_for(spec), operands, norm.keeps_output
 
 
 def _formula_of(
@@ -221,7 +223,9 @@ def _formula_of(
 
 
 def run_unrounded(module: Module, call: tuple):
-    """`run`, of the summands of x before they are rounded, where these are kept."""
+    """The norm of the sum of x's summands before it is rounded; `run`, where these were
+    not kept.
+    """
     launches, (x, weight, bias, *_), _ = call
     summands = summands_of(module, x)
     if summands is None:
@@ -230,15 +234,12 @@ def run_unrounded(module: Module, call: tuple):
 
 
 def run_by_backend(norm: PatchedNorm, call: tuple):
-    """The norm where no kernel is started directly; None where the module's own forward
-    is to compute it.
-    """
+    """The norm, by the backend in force; None where `compute_own` is to compute it."""
     launches, (x, weight, bias, gate, *_), keep_output = call
     spec = launches.spec
-    recipe = norm.recipe
-    if left_alone(x) and not recipe.replaces:
+    if left_alone(x):
         return None
-    if not recipe.suits(x, weight, bias, gate):
+    if not norm.recipe.suits(x, weight, bias, gate):
         return None
     backend = resolve_backend(x, weight, bias, spec, gate)
     if backend == "original":
@@ -248,10 +249,9 @@ def run_by_backend(norm: PatchedNorm, call: tuple):
     return fused_norm(x, weight, bias, spec, backend, gate, keep_output)
 
 
-def lay_out(norm: PatchedNorm, call: tuple, y: Tensor) -> Tensor:
-    """The rows y that were computed, as the module returns them."""
+def lay_out(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
+    """The rows y that were computed of x, as the module returns them."""
     if norm.mixes:
-        _, (x, *_), _ = call
         y = y.to(x.dtype)
     if norm.recipe.layout == "channels_first":
         y = y.movedim(-1, 1)
@@ -271,22 +271,22 @@ def _changed(spec: NormSpec, **changes) -> NormSpec:
 
 
 def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict):
-    recipe = norm.recipe
     x, gate = _inputs(norm, args, kwargs)
     held = norm.held_by(module)
-    if x is None or held is None or (gate is None) != (recipe.spec.gate is None):
-        what = f"norm of {recipe.numerics}"
-        if recipe.as_rms:
+    spec = None
+    if x is not None and held is not None:
+        launches, weight, bias = held
+        spec = _formula_of(norm, launches.spec, x, weight, gate)
+    if spec is None:
+        what = f"norm of {norm.recipe.numerics}"
+        if norm.recipe.as_rms:
             what = "RMSNorm that its converted checkpoint records"
         raise TypeError(
             f"{type(module).__name__} runs the {what}, on the input alone and with the eps that it had: unpatch it "
             "to call it in another way"
         )
-    launches, weight, bias = held
-    y = fused_norm(x, weight, bias, launches.spec, "reference", gate)
-    if recipe.row_major:
-        return y.contiguous()
-    return y
+    y = fused_norm(x, weight, bias, spec, "reference", gate)
+    return lay_out(norm, x, y)
 
 
 def _inputs(norm: PatchedNorm, args: tuple, kwargs: dict) -> tuple:

@@ -1,4 +1,4 @@
-"""Functions that replace a residual sum and the norm that reads it: one launch if that
+"""Functions that replace a residual sum, and the norm that reads it: one launch if that
 gives the same bits.
 
 A forward calls these functions once it was compiled again from its own source, by
@@ -75,7 +75,7 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     if ahead is None:
         return None
     patched, launches, weight, bias = ahead
-    if not patched.rounds_sum:
+    if not patched.recipe.rounds_sum:
         return None
     operands = right, weight, bias, None, None, None, left
     return run(launches, operands, patched.keeps_output)

@@ -39,8 +39,8 @@ def run(launches: Launches, operands: tuple, keep_output: bool = False):
         keep_output: the backward shall read the output, not x, where `serves_as_input`.
 
     Returns:
-        None if the kernels do not serve such tensors, or if a mode has to see
-        operators: the caller then computes it.
+        None if the kernels do not serve such tensors or cannot be loaded, if another
+        backend is chosen, or if a mode has to see operators: the caller then computes it.
     """
     if not starts_kernels(operands[0]):
         return None
@@ -50,7 +50,7 @@ def run(launches: Launches, operands: tuple, keep_output: bool = False):
         if operands is None:
             return None
     if is_grad_enabled() and any_requires_grad(operands):
-        x, _, _, _, _, factor, residual = operands
+        x, *_, factor, residual = operands
         if residual is not None and not any_requires_grad((x, factor, residual)):
             # In one launch the sum would ask for gradients too.
             return None

@@ -18,6 +18,7 @@ from server_norms import RMS, vllm_gated_after, vllm_gated_before
 from torch import nn
 
 from hf_rmsnorm import (
+    count_launches,
     patch_model,
     patched,
     unpatch_model,
@@ -364,6 +365,32 @@ def test_a_weight_of_another_dtype(numerics):
         assert y.dtype == dtype
         assert torch.equal(y, expected)
         norm.bfloat16()
+
+
+@pytest.mark.parametrize("numerics", ["vllm", "sglang"])
+def test_a_weight_of_another_dtype_in_compiled_code(numerics):
+    norm = module(MODULES["LLaMA"], torch.float32)
+    x = rows(4, 96, dtype=torch.bfloat16)
+    patch_model(norm, numerics=numerics)
+    rms, _ = RMS[numerics]
+    expected, _ = rms(x, norm.weight, eps_of(norm))
+    compiled = torch.compile(norm, backend="eager")
+    with use_backend("auto"):
+        y = compiled(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+
+
+def test_q_and_k_norms_of_another_dtype_are_not_joined_with_their_rotation():
+    model = build("qwen3", torch.bfloat16)
+    patch_model(model, numerics="vllm")
+    for dtype in (torch.bfloat16, torch.float32):
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.to(dtype)
+            layer.self_attn.k_norm.to(dtype)
+        with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+            model(IDS)
+        assert bool(launches["qk_norm_forward"]) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.full
