@@ -136,9 +136,9 @@ def _in_one_launch(
     if proof is None or not proof.still_holds(rotate):
         return None
     in_part = cos.shape[-1] != q.shape[-1]
-    weight_dtype = None if q_weight is None else q_weight.dtype
-    if patched.mixes and weight_dtype not in (None, q.dtype):
+    if patched.rounds_by_dtypes(q, q_weight):
         return None
+    weight_dtype = None if q_weight is None else q_weight.dtype
     normed_dtype = spec.output_dtype(q.dtype, weight_dtype)
     way = proof.ways.get((one, in_part, normed_dtype != cos.dtype))
     if way is None:

@@ -101,9 +101,17 @@ class PatchedNorm:
             and getattr(self.forward, "__code__", None) is self.code
         )
 
+    def rounds_by_dtypes(self, x: Tensor, weight: Tensor | None) -> bool:
+        """Whether the rounding of the formula depends on the dtypes of this x and
+        weight.
+        """
+        return self.mixes and weight is not None and weight.dtype != x.dtype
+
     def held_by(self, module: Module) -> tuple | None:
-        """(launches, weight, bias) of a module as it stands; None where it is no longer
-        patched, has a parameter that is None, an eps that is none, or another setting.
+        """(launches, weight, bias) of a module as it stands.
+
+        None where it is no longer patched, lacks a parameter, has no valid eps, or has
+        another setting than when it was recognised.
         """
         if not self.is_ours(module):
             return None
@@ -131,7 +139,7 @@ class PatchedNorm:
         forward, the formula in plain torch.
 
         Raises:
-            TypeError: a forward is replaced, and not in such a call.
+            TypeError: the forward is replaced, and the formula does not cover the call.
         """
         if self.recipe.replaces and self.is_ours(module):
             return _in_plain_torch(self, module, args, kwargs)
@@ -213,7 +221,7 @@ def _formula_of(
         return None
     if recipe.gate is not None and gate is None:
         return _changed(spec, gate=None) if recipe.gate_optional else None
-    if norm.mixes and weight is not None and x.dtype != weight.dtype:
+    if norm.rounds_by_dtypes(x, weight):
         # multiplied in the weight's dtype, and rounded to x's behind that
         eps = torch.finfo(x.dtype).eps
         is_coarser = torch.finfo(weight.dtype).eps > eps

@@ -60,8 +60,8 @@ def set_recipe(norm: Module, recipe: Recipe | None) -> None:
     """Give a norm the class that computes a recipe, in place of one that it has; None:
     its own class.
 
-    A class derived from the fused one derives from the original afterwards. If a class
-    refuses to be subclassed, what it raises is passed on, and the norm has its own class.
+    A class derived from the fused one derives from the original afterwards. A class may
+    refuse to be subclassed: then its error is raised, and the norm has its own class.
     """
     part = fused_part(type(norm))
     if part is not None:

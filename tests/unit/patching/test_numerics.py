@@ -358,27 +358,17 @@ def test_a_weight_of_another_dtype(numerics):
     x = rows(4, 96, dtype=torch.bfloat16)
     patch_model(norm, numerics=numerics)
     rms, _ = RMS[numerics]
+    compiled = torch.compile(norm, backend="eager")
     for dtype in (torch.bfloat16, torch.float32):
         x = x.to(dtype)
         y = norm(x)
+        with use_backend("auto"):
+            in_compiled_code = compiled(x)
         expected, _ = rms(x, norm.weight, eps_of(norm))
-        assert y.dtype == dtype
-        assert torch.equal(y, expected)
+        for result in (y, in_compiled_code):
+            assert result.dtype == dtype
+            assert torch.equal(result, expected)
         norm.bfloat16()
-
-
-@pytest.mark.parametrize("numerics", ["vllm", "sglang"])
-def test_a_weight_of_another_dtype_in_compiled_code(numerics):
-    norm = module(MODULES["LLaMA"], torch.float32)
-    x = rows(4, 96, dtype=torch.bfloat16)
-    patch_model(norm, numerics=numerics)
-    rms, _ = RMS[numerics]
-    expected, _ = rms(x, norm.weight, eps_of(norm))
-    compiled = torch.compile(norm, backend="eager")
-    with use_backend("auto"):
-        y = compiled(x)
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, expected)
 
 
 def test_q_and_k_norms_of_another_dtype_are_not_joined_with_their_rotation():
