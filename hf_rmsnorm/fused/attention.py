@@ -24,9 +24,9 @@ class RotaryProof(NamedTuple):
 
     Args:
         code, defaults: those that were run.
-        ways: the way of `reference.rotated` in which it rotates, None where it is none
-            of these; by (it takes one tensor, and not q and k; fewer columns rotate
-            than there are; the tables have another dtype).
+        ways: in which way of `reference.rotated` it rotates; None if in none of them.
+            The key has three answers: it takes one tensor instead of q and k; fewer
+            columns rotate than there are; the tables have another dtype.
     """
 
     code: CodeType

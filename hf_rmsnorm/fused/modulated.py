@@ -97,8 +97,8 @@ def add_and_modulate(left, right, gate, norm, scale, shift=None, seen=False) -> 
 
 
 def _size(t: Tensor) -> tuple:
-    """By which a gate is less than what it multiplies: smaller, or a part of a larger
-    tensor.
+    """A sort key. The gate of a product is the lesser factor: it has fewer elements, or
+    it is a part of a larger tensor.
     """
     return t.numel(), t.is_contiguous()
 

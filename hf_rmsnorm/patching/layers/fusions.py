@@ -57,7 +57,7 @@ class Fusion:
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether the module returns what it returns unfused, bit by bit."""
+        """Whether the fusion changes no bit of what the module returns."""
         return not (self.rotates or self.unrounded)
 
     def rewrite(self, base: type) -> Callable:
@@ -212,8 +212,8 @@ def _norms_of(module: Module) -> Norms:
 
 
 def _is_of_heads(norm: Module, recipe: Recipe) -> bool:
-    """Whether a norm has one weight for all heads, and no bias; and returns what is laid
-    out like its input, as what `F.rms_norm` returns is not.
+    """Whether a norm has one weight for all heads and no bias, and its result has the
+    strides of its input. That of `F.rms_norm` is row-major instead.
     """
     if recipe.spec.functional or recipe.spec.has_bias:
         return False
