@@ -251,16 +251,14 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
         )
         factor, dh = factor if variant.added else None, None
     operands = launch.Operands(x, weight, bias, gate, shift, factor, residual)
-    _, rstd, mean, h = launch.NormForward(spec, operands, variant.aligned).launch(
-        *operands
-    )
+    forward = launch.NormForward(spec, operands, variant.aligned)
+    h, _, rstd, mean = forward.launch(operands)
     trained = not variant.frozen
     need = (True, spec.has_weight and trained, spec.has_bias and trained, gated)
     x = x if h is None else h
     operands = dy, x, weight, bias, gate, dh, rstd, mean
-    NormBackward(spec, operands, variant.aligned, need, variant.output).launch(
-        *operands
-    )
+    backward = NormBackward(spec, operands, variant.aligned, need, variant.output)
+    backward.launch(operands)
 
 
 def run_heads(variant: Variant, head_dim: int, tensor) -> None:
@@ -274,13 +272,12 @@ def run_heads(variant: Variant, head_dim: int, tensor) -> None:
     weights = [tensor((head_dim,), variant.weight) for _ in range(2)]
     tables = [tensor((2, 5, head_dim), variant.x) for _ in range(2)]
     operands = q, k, *weights, *tables
-    *_, rstd = launch_qk.QKForward(variant.spec, operands, variant.aligned).launch(
-        *operands
-    )
+    forward = launch_qk.QKForward(variant.spec, operands, variant.aligned)
+    *_, rstd = forward.launch(operands)
     operands = dq, dk, *operands, rstd
-    launch_qk.QKBackward(variant.spec, operands, variant.aligned, (True,) * 4).launch(
-        *operands
-    )
+    need = (True,) * 4
+    backward = launch_qk.QKBackward(variant.spec, operands, variant.aligned, need)
+    backward.launch(operands)
 
 
 @dataclass(frozen=True)

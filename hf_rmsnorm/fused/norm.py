@@ -69,6 +69,7 @@ class PatchedNorm:
             self.names.append(recipe.gate)
         self.launches = Launches(recipe.spec, recipe.suits)
         self.keeps_output = recipe.keeps_output
+        self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         multiplies_in_weight_dtype = recipe.spec.rounding == "before_weight"
         self.mixes = recipe.numerics == "vllm" and multiplies_in_weight_dtype
@@ -125,7 +126,8 @@ class PatchedNorm:
             if spec is None:
                 return None
             launches = self.launches_for(spec)
-        return launches, *parameters
+        weight, bias = parameters
+        return launches, weight, bias
 
     def run_own(self, module: Module, args: tuple, kwargs: dict):
         """`compute_own`, which `count_launches` hears of."""
@@ -154,19 +156,22 @@ def _forward_of(norm: PatchedNorm):
         call = read(norm, self, args, kwargs)
         if call is None:
             return norm.run_own(self, args, kwargs)
-        y = None
-        if not is_compiled:
-            y = run(*call) if norm.recipe.rounds_sum else run_unrounded(self, call)
+        launches, operands, keep_output = call
+        if is_compiled:
+            y = None
+        elif norm.rounds_sum:
+            y = run(launches, operands, keep_output)
+        else:
+            y = run_unrounded(self, call)
         if y is None:
             y = run_by_backend(norm, call)
         if y is None:
             return norm.run_own(self, args, kwargs)
-        _, (x, *_), _ = call
         if watchers:
-            note(NORM, (self,), x)
+            note(NORM, (self,), operands[0])
         if norm.is_usual:
             return y
-        return lay_out(norm, x, y)
+        return lay_out(norm, operands[0], y)
 
     forward.__doc__ = norm.forward.__doc__
     forward.__signature__ = norm.signature

@@ -239,7 +239,7 @@ def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
         # the kernel and of its profile.
         start(
             x, y, z, stream_of(index), function, cooperative, dependent, metadata, None,
-            None, None, None, None, annotations, signature, (*operands, *tail),
+            None, None, None, None, annotations, signature, operands + tail,
         )  # fmt: skip
 
     return launch

@@ -168,18 +168,18 @@ class NormForward:
         grid = (-(-rows // (config.rows * heads)), heads, 1)
         self.start = NORM_FORWARD.bind(grid, config.num_warps, named, x.device, aligned)
 
-    def launch(self, x, weight, bias, gate, shift, factor, residual):
-        """(y, rstd, mean, h): rstd and mean are (rows,) float32 or None; mean is None
+    def launch(self, operands: tuple) -> tuple:
+        """(h, y, rstd, mean): rstd and mean are (rows,) float32 or None; mean is None
         for RMSNorm, h without a sum.
         """
+        x = operands[0]
         h = self.empty_h(x) if self.keeps_sum else None
         y = self.empty_y(x)
         rstd = torch.empty_like(self.blank) if self.stats else None
         mean = torch.empty_like(self.blank) if self.has_mean else None
-        read = x, weight, bias, gate, shift, factor, residual
         written = h, y, rstd, mean
         if self.in_place:
-            self.start.on((*read, *written))
+            self.start.on(operands + written)
         else:
-            start_on_copies(self.start.on, read, written, x.shape, self.order)
-        return y, rstd, mean, h
+            start_on_copies(self.start.on, operands, written, x.shape, self.order)
+        return written

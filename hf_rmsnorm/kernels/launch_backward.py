@@ -109,10 +109,11 @@ class NormBackward:
         self.partials = blank(x.device, halves, parts, heads * size)
         self.sum = sum_of_partials(x.device, parts, parts, heads * size)
 
-    def launch(self, dy, x, weight, bias, gate, dh, rstd, mean):
+    def launch(self, operands: tuple) -> tuple:
         """(dx, dweight, dbias, dgate), None where not wanted; the sums of those of
         parameters have a fixed order.
         """
+        dy, x, weight, bias, gate, dh, rstd, mean = operands
         dx = self.empty_dx(x) if self.need_x else None
         dg = self.empty_dg(x) if self.need_gate else None
         partials = of_weight = of_bias = dweight = dbias = None
@@ -130,7 +131,7 @@ class NormBackward:
         read = dy, x, weight, shift, gate, dh, rstd, mean
         written = dx, of_weight, of_bias, dg
         if self.in_place:
-            self.start.on((*read, *written))
+            self.start.on(read + written)
         else:
             start_on_copies(self.start.on, read, written, x.shape, self.order)
         if partials is not None:

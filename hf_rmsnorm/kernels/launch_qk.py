@@ -128,16 +128,17 @@ class QKForward:
         num_warps = qk_config(head_dim).num_warps
         self.start = QK_NORM_FORWARD.bind(grid, num_warps, named, q.device, aligned)
 
-    def launch(self, *operands):
+    def launch(self, operands: tuple) -> tuple:
         """(q', k', rstd): rstd is float32, one for each row of q and then of k; or
         None.
         """
-        q, k, *_ = operands
+        q, k = operands[:2]
         yq = self.empty_yq(q)
         yk = self.empty_yk(k)
         rstd = torch.empty_like(self.blank) if self.stats else None
-        self.start.on((*operands, yq, yk, rstd))
-        return yq, yk, rstd
+        written = yq, yk, rstd
+        self.start.on(operands + written)
+        return written
 
 
 class QKBackward:
@@ -182,7 +183,7 @@ class QKBackward:
         self.partials = blank(device, q_parts + k_parts, head_dim)
         self.sum = sum_of_partials(device, q_parts, k_parts, head_dim)
 
-    def launch(self, *operands):
+    def launch(self, operands: tuple) -> tuple:
         """The gradients of q, k and their weights, None where not wanted; the sums have
         a fixed order.
         """
@@ -198,7 +199,8 @@ class QKBackward:
             dwk = torch.empty_like(k_weight)
         if need_q_weight or need_k_weight:
             partials = torch.empty_like(self.partials)
-        self.start.on((*operands, dxq, dxk, partials))
+        written = dxq, dxk, partials
+        self.start.on(operands + written)
         if partials is not None:
             self.sum.on((partials, dwq, dwk))
         return dxq if need_q else None, dxk if need_k else None, dwq, dwk

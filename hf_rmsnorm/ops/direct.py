@@ -11,11 +11,8 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _TorchDispatchModeKey,
 )
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-
-from .settings import chosen
 
 DIRECT_TYPES = (Tensor, Parameter)
 
@@ -30,17 +27,6 @@ def autocast_enabled(device_type: str) -> bool:
         return False
 
 
-def is_recorded() -> bool:
-    """Whether a mode that records or fakes operators is active; one that merely watches
-    them does not count.
-    """
-    if not _len_torch_dispatch_stack():
-        return False
-    keys = _TorchDispatchModeKey
-    recording = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
-    return any(_get_dispatch_mode(key) is not None for key in recording)
-
-
 def under_transform() -> bool:
     """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need
     operators they can see through.
@@ -52,14 +38,16 @@ def under_transform() -> bool:
     )
 
 
-def starts_kernels(x: Tensor) -> bool:
-    """Whether a call on x, in this thread as it is now, may start a kernel instead of
-    calling operators. Not while compiling.
+def operators_are_seen() -> bool:
+    """Whether something in this thread has to see the operators that a call is made of:
+    a transform, or a mode that records or fakes them. One that merely watches does not.
     """
-    if chosen.backend == "reference" or is_recorded() or under_transform():
-        return False
-    # what functorch has left behind has no memory, and a nested tensor has no shape
-    return not (is_functorch_wrapped_tensor(x) or x.is_nested)
+    if _len_torch_dispatch_stack():
+        keys = _TorchDispatchModeKey
+        recording = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
+        if any(_get_dispatch_mode(key) is not None for key in recording):
+            return True
+    return under_transform()
 
 
 def any_requires_grad(tensors: tuple) -> bool:

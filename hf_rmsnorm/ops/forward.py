@@ -24,20 +24,16 @@ class NormFunction(torch.autograd.Function):
     def forward(ctx, call, *operands):
         launches, launch, keep_output = call
         x, weight, bias, gate, _, factor, _ = operands
-        y, rstd, mean, h = launch.launch(*operands)
+        h, y, rstd, mean = launch.launch(operands)
         kept = x if h is None else h
         strides = launch.strides
         if keep_output and serves_as_input(y, kept, launches.spec):
             kept = y
             strides = y.stride()
             mean = None
-        saved = kept, weight, bias, gate, rstd, mean
-        if factor is None:
-            ctx.save_for_backward(*saved)
-        else:
-            of_factor = x if ctx.needs_input_grad[6] else None
-            ctx.save_for_backward(*saved, factor, of_factor)
         ctx.kept = launches, strides, kept is y
+        of_factor = x if ctx.needs_input_grad[6] else None
+        ctx.save_for_backward(kept, weight, bias, gate, rstd, mean, factor, of_factor)
         if h is None:
             return y
         ctx.set_materialize_grads(False)
@@ -45,31 +41,31 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        *of_sum, dy = gradients
-        dh = of_sum[0] if of_sum else None
+        dy = gradients[-1]
+        dh = gradients[0] if len(gradients) > 1 else None
         needed = ctx.needs_input_grad
-        _, need_x, *of_norm, need_shift, need_factor, need_residual = needed
-        kept = ctx.saved_tensors  # once: a checkpoint gives them once
-        saved = kept[:6]
-        factors = kept[6:]
+        _, need_x, need_weight, need_bias, need_gate = needed[:5]
+        need_shift, need_factor, need_residual = needed[5:]
+        saved = ctx.saved_tensors  # once: a checkpoint gives them once
         dx = dh
-        dparameters = None, None, None
+        dweight = dbias = dgate = dresidual = dshift = dfactor = None
         if dy is not None:
-            need = need_x or need_factor or need_residual, *of_norm
-            dx, *dparameters = norm_gradients(ctx.kept, saved, dy, dh, need)
-        dresidual = dshift = dfactor = None
+            need_h = need_x or need_factor or need_residual
+            need = need_h, need_weight, need_bias, need_gate
+            grads = norm_gradients(ctx.kept, saved[:6], dy, dh, need)
+            dx, dweight, dbias, dgate = grads
         if need_residual:
             dresidual = dx
         if need_shift:
             dshift = dy
-        if factors and dx is not None:
-            factor, x = factors
+        factor, x = saved[6:]
+        if factor is not None and dx is not None:
             if need_factor:
                 dfactor = dx * x
             dx = dx * factor
         if not need_x:
             dx = None
-        return None, dx, *dparameters, dshift, dfactor, dresidual
+        return None, dx, dweight, dbias, dgate, dshift, dfactor, dresidual
 
 
 # What Function.apply adds is for arguments by name and for functorch, neither of which

@@ -16,7 +16,7 @@ from ..formula import NormSpec
 from ..kernels.rows import by_row, heads_of
 from ..reference import input_of_output, reference_backward
 from .backend import why_not
-from .direct import is_recorded, present, row_major, under_transform
+from .direct import operators_are_seen, present, row_major
 from .launches import Launches
 from .launching import OnCopies, by_kernel, require_unchanged
 from .loading import kernels
@@ -31,7 +31,7 @@ def seen_through(*gradients: Tensor | None) -> bool:
     for gradient in gradients:
         if gradient is not None and is_legacy_batchedtensor(gradient):
             return True
-    return under_transform() or is_recorded()
+    return operators_are_seen()
 
 
 def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
@@ -76,17 +76,17 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple):
     launches, strides, from_output = kept
     if not need[0]:
         dh = None
-    *operands, rstd, mean = saved
-    gate = operands[3]
+    x, weight, bias, gate, rstd, mean = saved
     if gate is not None and dh is not None:  # which no kernel adds behind a gate
         dx, *others = norm_gradients(kept, saved, dy, None, need)
         return dh + dx, *others
     if rstd is not None and not seen_through(dy, dh):
         kind = "backward", strides, need, from_output
-        read = dy, *operands, dh, rstd, mean
+        read = dy, x, weight, bias, gate, dh, rstd, mean
         grads = by_kernel(launches, kind, read, backward_launch)
         if grads is not None:
             return grads
+    operands = [x, weight, bias, gate]
     if from_output:
         operands[0] = _input_of(launches.spec, operands, rstd)
     return by_formula(launches, operands, dy, dh, need)

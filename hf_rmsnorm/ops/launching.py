@@ -33,7 +33,7 @@ def by_kernel(
         if launch is None:
             return None
         if apply is None:
-            return launch.launch(*operands)
+            return launch.launch(operands)
         return apply((launches, launch, extra), *operands)
     except KernelUnavailable as error:
         give_up(error, operands[0].device)
@@ -55,8 +55,8 @@ class OnCopies:
     inner: object
     lay_out: Callable
 
-    def launch(self, *operands):
-        return self.inner.launch(*self.lay_out(operands))
+    def launch(self, operands: tuple):
+        return self.inner.launch(self.lay_out(operands))
 
 
 def require_unchanged(device, expected: dict) -> None:

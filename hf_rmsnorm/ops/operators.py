@@ -88,7 +88,7 @@ def _forward(x, weight, bias, gate, *arguments):
     operands = x, weight, bias, gate, None, None, None
     made = by_kernel(launches_of(spec), kind, operands, forward_launch)
     if made is not None:
-        y, *of_rows, _ = made
+        _, y, *of_rows = made
         heads = heads_of(weight, bias)
         stats_of_rows = []
         for t in of_rows:

@@ -9,18 +9,19 @@ from torch import is_grad_enabled
 
 from ..reference import reference_qk_norm
 from .backend import serves_qk
-from .direct import any_requires_grad, row_major, starts_kernels
+from .direct import any_requires_grad, operators_are_seen, row_major
 from .gradients import gradients_of_all, seen_through
 from .launches import Launches
 from .launching import OnCopies, by_kernel, require_unchanged
 from .loading import kernels
+from .settings import chosen
 
 
 class _QKFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *operands):
         launches, launch, way = call
-        yq, yk, rstd = launch.launch(*operands)
+        yq, yk, rstd = launch.launch(operands)
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, way
         return yq, yk
@@ -106,7 +107,7 @@ def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
         or None.
     """
     q, *_, cos, sin = operands
-    if not starts_kernels(q):
+    if chosen.backend == "reference" or operators_are_seen():
         return None
     graded = is_grad_enabled() and any_requires_grad(operands)
     if graded and any_requires_grad((cos, sin)):

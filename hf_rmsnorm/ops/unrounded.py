@@ -67,6 +67,6 @@ def _computed(total, left, right, weight, bias, spec: NormSpec, stats: bool) -> 
         operands = right, weight, bias, None, None, None, left
         made = by_kernel(launches_of(spec), kind, operands, forward_launch)
         if made is not None:
-            return made[:3]
+            return made[1:]
     with torch.no_grad():
         return reference_norm(right, weight, bias, spec, residual=left), None, None

@@ -16,7 +16,8 @@ def norm_forward(x, weight, bias, spec, stats, gate=None, residual=None):
     """(y, rstd, mean, h)."""
     operands = Operands(x, weight, bias, gate, residual=residual)
     launch = NormForward(spec, operands, aligned(operands), stats, True)
-    return launch.launch(*operands)
+    h, y, rstd, mean = launch.launch(operands)
+    return y, rstd, mean, h
 
 
 def norm_backward(dy, x, weight, bias, rstd, mean, spec, *how):
@@ -28,17 +29,17 @@ def norm_backward(dy, x, weight, bias, rstd, mean, spec, *how):
     read = dy, x, weight, bias, gate, dh
     operands = (*read, rstd, mean)
     launch = NormBackward(spec, operands, aligned(read), need, from_output)
-    return launch.launch(*operands)
+    return launch.launch(operands)
 
 
 def qk_norm_forward(operands, spec, stats=True):
     """(q', k', rstd) of q, k, their weights, cos and sin."""
     launch = QKForward(spec, operands, aligned(operands), stats)
-    return launch.launch(*operands)
+    return launch.launch(operands)
 
 
 def qk_norm_backward(dq, dk, operands, rstd, spec, need):
     """The gradients of q, k and their weights."""
     read = dq, dk, *operands
     launch = QKBackward(spec, (*read, rstd), aligned(read), need)
-    return launch.launch(*read, rstd)
+    return launch.launch((*read, rstd))
