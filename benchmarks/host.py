@@ -34,7 +34,7 @@ from benchmarks.peers import other_libraries as find_libraries
 from benchmarks.shapes import ModelShape
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm import patch_model
-from hf_rmsnorm.fused import norm
+from hf_rmsnorm.fused import norm, source
 from hf_rmsnorm.ops import backend, rms_norm
 
 FUNCTION, ONE_OPERATOR, NOTHING = (
@@ -114,7 +114,8 @@ def launches_left_out() -> Iterator[None]:
             mock.patch.object(backend, "_device_refusal", lambda *_: None)
         )
         # which is asked of CPU tensors
-        stack.enter_context(mock.patch.object(norm, "left_alone", lambda _: False))
+        for asks in (norm, source):
+            stack.enter_context(mock.patch.object(asks, "left_alone", lambda _: False))
         stack.enter_context(
             mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448))
         )

@@ -36,7 +36,8 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
     held = patched.held_by(norm)
     if held is None:
         return None
-    return patched, *held
+    launches, weight, bias = held
+    return patched, launches, weight, bias
 
 
 def why_called(norm: Module) -> str:
