@@ -74,15 +74,15 @@ def modulated(x, norm, scale, shift=None):
     return y + shift
 
 
-def add_and_modulate(left, right, gate, norm, scale, shift=None, seen=False) -> tuple:
+def add_and_modulate(left, right, gate, norm, scale, shift=None, shared=False) -> tuple:
     """(``left + right * gate``, ``norm(that) * (1 + scale) + shift``), in one launch
     where that gives the same bits.
 
     Args:
         gate: None where the forward adds no product.
-        seen: as of `sums.add_and_norm`.
+        shared: as of `sums.add_and_norm`.
     """
-    if not (seen and is_grad_enabled()):
+    if not (shared and is_grad_enabled()):
         factors = right, gate
         if type(right) is type(gate) is Tensor and _size(gate) > _size(right):
             factors = gate, right

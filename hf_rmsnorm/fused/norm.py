@@ -71,12 +71,13 @@ class PatchedNorm:
         self.keeps_output = recipe.keeps_output
         self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
-        multiplies_in_weight_dtype = recipe.spec.rounding == "before_weight"
-        self.mixes = recipe.numerics == "vllm" and multiplies_in_weight_dtype
-        # whether more of a module than its eps may change its formula
-        self.is_watched = bool(recipe.settings or recipe.absent)
-        is_unusual = self.mixes or recipe.gate or recipe.restricted or recipe.row_major
-        self.is_usual = not is_unusual
+        weight_is_last = recipe.spec.rounding == "before_weight"
+        self.returns_dtype_of_x = recipe.numerics == "vllm" and weight_is_last
+        # more of a module than its eps may change its formula
+        self.has_settings = bool(recipe.settings or recipe.absent)
+        # x is read, and y returned, as they are
+        lays_out = recipe.restricted or recipe.row_major or self.returns_dtype_of_x
+        self.is_plain = recipe.gate is None and not lays_out
         # whether it may be computed with what surrounds it, as `operands_ahead` says
         self.joins = recipe.fuse_residual and recipe.is_simple
         self.joins_restricted = recipe.fuse_residual and recipe.is_of_rows
@@ -106,7 +107,9 @@ class PatchedNorm:
         """Whether the rounding of the formula depends on the dtypes of this x and
         weight.
         """
-        return self.mixes and weight is not None and weight.dtype != x.dtype
+        return (
+            self.returns_dtype_of_x and weight is not None and weight.dtype != x.dtype
+        )
 
     def held_by(self, module: Module) -> tuple | None:
         """(launches, weight, bias) of a module as it stands.
@@ -121,7 +124,7 @@ class PatchedNorm:
         if parameters is None:
             return None
         launches = self.launches
-        if self.is_watched or module.__dict__.get(recipe.eps) is not recipe.eps_value:
+        if self.has_settings or module.__dict__.get(recipe.eps) is not recipe.eps_value:
             spec = recipe.spec_of(module)
             if spec is None:
                 return None
@@ -169,7 +172,7 @@ def _forward_of(norm: PatchedNorm):
             return norm.run_own(self, args, kwargs)
         if watchers:
             note(NORM, (self,), operands[0])
-        if norm.is_usual:
+        if norm.is_plain:
             return y
         return lay_out(norm, operands[0], y)
 
@@ -197,7 +200,7 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
     held = norm.held_by(module)
     if held is None:
         return None
-    if not norm.is_usual:
+    if not norm.is_plain:
         return _read_unusual(norm, held, x, gate)
     launches, weight, bias = held
     operands = x, weight, bias, None, None, None, None
@@ -264,7 +267,7 @@ def run_by_backend(norm: PatchedNorm, call: tuple):
 
 def lay_out(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
     """The rows y that were computed of x, as the module returns them."""
-    if norm.mixes:
+    if norm.returns_dtype_of_x:
         y = y.to(x.dtype)
     if norm.recipe.layout == "channels_first":
         y = y.movedim(-1, 1)

@@ -18,15 +18,15 @@ from .summands import keep_summands
 from .watch import SUM, note, watchers
 
 
-def add_and_norm(left, right, norm, seen: bool = False):
+def add_and_norm(left, right, norm, shared: bool = False):
     """(``left + right``, ``norm(left + right)``).
 
     Args:
-        seen: something else gets hold of the sum. Then they are computed one by one
+        shared: something else gets hold of the sum. Then they are computed one by one
             where gradients are asked for: in one launch a hook on the sum would see a
             gradient without the part that comes through the norm.
     """
-    apart = seen and is_grad_enabled()
+    apart = shared and is_grad_enabled()
     both = None if apart else _in_one_launch(left, right, norm)
     if watchers:
         reason = "something else reads the sum, and gradients are on" if apart else ""

@@ -165,8 +165,8 @@ class _Exchange(ast.NodeTransformer):
         both = _of_both(adds.value, reader.norm)
         later = [changed, *following[reader.at + 1 :], *after]
         if not only_adds_and_scales(later, reader.names):
-            seen = ast.keyword("seen", ast.Constant(True))
-            both.keywords.append(seen)
+            shared = ast.keyword("shared", ast.Constant(True))
+            both.keywords.append(shared)
         names = [*adds.targets, ast.Name(normed, ast.Store())]
         adds.targets = [ast.Tuple(names, ast.Store())]
         adds.value = both

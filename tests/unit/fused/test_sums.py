@@ -26,7 +26,7 @@ def fused(fused_sums):
     launch.
     """
 
-    def run(norm, left=None, right=None, seen=False):
+    def run(norm, left=None, right=None, shared=False):
         left = (
             torch.randn(2, D, requires_grad=torch.is_grad_enabled())
             if left is None
@@ -34,7 +34,7 @@ def fused(fused_sums):
         )
         right = torch.randn(2, D) if right is None else right
         fused_sums.clear()
-        total, y = add_and_norm(left, right, norm, seen)
+        total, y = add_and_norm(left, right, norm, shared)
         torch.testing.assert_close(total, left + right, rtol=0, atol=0)
         torch.testing.assert_close(y, norm(left + right))
         assert type(total) is type(left + right)
@@ -53,10 +53,10 @@ def test_a_sum_is_computed_with_the_norm_that_reads_it(norm, fused):
         assert not fused(norm)
 
 
-def test_a_sum_that_is_seen_is_fused_without_gradients_alone(norm, fused):
-    assert not fused(norm, seen=True)
+def test_a_shared_sum_is_fused_without_gradients_alone(norm, fused):
+    assert not fused(norm, shared=True)
     with torch.no_grad():
-        assert fused(norm, seen=True)
+        assert fused(norm, shared=True)
 
 
 def hook(*args):
