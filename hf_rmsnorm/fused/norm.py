@@ -67,8 +67,7 @@ class PatchedNorm:
         self.names = list(self.signature.parameters)[1:2]
         if recipe.gate is not None:
             self.names.append(recipe.gate)
-        self.launches = Launches(recipe.spec, recipe.suits)
-        self.keeps_output = recipe.keeps_output
+        self.launches = _launches_of(recipe, recipe.spec)
         self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         weight_is_last = recipe.spec.rounding == "before_weight"
@@ -88,7 +87,7 @@ class PatchedNorm:
         """
         if spec is self.launches.spec:
             return self.launches
-        return _of_another_formula(self.recipe, spec)
+        return _launches_of(self.recipe, spec)
 
     def is_ours(self, module: Module) -> bool:
         """Whether the module is still patched, and its class and that class's code as
@@ -159,15 +158,15 @@ def _forward_of(norm: PatchedNorm):
         call = read(norm, self, args, kwargs)
         if call is None:
             return norm.run_own(self, args, kwargs)
-        launches, operands, keep_output = call
+        launches, operands = call
         if is_compiled:
             y = None
         elif norm.rounds_sum:
-            y = run(launches, operands, keep_output)
+            y = run(launches, operands)
         else:
-            y = run_unrounded(self, call)
+            y = run_unrounded(self, launches, operands)
         if y is None:
-            y = run_by_backend(norm, call)
+            y = run_by_backend(norm, launches.spec, operands)
         if y is None:
             return norm.run_own(self, args, kwargs)
         if watchers:
@@ -182,8 +181,8 @@ def _forward_of(norm: PatchedNorm):
 
 
 def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple | None:
-    """The arguments of `run` for a call: (launches, operands, keep_output); None if
-    `compute_own` has to serve it.
+    """The arguments of `run` for a call, (launches, operands); None if `compute_own`
+    has to serve it.
 
     x is the rows along the last dimension, the input or a view of it, and the formula
     of the launches has the eps that the module holds now.
@@ -204,7 +203,7 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
         return _read_unusual(norm, held, x, gate)
     launches, weight, bias = held
     operands = x, weight, bias, None, None, None, None
-    return launches, operands, norm.keeps_output
+    return launches, operands
 
 
 def _read_unusual(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
@@ -217,7 +216,7 @@ def _read_unusual(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | No
     if x is None:
         return None
     operands = x, weight, bias, gate, None, None, None
-    return norm.launches_for(spec), operands, norm.keeps_output
+    return norm.launches_for(spec), operands
 
 
 def _formula_of(
@@ -238,21 +237,20 @@ def _formula_of(
     return spec
 
 
-def run_unrounded(module: Module, call: tuple):
+def run_unrounded(module: Module, launches: Launches, operands: tuple):
     """The norm of the sum of x's summands before it is rounded; `run`, where these were
     not kept.
     """
-    launches, (x, weight, bias, *_), _ = call
+    x, weight, bias, *_ = operands
     summands = summands_of(module, x)
     if summands is None:
-        return run(*call)
+        return run(launches, operands)
     return norm_of_summands(x, *summands, weight, bias, launches.spec)
 
 
-def run_by_backend(norm: PatchedNorm, call: tuple):
+def run_by_backend(norm: PatchedNorm, spec: NormSpec, operands: tuple):
     """The norm, by the backend in force; None where `compute_own` is to compute it."""
-    launches, (x, weight, bias, gate, *_), keep_output = call
-    spec = launches.spec
+    x, weight, bias, gate, *_ = operands
     if left_alone(x):
         return None
     if not norm.recipe.suits(x, weight, bias, gate):
@@ -262,7 +260,8 @@ def run_by_backend(norm: PatchedNorm, call: tuple):
         return None
     if backend == "reference" and not shapes_fit(x, weight, bias, gate, spec):
         return None
-    return fused_norm(x, weight, bias, spec, backend, gate, keep_output)
+    keeps_output = norm.recipe.keeps_output
+    return fused_norm(x, weight, bias, spec, backend, gate, keeps_output)
 
 
 def lay_out(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
@@ -277,8 +276,8 @@ def lay_out(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
 
 
 @lru_cache(1_024)
-def _of_another_formula(recipe: Recipe, spec: NormSpec) -> Launches:
-    return Launches(spec, recipe.suits)
+def _launches_of(recipe: Recipe, spec: NormSpec) -> Launches:
+    return Launches(spec, recipe.suits, keeps_output=recipe.keeps_output)
 
 
 @lru_cache(1_024)

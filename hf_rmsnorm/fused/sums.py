@@ -78,4 +78,4 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     if not patched.recipe.rounds_sum:
         return None
     operands = right, weight, bias, None, None, None, left
-    return run(launches, operands, patched.keeps_output)
+    return run(launches, operands)

@@ -120,6 +120,7 @@ class QKForward:
         self.empty_yk = allocator(k, yk)
         head_dim = q.shape[-1]
         self.stats = stats
+        self.way = way
         self.blank = blank(q.device, (q.numel() + k.numel()) // head_dim)
         named = _arguments(spec, cos, {"q": q, "k": k, "yq": yq, "yk": yk})
         named["eps"] = spec.eps

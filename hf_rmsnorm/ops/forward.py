@@ -22,12 +22,12 @@ class NormFunction(torch.autograd.Function):
     # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
     @staticmethod
     def forward(ctx, call, *operands):
-        launches, launch, keep_output = call
+        launches, launch = call
         x, weight, bias, gate, _, factor, _ = operands
         h, y, rstd, mean = launch.launch(operands)
         kept = x if h is None else h
         strides = launch.strides
-        if keep_output and serves_as_input(y, kept, launches.spec):
+        if launches.keeps_output and serves_as_input(y, kept, launches.spec):
             kept = y
             strides = y.stride()
             mean = None

@@ -32,6 +32,8 @@ class Launches:
             tensors are to be computed by; asked once for each key.
         modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is
             ``1 + scale``, ``"multiply_after"`` the scale alone.
+        keeps_output: the backward shall read the output, not x, where
+            `serves_as_input`.
 
     Attributes:
         kept: the dictionary.
@@ -44,9 +46,11 @@ class Launches:
         spec: NormSpec,
         suits: Callable | None = None,
         modulation: str = "modulate_after",
+        keeps_output: bool = False,
     ):
         self.spec = spec
         self.modulation = modulation
+        self.keeps_output = keeps_output
         self.suits = suits
         self.kept = {}
         _all.add(self)
@@ -72,9 +76,11 @@ class Launches:
 
 
 @lru_cache(1_024)
-def launches_of(spec: NormSpec, modulation: str = "modulate_after") -> Launches:
+def launches_of(
+    spec: NormSpec, modulation: str = "modulate_after", keeps_output: bool = False
+) -> Launches:
     """The launches of a formula that belongs to no module."""
-    return Launches(spec, None, modulation)
+    return Launches(spec, None, modulation, keeps_output)
 
 
 def forget_launches() -> None:
@@ -85,7 +91,7 @@ def forget_launches() -> None:
 
 def key_of(kind: tuple, operands: tuple) -> tuple | None:
     """The launch key of such operands: all that decides whether and how they are
-    served; None where one is of a subclass, which may have no memory.
+    served. None where one is of a subclass, or has no shape or no memory.
 
     Args:
         kind: hashable; the kind of launch.
@@ -98,10 +104,10 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
     """
     key = kind
     aligned = True
-    absent = 1  # a binary digit for each operand
+    absent = 0  # one binary digit for each operand
     try:
         for t in operands:
-            absent += absent
+            absent *= 2
             if t is None:
                 absent += 1
                 continue
@@ -109,10 +115,10 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
                 return None
             if t.data_ptr() & 15:
                 aligned = False
-            # One tuple in another: a list that grows takes half as long again.
+            # Nested: a list that grows takes longer.
             key = key, t.shape, t.stride(), t.dtype, t.device
             if _HIP:
                 key = key, t.untyped_storage().nbytes() < 2**31
-    except RuntimeError:  # as a nested tensor has no shape, and a sparse one no memory
+    except RuntimeError:  # a nested tensor has no shape, a sparse one no memory
         return None
     return key, absent, aligned

@@ -9,9 +9,12 @@ from .launches import MISSING, Launches, key_of
 
 
 def by_kernel(
-    launches: Launches, kind: tuple, operands: tuple, make: Callable,
-    apply: Callable | None = None, extra=None,
-):  # fmt: skip
+    launches: Launches,
+    kind: tuple,
+    operands: tuple,
+    make: Callable,
+    apply: Callable | None = None,
+):
     """The results of a launch for such operands; None where no kernel serves them.
 
     Args:
@@ -20,7 +23,7 @@ def by_kernel(
         make: ``make(launches, kind, operands, aligned)`` returns the launch, or None.
             It is asked once for each key.
         apply: of the autograd function, where a gradient is asked for. Its first
-            argument is (launches, launch, extra).
+            argument is (launches, launch).
     """
     key = key_of(kind, operands)
     if key is None:
@@ -34,7 +37,7 @@ def by_kernel(
             return None
         if apply is None:
             return launch.launch(operands)
-        return apply((launches, launch, extra), *operands)
+        return apply((launches, launch), *operands)
     except KernelUnavailable as error:
         give_up(error, operands[0].device)
         return None

@@ -32,7 +32,7 @@ from .settings import chosen
 _autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
-def run(launches: Launches, operands: tuple, keep_output: bool = False):
+def run(launches: Launches, operands: tuple):
     """The norm of x, or (h, the norm of h) of ``h = residual + factor * x``, by a kernel
     that is started directly.
 
@@ -42,7 +42,6 @@ def run(launches: Launches, operands: tuple, keep_output: bool = False):
         launches: of the formula.
         operands: x, weight, bias, gate, shift, factor and residual, as
             `kernels.launch.Operands`.
-        keep_output: the backward shall read the output, not x, where `serves_as_input`.
 
     Returns:
         None if the kernels do not serve such tensors or cannot be loaded, if another
@@ -61,7 +60,7 @@ def run(launches: Launches, operands: tuple, keep_output: bool = False):
             # In one launch the sum would ask for gradients too.
             return None
         kind = "forward", True, True
-        return by_kernel(launches, kind, operands, forward_launch, apply, keep_output)
+        return by_kernel(launches, kind, operands, forward_launch, apply)
     kind = "forward", False, True
     made = by_kernel(launches, kind, operands, forward_launch)
     if made is None:
@@ -127,7 +126,8 @@ def fused_norm(
     weight, bias = row_major(weight, bias)
     if not is_compiled:
         operands = x, weight, bias, gate, None, None, None
-        y = run(launches_of(spec), operands, keep_output)
+        launches = launches_of(spec, keeps_output=keep_output)
+        y = run(launches, operands)
         if y is not None:
             return y
     load_sharding_rules()

@@ -20,10 +20,10 @@ from .settings import chosen
 class _QKFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *operands):
-        launches, launch, way = call
+        launches, launch = call
         yq, yk, rstd = launch.launch(operands)
         ctx.save_for_backward(*operands, rstd)
-        ctx.kept = launches, way
+        ctx.kept = launches, launch.way
         return yq, yk
 
     @staticmethod
@@ -114,7 +114,7 @@ def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
         return None
     kind = "queries and keys", graded, way
     apply = _QKFunction.apply if graded else None
-    made = by_kernel(launches, kind, operands, _forward_launch, apply, way)
+    made = by_kernel(launches, kind, operands, _forward_launch, apply)
     if made is None:
         return None
     return made[:2]

@@ -265,8 +265,8 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
     run = norm_module.run
     fused = norm_module.fused_norm
 
-    def widened_run(launches, operands, keep_output):
-        y = run(launches, operands, keep_output)
+    def widened_run(launches, operands):
+        y = run(launches, operands)
         if y is None:
             return None
         return widened(y, operands[0], launches.spec)
