@@ -72,11 +72,11 @@ class PatchedNorm:
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         weight_is_last = recipe.spec.rounding == "before_weight"
         self.returns_dtype_of_x = recipe.numerics == "vllm" and weight_is_last
-        # more of a module than its eps may change its formula
-        self.has_settings = bool(recipe.settings or recipe.absent)
-        # x is read, and y returned, as they are
-        lays_out = recipe.restricted or recipe.row_major or self.returns_dtype_of_x
-        self.is_plain = recipe.gate is None and not lays_out
+        # whether more of a module than its eps may change its formula
+        self.may_change = bool(recipe.settings or recipe.absent)
+        # no gate, any x is read, and y is returned, as it is
+        changes_y = recipe.row_major or self.returns_dtype_of_x
+        self.is_plain = recipe.gate is None and not (recipe.restricted or changes_y)
         # whether it may be computed with what surrounds it, as `operands_ahead` says
         self.joins = recipe.fuse_residual and recipe.is_simple
         self.joins_restricted = recipe.fuse_residual and recipe.is_of_rows
@@ -123,7 +123,7 @@ class PatchedNorm:
         if parameters is None:
             return None
         launches = self.launches
-        if self.has_settings or module.__dict__.get(recipe.eps) is not recipe.eps_value:
+        if self.may_change or module.__dict__.get(recipe.eps) is not recipe.eps_value:
             spec = recipe.spec_of(module)
             if spec is None:
                 return None
@@ -200,14 +200,14 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
     if held is None:
         return None
     if not norm.is_plain:
-        return _read_unusual(norm, held, x, gate)
+        return _read_any(norm, held, x, gate)
     launches, weight, bias = held
     operands = x, weight, bias, None, None, None, None
     return launches, operands
 
 
-def _read_unusual(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
-    """`read` of a norm that has a gate, takes other rows, or rounds by the dtypes."""
+def _read_any(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
+    """`read` of a norm that is not plain."""
     launches, weight, bias = held
     spec = _formula_of(norm, launches.spec, x, weight, gate)
     if spec is None:

@@ -170,7 +170,7 @@ class NormForward:
 
     def launch(self, operands: tuple) -> tuple:
         """(h, y, rstd, mean): rstd and mean are (rows,) float32 or None; mean is None
-        for RMSNorm, h without a sum.
+        for RMSNorm, and h unless a sum is kept.
         """
         x = operands[0]
         h = self.empty_h(x) if self.keeps_sum else None

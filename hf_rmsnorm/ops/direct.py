@@ -1,5 +1,5 @@
 """Which calls start a kernel directly: those on plain tensors, in a thread where
-nothing watches the operators.
+nothing has to see the operators.
 """
 
 import torch

@@ -86,10 +86,9 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple):
         grads = by_kernel(launches, kind, read, backward_launch)
         if grads is not None:
             return grads
-    operands = [x, weight, bias, gate]
     if from_output:
-        operands[0] = _input_of(launches.spec, operands, rstd)
-    return by_formula(launches, operands, dy, dh, need)
+        x = _input_of(launches.spec, x, weight, bias, rstd)
+    return by_formula(launches, (x, weight, bias, gate), dy, dh, need)
 
 
 def backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
@@ -151,7 +150,7 @@ def by_formula(launches: Launches, operands, dy, dh, need):
         def formula(*operands):
             return (launches.in_plain_torch(*operands),)
 
-        grads = gradients_of_all(formula, tuple(operands), (dy,), need)
+        grads = gradients_of_all(formula, operands, (dy,), need)
     else:
         grads = reference_backward(dy, x, weight, bias, spec, need, gate)
     if dh is None:
@@ -160,13 +159,12 @@ def by_formula(launches: Launches, operands, dy, dh, need):
     return dh + dx, *others
 
 
-def _input_of(spec: NormSpec, operands: list, rstd: Tensor) -> Tensor:
+def _input_of(spec: NormSpec, y: Tensor, weight, bias, rstd: Tensor) -> Tensor:
     """The input of a norm whose output is saved in its place."""
     if not is_compiling() and is_grad_enabled():
         raise RuntimeError(
             "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
             "instead: call patch_model(model, memory_efficient=False) first"
         )
-    y, weight, bias, _ = operands
     rstd = by_row(rstd, y, spec, heads_of(weight, bias))
     return input_of_output(y, weight, bias, rstd, spec)

@@ -91,7 +91,8 @@ def forget_launches() -> None:
 
 def key_of(kind: tuple, operands: tuple) -> tuple | None:
     """The launch key of such operands: all that decides whether and how they are
-    served. None where one is of a subclass, or has no shape or no memory.
+    served. None where one is of a subclass, or has no shape or no memory, as a nested
+    or a sparse tensor, or one that functorch has left behind.
 
     Args:
         kind: hashable; the kind of launch.
@@ -104,7 +105,7 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
     """
     key = kind
     aligned = True
-    absent = 0  # one binary digit for each operand
+    absent = 0  # in binary: for each operand 1 if it is None
     try:
         for t in operands:
             absent *= 2
@@ -113,12 +114,15 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
                 continue
             if type(t) not in DIRECT_TYPES:
                 return None
-            if t.data_ptr() & 15:
+            address = t.data_ptr()
+            if not address and t.numel() and not t.is_meta:
+                return None
+            if address & 15:
                 aligned = False
-            # Nested: a list that grows takes longer.
+            # Nested tuples: to append to a list takes longer.
             key = key, t.shape, t.stride(), t.dtype, t.device
             if _HIP:
                 key = key, t.untyped_storage().nbytes() < 2**31
-    except RuntimeError:  # a nested tensor has no shape, a sparse one no memory
+    except RuntimeError:  # of what has no memory or no shape
         return None
     return key, absent, aligned

@@ -31,8 +31,7 @@ def by_kernel(
     try:
         launch = launches.kept.get(key, MISSING)
         if launch is MISSING:
-            aligned = key[-1]
-            launch = launches.keep(key, make, launches, kind, operands, aligned)
+            launch = launches.keep(key, make, launches, kind, operands, key[-1])
         if launch is None:
             return None
         if apply is None:

@@ -45,7 +45,7 @@ def run(launches: Launches, operands: tuple):
 
     Returns:
         None if the kernels do not serve such tensors or cannot be loaded, if another
-        backend is chosen, or if a mode has to see operators: the caller then computes it.
+        backend is chosen, or if operators have to be seen: the caller then computes it.
     """
     if chosen.backend == "reference" or operators_are_seen():
         return None

@@ -199,16 +199,21 @@ def test_transforms_and_modes_see_operators():
     assert launches(norm, x) == 1
 
 
-def test_what_functorch_leaves_behind_is_unwrapped():
-    norm, original = patched(LlamaRMSNorm(HIDDEN))
+def left_behind(transform):
     left = []
 
     def total(x):
         left.append(x * 1)
         return x.sum()
 
-    torch.func.grad(total)(rows())
-    (x,) = left
+    transform(total)(rows())
+    return left[0]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
+def test_what_functorch_leaves_behind_is_computed_by_operators(transform):
+    norm, original = patched(LlamaRMSNorm(HIDDEN))
+    x = left_behind(transform)
     torch.testing.assert_close(norm(x), original(x), rtol=1e-6, atol=1e-6)
 
 
