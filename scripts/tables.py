@@ -189,24 +189,19 @@ def coverage() -> list[str]:
         "types": "types", "built": "built", "run": "run",
         "norms swapped": "norms_swapped", "skipped": "norms_left_alone",
         "wrong results": "with_wrong_results",
-    }  # fmt: skip
-    fused = {
         "with sums fused": "types_with_fused_sums",
         "with q/k norms fused": "types_with_fused_pairs",
-    }
+    }  # fmt: skip
     cells = []
     for mapping, words in {
         "causal": "causal language models",
         "base": "base models",
     }.items():
         totals = document["mappings"][mapping]["totals"]
-        # What is fused in most base models was not counted anew since sums are found in
-        # one forward.
         counts = [totals[key] for key in columns.values()]
-        counts += [totals[key] if mapping == "causal" else "" for key in fused.values()]
         cells.append((words, *counts))
     head = " | ".join(
-        [f"Transformers {document['versions']['transformers']}", *columns, *fused]
+        [f"Transformers {document['versions']['transformers']}", *columns]
     )
     return [*rows(head, cells), "", *rows("skipped | because", _skipped(document))]
 

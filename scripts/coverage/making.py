@@ -16,7 +16,7 @@ from .models import Shrinker, build
 from .numbers import FIXED, STYLES
 from .workers import line
 
-TIME_LIMIT = 90  # seconds a type may take
+TIME_LIMIT = 180  # seconds a type may take, on a slow machine
 DTYPE_ERROR = re.compile(r"dtype|[Bb]float16|BFloat16|same type|scalar type|Half|FFT")
 
 
@@ -66,7 +66,7 @@ def _arguments(
     """
     for dtype in (torch.bfloat16, torch.float32):
         try:
-            with _seconds(20):
+            with _seconds(40):
                 model = model.float() if dtype == torch.float32 else model
                 arguments, errors = find_inputs(
                     model, dtype, budget=4, hints=INPUTS.get(result["type"])
@@ -99,7 +99,7 @@ def _build(
             switched = tuple(sorted(shrinker.switched))
             if switched in done or (features and not switched):
                 return None
-            with _seconds(15):
+            with _seconds(30):
                 return to_bfloat16(
                     build(cls, tiny, small=style not in ("shallow", "default"))
                 ), list(switched)
