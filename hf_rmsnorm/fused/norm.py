@@ -67,7 +67,8 @@ class PatchedNorm:
         self.names = list(self.signature.parameters)[1:2]
         if recipe.gate is not None:
             self.names.append(recipe.gate)
-        self.launches = _launches_of(recipe, recipe.spec)
+        keeps_output = recipe.keeps_output
+        self.launches = Launches(recipe.spec, recipe.suits, keeps_output=keeps_output)
         self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         weight_is_last = recipe.spec.rounding == "before_weight"
@@ -87,7 +88,7 @@ class PatchedNorm:
         """
         if spec is self.launches.spec:
             return self.launches
-        return _launches_of(self.recipe, spec)
+        return _of_another_formula(self.recipe, spec)
 
     def is_ours(self, module: Module) -> bool:
         """Whether the module is still patched, and its class and that class's code as
@@ -276,7 +277,7 @@ def lay_out(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
 
 
 @lru_cache(1_024)
-def _launches_of(recipe: Recipe, spec: NormSpec) -> Launches:
+def _of_another_formula(recipe: Recipe, spec: NormSpec) -> Launches:
     return Launches(spec, recipe.suits, keeps_output=recipe.keeps_output)
 
 

@@ -122,7 +122,7 @@ class Recipe:
                 changed.append(f"it has a {name} now")
         return changed
 
-    # Dynamo traces no cached property, and it traces these two.
+    # Dynamo traces no cached property, and it traces these three.
     @property
     def replaces(self) -> bool:
         """Whether the module computes something else than its own forward, which is
@@ -135,6 +135,11 @@ class Recipe:
         """Whether more than the operands' shapes decides if a call can be served."""
         is_limited = self.only_float32 or self.not_under_autocast
         return self.layout != "last" or self.dims is not None or is_limited
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether the backward reads the norm's output."""
+        return self.memory_efficient and not self.input_needed
 
     @cached_property
     def is_of_rows(self) -> bool:
@@ -204,11 +209,6 @@ class Recipe:
         if self.as_rms:
             notes.append("as the converted checkpoint says")
         return "; ".join(notes)
-
-    @cached_property
-    def keeps_output(self) -> bool:
-        """Whether the backward reads the norm's output."""
-        return self.memory_efficient and not self.input_needed
 
     def saving_memory(self, module: Module) -> "Recipe":
         """Return this recipe under `memory_efficient`, for a module with the parameters

@@ -64,15 +64,15 @@ def test_what_is_fused_rightly_passes(family, dtype, fusions):
 class Launch:
     """A call of the launch that serves a fused sum, or q and k."""
 
-    def __init__(self, start, launches, operands, option):
+    def __init__(self, start, launches, operands, way):
         self.start = start
         self.spec = launches.spec
         self.operands = operands
-        self.option = option
+        self.way = way
 
     def run(self):
         launches = launches_of(self.spec)
-        return self.start(launches, self.operands, self.option)
+        return self.start(launches, self.operands, *self.way)
 
 
 def put(monkeypatch, module, wrong):
@@ -82,8 +82,8 @@ def put(monkeypatch, module, wrong):
         name = "run_qk"
     start = getattr(module, name)
 
-    def faulty(launches, operands, option):
-        return wrong(Launch(start, launches, operands, option))
+    def faulty(launches, operands, *way):
+        return wrong(Launch(start, launches, operands, way))
 
     monkeypatch.setattr(module, name, faulty)
 
