@@ -69,7 +69,6 @@ class PatchedNorm:
             self.names.append(recipe.gate)
         keeps_output = recipe.keeps_output
         self.launches = Launches(recipe.spec, recipe.suits, keeps_output=keeps_output)
-        self.rounds_sum = recipe.rounds_sum
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         weight_is_last = recipe.spec.rounding == "before_weight"
         self.returns_dtype_of_x = recipe.numerics == "vllm" and weight_is_last
@@ -162,7 +161,7 @@ def _forward_of(norm: PatchedNorm):
         launches, operands = call
         if is_compiled:
             y = None
-        elif norm.rounds_sum:
+        elif norm.recipe.rounds_sum:
             y = run(launches, operands)
         else:
             y = run_unrounded(self, launches, operands)

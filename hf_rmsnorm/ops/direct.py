@@ -14,6 +14,8 @@ from torch._C import (
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
+from .settings import chosen
+
 DIRECT_TYPES = (Tensor, Parameter)
 
 
@@ -48,6 +50,13 @@ def operators_are_seen() -> bool:
         if any(_get_dispatch_mode(key) is not None for key in recording):
             return True
     return under_transform()
+
+
+def starts_kernels() -> bool:
+    """Whether a call in this thread, as it is now, may start a kernel instead of
+    calling operators. Not while compiling.
+    """
+    return chosen.backend != "reference" and not operators_are_seen()
 
 
 def any_requires_grad(tensors: tuple) -> bool:

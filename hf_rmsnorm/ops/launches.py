@@ -115,6 +115,7 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
             if type(t) not in DIRECT_TYPES:
                 return None
             address = t.data_ptr()
+            # no memory; but launches for meta tensors can be counted
             if not address and t.numel() and not t.is_meta:
                 return None
             if address & 15:

@@ -15,18 +15,12 @@ from torch.compiler import is_compiling
 from ..formula import NormSpec, Rounding
 from ..reference import in_groups, reference_norm
 from .backend import autocasts_functional, resolve_backend
-from .direct import (
-    any_requires_grad,
-    operators_are_seen,
-    row_major,
-    under_transform,
-)
+from .direct import any_requires_grad, row_major, starts_kernels, under_transform
 from .forward import apply, forward_launch
 from .launches import Launches, launches_of
 from .launching import by_kernel
 from .loading import load_sharding_rules
 from .operators import norm_forward_op, spec_args
-from .settings import chosen
 
 # a fifth of the question for a device
 _autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
@@ -47,7 +41,7 @@ def run(launches: Launches, operands: tuple):
         None if the kernels do not serve such tensors or cannot be loaded, if another
         backend is chosen, or if operators have to be seen: the caller then computes it.
     """
-    if chosen.backend == "reference" or operators_are_seen():
+    if not starts_kernels():
         return None
     spec = launches.spec
     if spec.functional and _autocast_anywhere():

@@ -9,12 +9,11 @@ from torch import is_grad_enabled
 
 from ..reference import reference_qk_norm
 from .backend import serves_qk
-from .direct import any_requires_grad, operators_are_seen, row_major
+from .direct import any_requires_grad, row_major, starts_kernels
 from .gradients import gradients_of_all, seen_through
 from .launches import Launches
 from .launching import OnCopies, by_kernel, require_unchanged
 from .loading import kernels
-from .settings import chosen
 
 
 class _QKFunction(torch.autograd.Function):
@@ -107,7 +106,7 @@ def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
         or None.
     """
     q, *_, cos, sin = operands
-    if chosen.backend == "reference" or operators_are_seen():
+    if not starts_kernels():
         return None
     graded = is_grad_enabled() and any_requires_grad(operands)
     if graded and any_requires_grad((cos, sin)):
