@@ -41,24 +41,19 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        dy = gradients[-1]
-        dh = gradients[0] if len(gradients) > 1 else None
-        needed = ctx.needs_input_grad
-        _, need_x, need_weight, need_bias, need_gate = needed[:5]
-        need_shift, need_factor, need_residual = needed[5:]
-        saved = ctx.saved_tensors  # once: a checkpoint gives them once
+        *of_sum, dy = gradients
+        dh = of_sum[0] if of_sum else None
+        _, need_x, *of_formula, need_shift, need_factor, need_residual = (
+            ctx.needs_input_grad
+        )
+        *saved, factor, x = ctx.saved_tensors  # once: a checkpoint gives them once
         dx = dh
-        dweight = dbias = dgate = dresidual = dshift = dfactor = None
+        dweight = dbias = dgate = dfactor = None
         if dy is not None:
-            need_h = need_x or need_factor or need_residual
-            need = need_h, need_weight, need_bias, need_gate
-            grads = norm_gradients(ctx.kept, saved[:6], dy, dh, need)
-            dx, dweight, dbias, dgate = grads
-        if need_residual:
-            dresidual = dx
-        if need_shift:
-            dshift = dy
-        factor, x = saved[6:]
+            need = need_x or need_factor or need_residual, *of_formula
+            dx, dweight, dbias, dgate = norm_gradients(ctx.kept, saved, dy, dh, need)
+        dresidual = dx if need_residual else None
+        dshift = dy if need_shift else None
         if factor is not None and dx is not None:
             if need_factor:
                 dfactor = dx * x

@@ -9,7 +9,6 @@ from operator import is_
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.compiler import is_compiling
 
 from ..formula import NormSpec
@@ -22,16 +21,11 @@ from .launching import OnCopies, by_kernel, require_unchanged
 from .loading import kernels
 
 
-def seen_through(*gradients: Tensor | None) -> bool:
+def seen_through() -> bool:
     """Whether what runs this backward needs operators it can see through: a compiler,
-    another differentiation, functorch, vmap, a mode.
+    another differentiation, functorch, a mode.
     """
-    if is_compiling() or is_grad_enabled():
-        return True
-    for gradient in gradients:
-        if gradient is not None and is_legacy_batchedtensor(gradient):
-            return True
-    return operators_are_seen()
+    return is_compiling() or is_grad_enabled() or operators_are_seen()
 
 
 def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
@@ -80,7 +74,7 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple):
     if gate is not None and dh is not None:  # which no kernel adds behind a gate
         dx, *others = norm_gradients(kept, saved, dy, None, need)
         return dh + dx, *others
-    if rstd is not None and not seen_through(dy, dh):
+    if rstd is not None and not seen_through():
         kind = "backward", strides, need, from_output
         read = dy, x, weight, bias, gate, dh, rstd, mean
         grads = by_kernel(launches, kind, read, backward_launch)

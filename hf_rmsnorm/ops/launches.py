@@ -91,8 +91,8 @@ def forget_launches() -> None:
 
 def key_of(kind: tuple, operands: tuple) -> tuple | None:
     """The launch key of such operands: all that decides whether and how they are
-    served. None where one is of a subclass, or has no shape or no memory, as a nested
-    or a sparse tensor, or one that functorch has left behind.
+    served. None where one is of a subclass, or has no shape or no memory, as a nested,
+    a sparse or a batched tensor, or one that functorch has left behind.
 
     Args:
         kind: hashable; the kind of launch.
@@ -120,8 +120,9 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
                 return None
             if address & 15:
                 aligned = False
+            strides = t.is_contiguous() or t.stride()
             # Nested tuples: to append to a list takes longer.
-            key = key, t.shape, t.stride(), t.dtype, t.device
+            key = key, t.shape, strides, t.dtype, t.device
             if _HIP:
                 key = key, t.untyped_storage().nbytes() < 2**31
     except RuntimeError:  # of what has no memory or no shape

@@ -49,7 +49,7 @@ def run(launches: Launches, operands: tuple):
         if operands is None:
             return None
     if is_grad_enabled() and any_requires_grad(operands):
-        x, *_, factor, residual = operands
+        x, _, _, _, _, factor, residual = operands
         if residual is not None and not any_requires_grad((x, factor, residual)):
             # In one launch the sum would ask for gradients too.
             return None

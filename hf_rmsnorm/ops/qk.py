@@ -31,7 +31,7 @@ class _QKFunction(torch.autograd.Function):
         need = ctx.needs_input_grad[1:5]
         saved = ctx.saved_tensors
         grads = None
-        if not seen_through(dq, dk):
+        if not seen_through():
             kind = "queries and keys, backward", need, way
             read = dq, dk, *saved
             grads = by_kernel(launches, kind, read, _backward_launch)
