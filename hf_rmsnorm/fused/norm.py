@@ -173,7 +173,7 @@ def _forward_of(norm: PatchedNorm):
             note(NORM, (self,), operands[0])
         if norm.is_plain:
             return y
-        return lay_out(norm, operands[0], y)
+        return as_returned(norm, operands[0], y)
 
     forward.__doc__ = norm.forward.__doc__
     forward.__signature__ = norm.signature
@@ -264,7 +264,7 @@ def run_by_backend(norm: PatchedNorm, spec: NormSpec, operands: tuple):
     return fused_norm(x, weight, bias, spec, backend, gate, keeps_output)
 
 
-def lay_out(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
+def as_returned(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
     """The rows y that were computed of x, as the module returns them."""
     if norm.returns_dtype_of_x:
         y = y.to(x.dtype)
@@ -301,7 +301,7 @@ def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict
             "to call it in another way"
         )
     y = fused_norm(x, weight, bias, spec, "reference", gate)
-    return lay_out(norm, x, y)
+    return as_returned(norm, x, y)
 
 
 def _inputs(norm: PatchedNorm, args: tuple, kwargs: dict) -> tuple:

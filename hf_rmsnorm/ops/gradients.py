@@ -94,8 +94,8 @@ def backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: b
         operands: (dy, x, weight, bias, gate, dh, rstd, mean).
     """
     _, strides, need, from_output = kind
-    lay_out = partial(_as_read, strides)
-    read = lay_out(operands)
+    prepare = partial(_as_read, strides)
+    read = prepare(operands)
     _, x, weight, bias, gate, *_ = read
     spec = launches.spec
     if spec.gate is None:
@@ -107,7 +107,7 @@ def backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: b
     as_they_are = all(map(is_, read, operands))
     if as_they_are:
         return launch
-    return OnCopies(launch, lay_out)
+    return OnCopies(launch, prepare)
 
 
 def _as_read(strides: tuple, operands: tuple) -> tuple:

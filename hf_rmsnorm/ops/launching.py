@@ -51,14 +51,14 @@ class OnCopies:
 
     Args:
         inner: the launch.
-        lay_out: ``lay_out(operands)`` returns them as it reads them.
+        prepare: ``prepare(operands)`` returns them as it reads them.
     """
 
     inner: object
-    lay_out: Callable
+    prepare: Callable
 
     def launch(self, operands: tuple):
-        return self.inner.launch(self.lay_out(operands))
+        return self.inner.launch(self.prepare(operands))
 
 
 def require_unchanged(device, expected: dict) -> None:

@@ -54,8 +54,9 @@ def run_rows():
     x = torch.randn(600, 96, dtype=BF16, requires_grad=True)
     dy = torch.randn(600, 96, dtype=BF16)
     w = torch.randn(96, dtype=BF16, requires_grad=True)
-    y = fused_norm(x, w, None, NormSpec(True, 1e-6))
-    torch.autograd.grad(y, (x, w), dy)
+    b = torch.randn(96, dtype=BF16, requires_grad=True)
+    y = fused_norm(x, w, b, NormSpec(True, 1e-6, has_bias=True))
+    torch.autograd.grad(y, (x, w, b), dy)
 
 
 def run_heads():
@@ -125,7 +126,7 @@ def broken(text, kind):
     return texts
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [*ALONE, *TOGETHER])
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_is_broken_is_noticed(driver, name, kind):
@@ -135,7 +136,7 @@ def test_what_is_broken_is_noticed(driver, name, kind):
         assert noticed(driver, launch, text)
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_is_whole_is_not(driver, name):
     launch = launch_of(driver, name)
@@ -143,7 +144,7 @@ def test_what_is_whole_is_not(driver, name):
     assert not noticed(driver, launch, kernel.text)
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [*ALONE, *TOGETHER])
 def test_some_kernel_has_what_is_broken(driver, kind):
     texts = []
