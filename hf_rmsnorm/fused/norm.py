@@ -74,7 +74,7 @@ class PatchedNorm:
         self.returns_dtype_of_x = recipe.numerics == "vllm" and weight_is_last
         # whether more of a module than its eps may change its formula
         self.may_change = bool(recipe.settings or recipe.absent)
-        # no gate, any x is read, and y is returned, as it is
+        # takes no gate, reads any x as it is, returns y as it is
         changes_y = recipe.row_major or self.returns_dtype_of_x
         self.is_plain = recipe.gate is None and not (recipe.restricted or changes_y)
         # whether it may be computed with what surrounds it, as `operands_ahead` says
@@ -123,6 +123,7 @@ class PatchedNorm:
         if parameters is None:
             return None
         launches = self.launches
+        # an eps fixed in the code has no name, and None is what is found there
         if self.may_change or module.__dict__.get(recipe.eps) is not recipe.eps_value:
             spec = recipe.spec_of(module)
             if spec is None:

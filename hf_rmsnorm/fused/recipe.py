@@ -225,7 +225,7 @@ class Recipe:
         if not self.memory_efficient:
             return ""
         if self.keeps_output:
-            return "keeps its output for backward"
+            return "keeps its output for backward, but not where one launch rotates or modulates it"
         return f"keeps its input for backward: {self.input_needed}"
 
 

@@ -79,7 +79,7 @@ def row_major(*tensors: Tensor | None) -> list:
 
 
 def version(t: Tensor | None) -> int | None:
-    """What every write to a tensor moves that is not past autograd; None where it has
-    none.
+    """The counter that each write in place raises, but one through ``.data``; None for
+    no tensor, and for one of inference mode.
     """
     return None if t is None or t.is_inference() else t._version

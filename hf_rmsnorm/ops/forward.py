@@ -32,8 +32,8 @@ class NormFunction(torch.autograd.Function):
             strides = y.stride()
             mean = None
         ctx.kept = launches, strides, kept is y
-        of_factor = x if ctx.needs_input_grad[6] else None
-        ctx.save_for_backward(kept, weight, bias, gate, rstd, mean, factor, of_factor)
+        x_of_factor = x if ctx.needs_input_grad[6] else None
+        ctx.save_for_backward(kept, weight, bias, gate, rstd, mean, factor, x_of_factor)
         if h is None:
             return y
         ctx.set_materialize_grads(False)
@@ -68,7 +68,7 @@ class NormFunction(torch.autograd.Function):
 apply = super(torch.autograd.Function, NormFunction).apply
 
 
-def forward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
+def make_forward(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
     """The launch of a forward; None where no kernel serves such operands.
 
     Args:

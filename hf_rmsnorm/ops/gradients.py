@@ -21,7 +21,7 @@ from .launching import OnCopies, by_kernel, require_unchanged
 from .loading import kernels
 
 
-def seen_through() -> bool:
+def needs_operators() -> bool:
     """Whether what runs this backward needs operators it can see through: a compiler,
     another differentiation, functorch, a mode.
     """
@@ -38,8 +38,7 @@ def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -
     with torch.enable_grad():
         for t, needed in zip(inputs, need, strict=True):
             if t is not None and create_graph:
-                # A view: where x was itself computed from the same weight, the gradient
-                # asked for is the one along this norm alone.
+                # A view, at which `grad` stops: x may itself depend on the weight.
                 t = t.view_as(t)
             elif t is not None:
                 t = t.detach().requires_grad_(needed)
@@ -58,11 +57,14 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple):
     """(dx, dweight, dbias, dgate) inside a backward, in whatever that runs.
 
     Args:
-        kept: of the forward: its launches, the strides by which the rows that it saved
-            are numbered, whether these are the output.
-        saved: (x, weight, bias, gate, rstd, mean); the norm's output is in the place of
-            x if that was saved. rstd is None where plain torch has computed it.
-        dh: another gradient of x, which is in dx; or None.
+        kept: of the forward: its launches; the strides that x had, in whose order rstd
+            has a value for each row (hooks of saved tensors may return x with others);
+            whether the norm's output was saved in the place of x.
+        saved: (x, weight, bias, gate, rstd, mean). rstd is None where plain torch has
+            computed it.
+        dy: the gradient of the norm.
+        dh: another gradient of x, which is added to dx; or None.
+        need: whether dx, dweight, dbias and dgate are wanted.
 
     Raises:
         RuntimeError: an operand has another shape or device than the forward read.
@@ -71,13 +73,13 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple):
     if not need[0]:
         dh = None
     x, weight, bias, gate, rstd, mean = saved
-    if gate is not None and dh is not None:  # which no kernel adds behind a gate
+    if gate is not None and dh is not None:  # of a modulation behind a sum
         dx, *others = norm_gradients(kept, saved, dy, None, need)
         return dh + dx, *others
-    if rstd is not None and not seen_through():
+    if rstd is not None and not needs_operators():
         kind = "backward", strides, need, from_output
         read = dy, x, weight, bias, gate, dh, rstd, mean
-        grads = by_kernel(launches, kind, read, backward_launch)
+        grads = by_kernel(launches, kind, read, make_backward)
         if grads is not None:
             return grads
     if from_output:
@@ -85,7 +87,7 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple):
     return by_formula(launches, (x, weight, bias, gate), dy, dh, need)
 
 
-def backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
+def make_backward(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
     """The launch of a backward; None where no kernel serves such operands.
 
     Args:

@@ -36,7 +36,7 @@ class Launches:
             `serves_as_input`.
 
     Attributes:
-        kept: the dictionary.
+        by_key: the dictionary.
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
@@ -52,7 +52,7 @@ class Launches:
         self.modulation = modulation
         self.keeps_output = keeps_output
         self.suits = suits
-        self.kept = {}
+        self.by_key = {}
         _all.add(self)
 
     def in_plain_torch(self, x, weight, bias, gate) -> Tensor:
@@ -63,15 +63,15 @@ class Launches:
         return reference_norm(x, weight, bias, self.spec) * scale
 
     def keep(self, key: tuple, make: Callable, *arguments):
-        """The launch ``make(*arguments)``, which is kept from now on; of too many all
-        others are dropped.
+        """The launch ``make(*arguments)``, which is kept from now on. At `MOST` launches
+        the dictionary is emptied first.
         """
-        # The modes of the caller are not to see how it asks for strides.
+        # It asks for strides by tensors on meta, which the caller's modes are not to see.
         with _disable_current_modes(), torch.inference_mode(False):
             launch = make(*arguments)
-        if len(self.kept) >= self.MOST:
-            self.kept.clear()
-        self.kept[key] = launch
+        if len(self.by_key) >= self.MOST:
+            self.by_key.clear()
+        self.by_key[key] = launch
         return launch
 
 
@@ -86,7 +86,7 @@ def launches_of(
 def forget_launches() -> None:
     """Empty the caches of launches, so that each call chooses its backend again."""
     for launches in list(_all):
-        launches.kept.clear()
+        launches.by_key.clear()
 
 
 def key_of(kind: tuple, operands: tuple) -> tuple | None:
@@ -100,8 +100,8 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
 
     Returns:
         A tuple. Its last entry says whether all tensors start at multiples of 16 bytes.
-        On AMD, where Triton compiles for offsets of 32 bits, it also says which
-        storages are below 2 GiB.
+        Strides are True for a tensor without gaps. On AMD, where Triton compiles for
+        offsets of 32 bits, the key also has which storages are below 2 GiB.
     """
     key = kind
     aligned = True

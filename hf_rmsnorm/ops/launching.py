@@ -29,7 +29,7 @@ def by_kernel(
     if key is None:
         return None
     try:
-        launch = launches.kept.get(key, MISSING)
+        launch = launches.by_key.get(key, MISSING)
         if launch is MISSING:
             launch = launches.keep(key, make, launches, kind, operands, key[-1])
         if launch is None:
@@ -44,14 +44,14 @@ def by_kernel(
 
 @dataclass
 class OnCopies:
-    """A launch for operands that are not as it reads them.
+    """A launch on operands in another layout than it was made for: it copies them.
 
     Hooks of saved tensors (`torch.autograd.graph.save_on_cpu`) may give tensors back
     with other strides than the forward read.
 
     Args:
         inner: the launch.
-        prepare: ``prepare(operands)`` returns them as it reads them.
+        prepare: ``prepare(operands)`` returns them in the layout that it reads.
     """
 
     inner: object

@@ -16,13 +16,13 @@ from ..formula import NormSpec, Rounding
 from ..reference import in_groups, reference_norm
 from .backend import autocasts_functional, resolve_backend
 from .direct import any_requires_grad, row_major, starts_kernels, under_transform
-from .forward import apply, forward_launch
+from .forward import apply, make_forward
 from .launches import Launches, launches_of
 from .launching import by_kernel
 from .loading import load_sharding_rules
 from .operators import norm_forward_op, spec_args
 
-# a fifth of the question for a device
+# a fifth of what it costs to ask for one type of device
 _autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
@@ -54,9 +54,9 @@ def run(launches: Launches, operands: tuple):
             # In one launch the sum would ask for gradients too.
             return None
         kind = "forward", True, True
-        return by_kernel(launches, kind, operands, forward_launch, apply)
+        return by_kernel(launches, kind, operands, make_forward, apply)
     kind = "forward", False, True
-    made = by_kernel(launches, kind, operands, forward_launch)
+    made = by_kernel(launches, kind, operands, make_forward)
     if made is None:
         return None
     h, y, _, _ = made
@@ -119,6 +119,7 @@ def fused_norm(
         return fused_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
     weight, bias = row_major(weight, bias)
     if not is_compiled:
+        # what a patched norm could not start: groups, and parameters with gaps
         operands = x, weight, bias, gate, None, None, None
         launches = launches_of(spec, keeps_output=keep_output)
         y = run(launches, operands)
@@ -190,19 +191,17 @@ def layer_norm(
     Raises:
         TypeError, ValueError: as `rms_norm`.
     """
-    return _compute(x, weight, bias, eps, functional=True)
+    return _compute(x, weight, bias, eps, centered=True)
 
 
-def _compute(
-    x, weight, bias, eps, weight_offset=0.0, rounding="once", functional=False
-):
+def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", centered=False):
     if not isinstance(eps, (int, float)):
         raise ValueError(f"eps is {eps!r}: pass a finite float that is zero or more")
     _check(x, weight, bias)
-    centered = functional
     has_weight = weight is not None
     has_bias = bias is not None
     of_parameters = has_weight, has_bias, weight_offset, rounding
+    functional = centered  # as F.layer_norm
     fields = centered, float(eps), *of_parameters, functional
     if is_compiling():
         return fused_norm(x, weight, bias, NormSpec(*fields))

@@ -14,8 +14,8 @@ from ..kernels.rows import as_numbered, by_row, heads_of
 from ..kernels.serves import unserved
 from ..reference import reference_backward, reference_norm, reference_stats
 from .direct import row_major
-from .forward import forward_launch
-from .gradients import backward_launch, by_formula
+from .forward import make_forward
+from .gradients import by_formula, make_backward
 from .launches import launches_of
 from .launching import by_kernel
 
@@ -86,7 +86,7 @@ def _forward(x, weight, bias, gate, *arguments):
     weight, bias = row_major(weight, bias)
     kind = "forward", stats, True
     operands = x, weight, bias, gate, None, None, None
-    made = by_kernel(launches_of(spec), kind, operands, forward_launch)
+    made = by_kernel(launches_of(spec), kind, operands, make_forward)
     if made is not None:
         _, y, *of_rows = made
         heads = heads_of(weight, bias)
@@ -116,7 +116,7 @@ def _backward(dy, x, weight, bias, gate, rstd, mean, *arguments):
     mean = as_numbered(mean, x, spec, heads) if spec.centered else None
     kind = "backward", x.stride(), tuple(need), False
     operands = dy, x, weight, bias, gate, None, rstd, mean
-    grads = by_kernel(launches_of(spec), kind, operands, backward_launch)
+    grads = by_kernel(launches_of(spec), kind, operands, make_backward)
     if grads is None:
         dx, *others, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
         dx = _laid_out(dx, x, spec)

@@ -10,7 +10,7 @@ from torch import is_grad_enabled
 from ..reference import reference_qk_norm
 from .backend import serves_qk
 from .direct import any_requires_grad, row_major, starts_kernels
-from .gradients import gradients_of_all, seen_through
+from .gradients import gradients_of_all, needs_operators
 from .launches import Launches
 from .launching import OnCopies, by_kernel, require_unchanged
 from .loading import kernels
@@ -31,10 +31,10 @@ class _QKFunction(torch.autograd.Function):
         need = ctx.needs_input_grad[1:5]
         saved = ctx.saved_tensors
         grads = None
-        if not seen_through():
+        if not needs_operators():
             kind = "queries and keys, backward", need, way
             read = dq, dk, *saved
-            grads = by_kernel(launches, kind, read, _backward_launch)
+            grads = by_kernel(launches, kind, read, _make_backward)
         if grads is None:
             grads = _by_formula(launches, saved, (dq, dk), need, way)
         return None, *grads, None, None
@@ -50,7 +50,7 @@ def _by_formula(launches: Launches, saved: tuple, gradients: tuple, need, way: s
     return gradients_of_all(formula, operands, gradients, need)
 
 
-def _backward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
+def _make_backward(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
     _, need, way = kind
     read = _as_read(operands)
     make = kernels().QKBackward
@@ -113,13 +113,13 @@ def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
         return None
     kind = "queries and keys", graded, way
     apply = _QKFunction.apply if graded else None
-    made = by_kernel(launches, kind, operands, _forward_launch, apply)
+    made = by_kernel(launches, kind, operands, _make_forward, apply)
     if made is None:
         return None
     return made[:2]
 
 
-def _forward_launch(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
+def _make_forward(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
     if not serves_qk(launches.spec, *operands):
         return None
     _, stats, way = kind

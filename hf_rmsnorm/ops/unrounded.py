@@ -9,7 +9,7 @@ from ..formula import NormSpec
 from ..reference import reference_norm
 from .backend import resolve_backend
 from .direct import any_requires_grad, row_major
-from .forward import forward_launch
+from .forward import make_forward
 from .gradients import norm_gradients
 from .launches import launches_of
 from .launching import by_kernel
@@ -65,7 +65,7 @@ def _computed(total, left, right, weight, bias, spec: NormSpec, stats: bool) -> 
     if resolve_backend(total, weight, bias, spec) == "triton":
         kind = "forward", stats, False
         operands = right, weight, bias, None, None, None, left
-        made = by_kernel(launches_of(spec), kind, operands, forward_launch)
+        made = by_kernel(launches_of(spec), kind, operands, make_forward)
         if made is not None:
             return made[1:]
     with torch.no_grad():

@@ -247,7 +247,7 @@ def test_channels_come_first_where_that_was_proven():
 
 def test_a_second_call_takes_the_launch_that_the_first_found(monkeypatch):
     norm, x = fused(Norm()), torch.randn(2, D)
-    kept = type(norm)._hf_rmsnorm_norm.launches.kept
+    kept = type(norm)._hf_rmsnorm_norm.launches.by_key
     kept.clear()
     for call, count in ((x, 1), (x, 1), (x[:1], 2), (x.double(), 3), (x.double(), 3)):
         # float64: kept as not served
@@ -267,7 +267,7 @@ def test_a_cache_of_launches_keeps_not_too_many(monkeypatch):
     kept = Launches(PLAIN.spec)
     for key in "abc":
         assert kept.keep(key, key.upper) == key.upper()
-    assert kept.kept == {"c": "C"}
+    assert kept.by_key == {"c": "C"}
 
 
 def test_a_call_that_was_left_to_the_module_is_refused_where_the_kernels_are_insisted_on():

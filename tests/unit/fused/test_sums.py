@@ -215,7 +215,7 @@ def test_the_wider_operand_decides_what_torchs_own_norm_takes(left, right, fused
 
 def test_a_launch_is_kept_for_each_layout_of_both_operands(norm, monkeypatch):
     launches = type(norm)._hf_rmsnorm_norm.launches
-    kept = launches.kept
+    kept = launches.by_key
     x = torch.randn(2, 3, D)
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)
     kept.clear()
