@@ -12,7 +12,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ..formula import NormSpec
-from ..kernels.rows import by_row, heads_of
+from ..kernels.rows import by_row, copied_in_order, heads_of, memory_order
 from ..reference import input_of_output, reference_backward
 from .backend import why_not
 from .direct import operators_are_seen, present, row_major
@@ -129,7 +129,8 @@ def _as_read(strides: tuple, operands: tuple) -> tuple:
     }
     require_unchanged(dy.device, expected)
     if x.stride() != strides:
-        x = x.new_empty_strided(shape, strides).copy_(x)
+        # an expanded x cannot be copied with its own strides
+        x = copied_in_order(x, memory_order(shape, strides))
     weight, bias, rstd, mean = row_major(weight, bias, rstd, mean)
     return dy, x, weight, bias, gate, dh, rstd, mean
 

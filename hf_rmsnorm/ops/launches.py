@@ -100,8 +100,8 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
 
     Returns:
         A tuple. Its last entry says whether all tensors start at multiples of 16 bytes.
-        Strides are True for a tensor without gaps. On AMD, where Triton compiles for
-        offsets of 32 bits, the key also has which storages are below 2 GiB.
+        On AMD, where Triton compiles for offsets of 32 bits, the key also has which
+        storages are below 2 GiB.
     """
     key = kind
     aligned = True
@@ -120,9 +120,8 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
                 return None
             if address & 15:
                 aligned = False
-            strides = t.is_contiguous() or t.stride()
             # Nested tuples: to append to a list takes longer.
-            key = key, t.shape, strides, t.dtype, t.device
+            key = key, t.shape, t.stride(), t.dtype, t.device
             if _HIP:
                 key = key, t.untyped_storage().nbytes() < 2**31
     except RuntimeError:  # of what has no memory or no shape

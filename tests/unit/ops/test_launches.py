@@ -186,6 +186,21 @@ def test_saved_tensors_that_come_back_in_other_strides(case):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def test_an_expanded_input_that_comes_back_in_rows():
+    """As the latents of a resampler do under activation offloading."""
+
+    def of_latents(latents, weight):
+        return of_rows(latents.expand(3, 4, HIDDEN), weight)
+
+    inputs = torch.randn(4, HIDDEN).requires_grad_(), torch.rand(HIDDEN)
+    expected = gradients(of_latents, inputs)
+    made = gradients(of_latents, inputs, in_rows)
+    with use_backend("reference"):
+        plain = gradients(of_latents, inputs)
+    assert torch.equal(made[0], expected[0])
+    torch.testing.assert_close(made, plain, rtol=1e-4, atol=1e-5)
+
+
 def test_transforms_and_modes_see_operators():
     norm, original = patched(LlamaRMSNorm(HIDDEN))
     x = rows()
