@@ -86,8 +86,8 @@ class _Launches:
         )
 
     def _counting(self, in_one_launch: Callable) -> Callable:
-        def launch(norm, x, residual, gate, *modulation):
-            both = in_one_launch(norm, x, residual, gate, *modulation)
+        def launch(piece, norm, x, scale, shift, gate=None, residual=None):
+            both = in_one_launch(piece, norm, x, scale, shift, gate, residual)
             # A modulation that is not launched with its sum is tried without: it is
             # counted then.
             if both is None:
