@@ -113,8 +113,8 @@ class PatchedNorm:
     def held_by(self, module: Module) -> tuple | None:
         """(launches, weight, bias) of a module as it stands.
 
-        None where it is no longer patched, lacks a parameter, has no valid eps, or has
-        another setting than when it was recognised.
+        None if it is no longer patched, if a parameter is missing, if its eps is
+        invalid, or if a setting has changed since it was recognised.
         """
         if not self.is_ours(module):
             return None
@@ -123,7 +123,7 @@ class PatchedNorm:
         if parameters is None:
             return None
         launches = self.launches
-        # an eps fixed in the code has no name, and None is what is found there
+        # where eps is fixed in the code, its name and its value are None
         if self.may_change or module.__dict__.get(recipe.eps) is not recipe.eps_value:
             spec = recipe.spec_of(module)
             if spec is None:
@@ -140,8 +140,8 @@ class PatchedNorm:
         return self.compute_own(module, args, kwargs)
 
     def compute_own(self, module: Module, args: tuple, kwargs: dict):
-        """What the module's own forward returns; or, where the recipe replaces that
-        forward, the formula in plain torch.
+        """The result of the module's own forward. Where the recipe replaces that
+        forward, it is the formula in plain torch.
 
         Raises:
             TypeError: the forward is replaced, and the formula does not cover the call.
@@ -185,7 +185,7 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
     """The arguments of `run` for a call, (launches, operands); None if `compute_own`
     has to serve it.
 
-    x is the rows along the last dimension, the input or a view of it, and the formula
+    x is the input, or a view of it, with its rows along the last dimension. The formula
     of the launches has the eps that the module holds now.
     """
     gate = None

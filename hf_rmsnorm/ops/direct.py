@@ -54,7 +54,7 @@ def operators_are_seen() -> bool:
 
 def starts_kernels() -> bool:
     """Whether a call in this thread, as it is now, may start a kernel instead of
-    calling operators. Not while compiling.
+    calling operators. It is not asked while compiling.
     """
     return chosen.backend != "reference" and not operators_are_seen()
 
@@ -79,7 +79,7 @@ def row_major(*tensors: Tensor | None) -> list:
 
 
 def version(t: Tensor | None) -> int | None:
-    """The counter that each write in place raises, but one through ``.data``; None for
-    no tensor, and for one of inference mode.
+    """The number of writes in place to a tensor, without those through ``.data``. None
+    for no tensor, or one of inference mode.
     """
     return None if t is None or t.is_inference() else t._version

@@ -50,7 +50,8 @@ class NormFunction(torch.autograd.Function):
         dx = dh
         dweight = dbias = dgate = dfactor = None
         if dy is not None:
-            need = need_x or need_factor or need_residual, *of_formula
+            need_h = need_x or need_factor or need_residual
+            need = need_h, *of_formula
             dx, dweight, dbias, dgate = norm_gradients(ctx.kept, saved, dy, dh, need)
         dresidual = dx if need_residual else None
         dshift = dy if need_shift else None

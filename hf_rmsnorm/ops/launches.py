@@ -91,8 +91,10 @@ def forget_launches() -> None:
 
 def key_of(kind: tuple, operands: tuple) -> tuple | None:
     """The launch key of such operands: all that decides whether and how they are
-    served. None where one is of a subclass, or has no shape or no memory, as a nested,
-    a sparse or a batched tensor, or one that functorch has left behind.
+    served.
+
+    None if a tensor is of a subclass, or has no shape or no memory. Such are nested,
+    sparse and batched tensors, and those that functorch has left behind.
 
     Args:
         kind: hashable; the kind of launch.

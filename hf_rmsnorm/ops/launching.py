@@ -62,7 +62,7 @@ class OnCopies:
 
 
 def require_unchanged(device, expected: dict) -> None:
-    """Compare what a forward has read with what it was: name -> (tensor, its shape).
+    """Check that tensors are as the forward read them: name -> (tensor, its shape then).
 
     ``weight.data = torch.empty(0)``, as offloading by hand does, changes a saved
     tensor, and autograd does not notice. A kernel would read past its end.
