@@ -100,12 +100,10 @@ def _start_executor() -> None:
         )
     os.environ.pop("TRITON_INTERPRET", None)
     sys.path.insert(0, str(ROOT / "tests/helpers"))
-    from ptx.driver import TRITON, run_kernels_on_cpu
+    from ptx.driver import NEEDED, run_kernels_on_cpu
 
     if not run_kernels_on_cpu():
-        raise CliError(
-            f"this executes the PTX of Triton {TRITON}: pip install triton=={TRITON}"
-        )
+        raise CliError(f"this executes PTX, of {NEEDED}: pip install triton==3.9.0")
     from triton.runtime import driver
 
     # as Liger's rotary embedding and backward write

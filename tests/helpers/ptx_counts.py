@@ -18,7 +18,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 from ptx import machine  # noqa: E402
-from ptx.driver import TRITON, run_kernels_on_cpu  # noqa: E402
+from ptx.driver import NEEDED, run_kernels_on_cpu  # noqa: E402
 
 UNITS = ("instructions", "sectors", "barriers", "shuffles")
 BF16 = torch.bfloat16
@@ -167,7 +167,7 @@ def counted() -> dict:
 
 if __name__ == "__main__":
     if not run_kernels_on_cpu():
-        sys.exit(f"this needs Triton {TRITON}, and TRITON_INTERPRET unset")
+        sys.exit(f"this needs {NEEDED}, and TRITON_INTERPRET unset")
     for name, counts in counted().items():
         print(
             f"{name:60}",

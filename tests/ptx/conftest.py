@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from ptx.driver import RUN_BY
+from ptx.driver import NEEDED, RUN_BY
 
 
 @pytest.fixture
@@ -12,7 +12,7 @@ def driver():
     is over.
     """
     if os.environ.get(RUN_BY) != "executor":
-        pytest.skip("`pytest tests/ptx` executes PTX, with the pinned Triton")
+        pytest.skip(f"`pytest tests/ptx` executes PTX, of {NEEDED}")
     from triton.runtime import driver
 
     yield driver.active

@@ -79,6 +79,14 @@ FAULTS = {
         st.global.b32 [%rd5], %r9;
         """,
     ),
+    "uninitialised half of two joined registers": (
+        "an uninitialised value is stored",
+        """
+        mov.b64 %rd9, {%r1, %r8};
+        mov.b64 {_, %r9}, %rd9;
+        st.global.b32 [%rd5], %r9;
+        """,
+    ),
     "uninitialised address": (
         "an uninitialised address",
         "ld.global.b32 %r9, [%rd9];",
@@ -253,6 +261,11 @@ FINE = {
         @%p1 mov.b32 %r8, %r1;
         add.s32 %r9, %r8, 1;
         mov.b32 %r9, %r1;
+        st.global.b32 [%rd5], %r9;
+        """,
+    "uninitialised half that nothing uses": """
+        mov.b64 %rd9, {%r1, %r8};
+        mov.b64 {%r9, _}, %rd9;
         st.global.b32 [%rd5], %r9;
         """,
     "a branch": """

@@ -140,13 +140,15 @@ FLUSHED = [
     ("abs.ftz.f32 %r9, %r20;", [0, 0, 0.25, 0.25]),
     ("rcp.approx.ftz.f32 %r9, %r20;", [np.inf, -np.inf, 4, -4]),
     ("fma.rn.ftz.f32 %r9, %r20, %r20, %r20;", [0, 0, 0.3125, -0.1875]),
+    ("div.rn.ftz.f32 %r9, %r20, 0f40000000;", [0, 0, 0.125, -0.125]),
+    ("sqrt.rn.ftz.f32 %r9, %r20;", [0, 0, 0.5, np.nan]),
 ]
 
 
 @parametrize(("statement", "expected"), FLUSHED)
 def test_numbers_too_small_to_be_normal_count_as_zero_where_asked(statement, expected):
     got = computed(statement, floats(1e-40, -1e-40, 0.25, -0.25))
-    assert got[:4].view(np.float32).tolist() == expected
+    np.testing.assert_array_equal(got[:4].view(np.float32), expected)
 
 
 def test_nan_is_seen_in_either_operand():

@@ -54,6 +54,7 @@ _TABLE: dict[str, tuple[str, Callable]] = {
     "shr.s32": ("ss", np.right_shift),
     "shr.s64": ("qs", np.right_shift),
     "and.pred": ("pp", np.logical_and),
+    "not.pred": ("p", np.logical_not),
     "add.f32": ("ff", np.add),
     "sub.f32": ("ff", np.subtract),
     "mul.f32": ("ff", np.multiply),
@@ -105,6 +106,11 @@ def _flushing_fma(a, b, c):
     return _flushed(total)
 
 
+@instruction("sqrt.ftz.f32", "f")
+def _flushing_root(a):
+    return np.sqrt(_flushed(a))
+
+
 @instruction("rsqrt.ftz.f32", "f")
 def _flushing_rsqrt(a):
     wide = _flushed(a).astype(f64)
@@ -128,6 +134,11 @@ def _flushing_exp2(a):
 def _flushing_reciprocal(a):
     one = f32.type(1)
     return _flushed(one / _flushed(a))
+
+
+@instruction("div.ftz.f32", "ff")
+def _flushing_quotient(a, b):
+    return _flushed(_flushed(a) / _flushed(b))
 
 
 @instruction("abs.ftz.f32", "f")
@@ -284,14 +295,21 @@ def _picked(a, b, how):
     return picked
 
 
-def _joined(low, high):
+def joined(low, high):
     return high.astype(u64) << 32 | low
+
+
+def parted(both):
+    low = both.astype(u32)
+    high = both >> 32
+    return low, high.astype(u32)
 
 
 MOVES = {  # of a pair in braces, by name and whether the pair is the destination
     ("mov.b32", True): ("w", _unpack),
     ("mov.b32", False): ("hh", _pack),
-    ("mov.b64", False): ("ww", _joined),
+    ("mov.b64", True): ("d", parted),
+    ("mov.b64", False): ("ww", joined),
 }
 
 

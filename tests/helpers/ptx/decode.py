@@ -294,7 +294,7 @@ class Kernel:
 CACHING = r"(?:\.(?:ca|cg|cs|L1|L2|relaxed|weak|cta)(?:::\w+)*)*"
 ACTIONS = {
     r"ld\.param\.(\w+)": Kernel._param,
-    rf"(ld|st)\.(global|shared){CACHING}(?:\.v([248]))?\.[bufs](16|32|64)": Kernel._memory,
+    rf"(ld|st)\.(global|shared)(?:::cta)?{CACHING}(?:\.v([248]))?\.[bufs](16|32|64)": Kernel._memory,
     r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16": Kernel._matrix,
     r"shfl\.sync\.(bfly|idx)\.b32": Kernel._shuffle,
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)?": Kernel._copy,

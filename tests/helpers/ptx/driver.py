@@ -13,7 +13,9 @@ from benchmarks.driver import StubDriver
 from .decode import Kernel
 from .machine import Machine
 
-TRITON = "3.9.0"  # the version whose PTX is spoken
+# The versions whose PTX is read: of the torch releases that are served, and 3.9.
+TRITONS = ("3.4.", "3.5.", "3.6.", "3.7.", "3.8.", "3.9.")
+NEEDED = "Triton 3.4 to 3.9"
 # in the environment: by what pytest's workers run kernels, as pytest itself does
 RUN_BY = "HF_RMSNORM_TESTS_RUN_BY"
 CHIP = "HF_RMSNORM_TESTS_SM"  # in the environment: what is compiled for, 90 without it
@@ -61,22 +63,32 @@ def _load(name: str, binary: bytes, shared: int, device: int) -> tuple:
     return None, Kernel(binary.decode()), 0, 0, 1024
 
 
-def _stop_at_ptx(
-    backend=None, stages=None, options=None, language=None, capability=None
-):
-    """A hook of Triton's: no assembler, the PTX is the binary. Asked for nothing it
-    names itself, for the cache.
-    """
-    if stages is None:
-        return "ptx", "ptx"
-    stages["cubin"] = lambda text, metadata: text.encode()
+def _stop_at_ptx() -> None:
+    """Let Triton hand over the PTX as the binary, and need no assembler."""
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    add_stages = CUDABackend.add_stages
+    hash_of = CUDABackend.hash
+
+    def without_assembler(backend, stages, *args):
+        add_stages(backend, stages, *args)
+        stages["cubin"] = lambda text, metadata: text.encode()
+
+    CUDABackend.add_stages = without_assembler
+    # Triton keeps what it compiled by this name: these are no kernels for a GPU
+    CUDABackend.hash = lambda backend: f"ptx-{hash_of(backend)}"
+
+
+def reads_ptx() -> bool:
+    """Whether the PTX of the Triton that is installed is read."""
+    return find_spec("triton") is not None and version("triton").startswith(TRITONS)
 
 
 def run_kernels_on_cpu() -> bool:
     """Make this process and its children run kernels on CPU tensors; before triton is
     imported.
 
-    Where Triton is the version whose PTX is spoken, this process and pytest's workers
+    Where Triton is a version whose PTX is read, this process and pytest's workers
     compile for the chip that CHIP names and execute the PTX; elsewhere, where
     TRITON_INTERPRET is set already and in other children, Triton's interpreter runs
     them. The package serves CPU tensors where TRITON_INTERPRET is 1, so that is what
@@ -87,10 +99,8 @@ def run_kernels_on_cpu() -> bool:
     if RUN_BY not in os.environ:
         if "TRITON_INTERPRET" in os.environ:
             return False
-        pinned = find_spec("triton") is not None and version("triton") == TRITON
-        os.environ.update(
-            {RUN_BY: "executor" if pinned else "interpreter", "TRITON_INTERPRET": "1"}
-        )
+        run_by = "executor" if reads_ptx() else "interpreter"
+        os.environ.update({RUN_BY: run_by, "TRITON_INTERPRET": "1"})
     if os.environ[RUN_BY] != "executor" or os.environ.get("TRITON_INTERPRET") != "1":
         return False
     del os.environ["TRITON_INTERPRET"]  # read when triton is imported
@@ -102,7 +112,7 @@ def run_kernels_on_cpu() -> bool:
     knobs.propagate_env = False
     knobs.runtime.interpret = False
     knobs.propagate_env = True
-    knobs.runtime.add_stages_inspection_hook = _stop_at_ptx
+    _stop_at_ptx()
     chip = int(os.environ.get(CHIP, 90))
     driver.set_active(Driver(chip))  # as `driver.active` from now on
     limits = SimpleNamespace(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arithmetic import blurred
+from .arithmetic import blurred, joined, parted
 from .decode import LEAVES, Unknown
 from .memory import SPACING, UNSIGNED, Fault, Shared, Window
 
@@ -126,6 +126,7 @@ class _Run:
         for name, slot in kernel.given.items():
             self.registers[slot] = values[name]
         self.poison = {}  # by slot, which lanes hold what was never computed
+        self.halves = {}  # by slot of two joined registers, the poison of each
         self.committed = np.zeros(self.count, np.int32)
         self.copies = []  # (lanes, their groups, granules, values, text)
         self.waiting = {0: None}  # by block, the lanes that come to it next
@@ -227,8 +228,15 @@ class _Run:
         poison = None
         if self.poison:
             poison = self._poison_of(instruction.sources)
-        for slot, result in zip(instruction.targets, results, strict=True):
+        poisons = [poison] * len(results)
+        if instruction.function is parted:
+            poisons = self.halves.get(instruction.sources[0], poisons)
+        for slot, *made in zip(instruction.targets, results, poisons, strict=True):
+            result, poison = made
             self._put(slot, result, mask, poison)
+        if instruction.function is joined and mask is None:
+            halves = [self._poison_of([slot]) for slot in instruction.sources]
+            self.halves[instruction.targets[0]] = halves
 
     def _whole(self, slot, use="", mask=None):
         """A register of all lanes, or a scalar; `use`: for what those of the mask must
@@ -275,6 +283,7 @@ class _Run:
     def _put(self, slot, value, mask, poison=None):
         if slot is None:
             return
+        self.halves.pop(slot, None)
         if mask is not None:
             held = self._whole(slot).view(value.dtype)
             value = np.where(mask, value, held)
