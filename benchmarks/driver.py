@@ -19,7 +19,8 @@ class StubDriver:
     def __init__(self, target, shared: int, index: int = 0):
         self.target, self.index = target, index
         self.utils = SimpleNamespace(
-            load_binary=lambda *_: (None, None, 0, 0, 1024),
+            # a module that is None would be loaded again by each launch
+            load_binary=lambda *_: ("module", None, 0, 0, 1024),
             unload_module=lambda _: None,
             get_device_properties=lambda _: {"max_shared_mem": shared},
         )

@@ -23,13 +23,16 @@ def run(args) -> Result:
     installed = versions()
     names = _device_names()
     devices = [{"name": name, **_tried(device)} for device, name in names.items()]
+    launches = _launches(devices)
     data = {
         "versions": installed,
+        "launches": launches,
         "platform": platform.platform(),
         "triton_interpret": _interprets(),
         "devices": devices,
     }
     lines = ["{device} ({name}): {reason}".format(**record) for record in devices]
+    lines.append(f"launches: {launches}")
     lines.append("")
     for name, number in installed.items():
         lines.append(f"{name:<12}  {number or 'not installed'}")
@@ -73,6 +76,20 @@ def _device_names() -> dict[str, str]:
         for index in range(torch.accelerator.device_count()):
             names[f"{accelerator.type}:{index}"] = name_of(index)
     return names
+
+
+def _launches(devices: list[dict]) -> str:
+    """How kernels are started on the devices that run them."""
+    import torch
+
+    from ..ops.backend import launch_path
+
+    paths = [
+        launch_path(torch.device(record["device"]))
+        for record in devices
+        if record["backend"] == "triton"
+    ]
+    return "; ".join(dict.fromkeys(paths)) or launch_path()
 
 
 def _interprets() -> bool:

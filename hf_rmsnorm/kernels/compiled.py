@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import counting, device
+from . import counting, device, launchers
 from .failure import KernelUnavailable, failed, is_of_the_device, unavailable
 from .interpreter import faithful_interpreter
 
@@ -21,13 +21,8 @@ VECTOR = 8  # elements: 16 bytes of bf16, the widest load
 INTERPRETED = not isinstance(device.load, triton.runtime.JITFunction)
 INTERPRETER_SMS = 2  # small, so that the interpreter walks the persistent loops too
 INTERPRETER_SHARED = 232_448
-# Triton versions of which the arguments of a launch were checked: of the launcher in C,
-# and of `compiled[grid]`.
-KNOWN_LAUNCHERS = triton.__version__.startswith(("3.7.", "3.9."))
-KNOWN_COMPILED = triton.__version__.startswith(("3.6.", "3.7.", "3.9."))
 # Triton's interpreter keeps its program index in a global
 _interpreter_lock = threading.RLock()
-_hooks = triton.knobs.runtime
 
 
 class Kernel:
@@ -109,11 +104,11 @@ class Kernel:
             # loaded
             compiled._run = None
             raise
-        if not KNOWN_COMPILED:
+        if launchers.slow_because(start.device):
             options = self.options(start)
             return lambda operands: variant[grid](*operands, *tail, **options)
-        if KNOWN_LAUNCHERS and _is_plain(run):
-            start.on = _by_launcher(start, compiled, run)
+        if launchers.KNOWN and launchers.is_plain(run):
+            start.on = launchers.by_launcher(start, compiled, run)
         call = compiled[grid]
         return lambda operands: call(*operands, *tail)
 
@@ -195,52 +190,6 @@ def _interpreted(function: Callable, tail: tuple) -> Callable[[tuple], None]:
     def launch(operands: tuple) -> None:
         with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
             function(*operands, *tail)
-
-    return launch
-
-
-def _is_plain(run) -> bool:
-    """Whether a launcher of Triton's is the one for NVIDIA, of a kernel that needs no
-    memory besides its operands.
-    """
-    if type(run).__name__ != "CudaLauncher" or getattr(run, "gsan_enabled", False):
-        return False
-    return run.global_scratch_size == run.profile_scratch_size == 0
-
-
-def _by_launcher(careful: Start, compiled, run) -> Callable[[tuple], None]:
-    """A function that calls the launcher in C while nothing watches launches.
-
-    Quicker than `compiled[grid]`, which at each call asks for the device, builds the
-    arguments of Triton's launch hooks and asks for scratch memory twice.
-    """
-    (x, y, z), tail, with_care = careful.grid, careful.tail, careful.with_care
-    current = careful.current
-    here = careful.index
-    driver = triton.runtime.driver.active
-    stream_of = driver.get_current_stream
-    index = driver.get_current_device()
-    start = run.launch
-    function = compiled.function
-    metadata = compiled.packed_metadata
-    cooperative = run.launch_cooperative_grid
-    dependent = run.launch_pdl
-    annotations = run.arg_annotations
-    signature = run.kernel_signature
-
-    def launch(operands: tuple) -> None:
-        before = _hooks.launch_enter_hook
-        after = _hooks.launch_exit_hook
-        watched = getattr(before, "calls", before) or getattr(after, "calls", after)
-        if watched or counting.active or current() != here:
-            with_care(operands)
-            return
-        # The five of None: the arguments of hooks, two hooks, and the scratch memory of
-        # the kernel and of its profile.
-        start(
-            x, y, z, stream_of(index), function, cooperative, dependent, metadata, None,
-            None, None, None, None, annotations, signature, operands + tail,
-        )  # fmt: skip
 
     return launch
 

@@ -30,6 +30,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**30 - 2**15
 MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
 
+DIRECT = "direct"  # how kernels are started
 _lists_rms_norm = TORCH_RELEASE >= (2, 12)
 # devices whose kernels cannot be loaded, (type, index), and why
 _left: dict[tuple, str] = {}
@@ -133,7 +134,41 @@ def runs_on(device: torch.device | str) -> dict:
         reason = f"plain PyTorch ({refusal})"
     elif os.environ.get("TRITON_INTERPRET") == "1":
         reason = "Triton kernels in Triton's interpreter, exact but slow"
+    else:
+        launches = launch_path(device)
+        if launches != DIRECT:
+            reason += f", launched {launches}"
     return {"device": str(device), "backend": backend, "reason": reason}
+
+
+def launch_path(device: torch.device | None = None) -> str:
+    """How kernels are started on a device that they run on, in words: `DIRECT`, or
+    through Triton's dispatch and why. Without a device: what the version alone tells.
+    """
+    if find_spec("triton") is None:
+        return "none, as triton is not installed"
+    from ..kernels import launchers
+
+    version = launchers.VERSION
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "by Triton's interpreter"
+    if launchers.KNOWN:
+        return DIRECT
+    if device is None:
+        return (
+            f"tried on the first GPU, as Triton {version} is newer than this hf-rmsnorm"
+        )
+    try:
+        reason = launchers.slow_because(device)
+    except Exception:
+        # no kernel compiles or runs there, as the first launch will say
+        return DIRECT
+    if not reason:
+        return DIRECT
+    return (
+        "through Triton's dispatch, about three times the host time: "
+        f"upgrade hf-rmsnorm, which does not know Triton {version} ({reason})"
+    )
 
 
 def where_norms_run(records: Iterable[dict]) -> list[str]:

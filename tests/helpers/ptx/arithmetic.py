@@ -54,6 +54,7 @@ _TABLE: dict[str, tuple[str, Callable]] = {
     "shr.s32": ("ss", np.right_shift),
     "shr.s64": ("qs", np.right_shift),
     "and.pred": ("pp", np.logical_and),
+    "or.pred": ("pp", np.logical_or),
     "not.pred": ("p", np.logical_not),
     "add.f32": ("ff", np.add),
     "sub.f32": ("ff", np.subtract),

@@ -445,7 +445,9 @@ def test_env_names_versions_devices_and_the_reason_for_each_backend(capsys):
     assert data["devices"][0]["device"] == "cpu" and all(
         device["reason"] for device in data["devices"]
     )
+    assert data["launches"]
     code, out, _ = run(capsys, "env")
+    assert f"\nlaunches: {data['launches']}\n" in out
     assert (
         code == 0
         and torch.__version__ in out

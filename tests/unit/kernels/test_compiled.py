@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="there is nothing to launch without Triton")
 
 from hf_rmsnorm import count_launches  # noqa: E402
-from hf_rmsnorm.kernels import compiled, launch, launch_qk  # noqa: E402
+from hf_rmsnorm.kernels import compiled, launch, launch_qk, launchers  # noqa: E402
 from hf_rmsnorm.kernels.compiled import VECTOR, Kernel  # noqa: E402
 from hf_rmsnorm.kernels.failure import KernelUnavailable  # noqa: E402
 
@@ -86,14 +86,11 @@ class Loaded:
 
 
 class CudaLauncher:
-    """Triton's, by its name and by what is read of it."""
+    """Triton's of 3.4, by its name and by what is read of it."""
 
     global_scratch_size = 0
-    profile_scratch_size = 0
     launch_cooperative_grid = "coop"
     launch_pdl = "pdl"
-    arg_annotations = "annotations"
-    kernel_signature = "signature"
 
     def __init__(self):
         self.calls = []
@@ -102,18 +99,36 @@ class CudaLauncher:
         self.calls.append(args)
 
 
+class LauncherOf35(CudaLauncher):
+    profile_scratch_size = 0
+
+
+class LauncherOf37(LauncherOf35):
+    """Told what a kernel's parameters are."""
+
+    arg_annotations = "annotations"
+    kernel_signature = "signature"
+
+
+LauncherOf35.__name__ = LauncherOf37.__name__ = "CudaLauncher"
+HEAD = [1, 1, 1, "stream of 5", "function", "coop", "pdl"]
+CALLS = [  # a launcher, and what it is called with but for the kernel's arguments
+    (CudaLauncher, [*HEAD, None, "metadata", *3 * [None]]),
+    (LauncherOf35, [*HEAD, None, None, "metadata", *3 * [None]]),
+    (LauncherOf37, [*HEAD, "metadata", *5 * [None], "annotations", "signature"]),
+]
+
+
 @pytest.fixture
 def load(monkeypatch):
-    """``load(known, plain)``: (start of a kernel, what Triton made of it, the kernel's
+    """``load(launcher, slow)``: (start of a kernel, what Triton made of it, the kernel's
     own calls).
     """
 
-    def make(launchers=True, plain=True, by_compiled=True):
+    def make(launcher=LauncherOf37, known=True, slow=""):
         kernel = Kernel(KERNELS["reduce_partials"].variants[True])
-        made = Loaded(CudaLauncher())
+        made = Loaded(launcher())
         calls = []
-        if not plain:
-            made.launcher = SimpleNamespace()
 
         class Variant:
             def warmup(self, *args, **options):
@@ -124,8 +139,8 @@ def load(monkeypatch):
 
         kernel.variants = {True: Variant(), False: Variant()}
         monkeypatch.setattr(compiled, "INTERPRETED", False)
-        monkeypatch.setattr(compiled, "KNOWN_LAUNCHERS", launchers)
-        monkeypatch.setattr(compiled, "KNOWN_COMPILED", by_compiled)
+        monkeypatch.setattr(launchers, "KNOWN", known)
+        monkeypatch.setattr(launchers, "slow_because", lambda device: slow)
         driver = SimpleNamespace(
             get_current_stream=lambda index: f"stream of {index}",
             get_current_device=lambda: 5,
@@ -138,19 +153,23 @@ def load(monkeypatch):
     return make
 
 
-def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkeypatch):
-    start, made, _ = load()
+@pytest.mark.parametrize(("launcher", "expected"), CALLS, ids=["3.4", "3.5", "3.7"])
+def test_the_launcher_in_c_is_called_as_each_triton_calls_it(launcher, expected, load):
+    start, made, _ = load(launcher)
+    arguments = ("partials", "out", *start.tail)
+    if launcher is LauncherOf37:
+        arguments = (arguments,)
     for _ in range(2):
         start.on(("partials", "out"))
-    *direct, arguments = made.launcher.calls[-1]
-    expected = [1, 1, 1, "stream of 5", "function", "coop", "pdl", "metadata"]
-    expected += [None] * 5
-    expected += ["annotations", "signature"]
-    assert direct == expected
-    assert arguments == ("partials", "out", *start.tail)
+    assert made.launcher.calls == [(*expected, *arguments)]
+
+
+def test_hooks_and_counters_are_told_of_a_launch(load, monkeypatch):
+    start, made, _ = load()
+    start.on(("partials", "out"))
     for name in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:
-            patch.setattr(compiled._hooks, name, lambda about: None)
+            patch.setattr(launchers._hooks, name, lambda about: None)
             start.on((name, "out"))
         assert made.calls[-1] == ("compiled", (1, 1, 1), (name, "out", *start.tail))
     with count_launches() as launches:
@@ -159,19 +178,19 @@ def test_a_known_launcher_is_called_and_hooks_and_counters_are_told(load, monkey
 
 
 @pytest.mark.parametrize(
-    "known",
-    [{"plain": False}, {"launchers": False}],
-    ids=["another launcher", "an older Triton"],
+    "options",
+    [{"launcher": SimpleNamespace}, {"known": False}],
+    ids=["another launcher", "a newer Triton"],
 )
-def test_a_launcher_that_is_not_known_is_called_by_triton(known, load):
-    start, made, calls = load(**known)
+def test_a_launcher_that_is_not_known_is_called_by_triton(options, load):
+    start, made, calls = load(**options)
     start.on(("partials", "out"))
     assert made.calls == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))]
     assert not calls
 
 
-def test_any_other_triton_is_given_the_function(load):
-    start, made, calls = load(launchers=False, by_compiled=False)
+def test_a_triton_that_starts_kernels_otherwise_is_given_the_function(load):
+    start, made, calls = load(slow="computes something else", known=False)
     start.on(("partials", "out"))
     arguments = ("partials", "out", *start.tail)
     options = start.kernel.options(start)

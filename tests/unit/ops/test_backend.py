@@ -7,12 +7,15 @@ import torch
 
 from hf_rmsnorm import NormSpec
 from hf_rmsnorm.kernels.sizes import MAX_HIDDEN_SIZE, forward_config
+from hf_rmsnorm.ops import backend
 from hf_rmsnorm.ops.backend import (
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_ROWS,
     _device_refusal,
     device_refusal,
+    launch_path,
+    runs_on,
     serves_qk,
     why_not,
 )
@@ -256,3 +259,36 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_queries_and_keys_that_one_launch_does_not_take(name):
     assert not serves_qk(*REFUSED[name])
+
+
+@pytest.fixture
+def newer_triton(monkeypatch):
+    """Kernels that are compiled, by a Triton that is not known."""
+    launchers = pytest.importorskip("hf_rmsnorm.kernels.launchers")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(backend, "_device_refusal", lambda *_: None)
+    monkeypatch.setattr(launchers, "KNOWN", False)
+    return launchers
+
+
+def test_the_path_of_launches_is_named_where_it_is_slow(newer_triton, monkeypatch):
+    cpu = torch.device("cpu")
+    assert launch_path().startswith("tried on the first GPU")
+    monkeypatch.setattr(newer_triton, "slow_because", lambda device: "it differs")
+    path = launch_path(cpu)
+    assert path.startswith("through Triton's dispatch, about three times the host time")
+    assert path.endswith("(it differs)")
+    assert runs_on(cpu)["reason"] == f"fused Triton kernels, launched {path}"
+    monkeypatch.setattr(newer_triton, "slow_because", lambda device: "")
+    assert launch_path(cpu) == "direct"
+    assert runs_on(cpu)["reason"] == "fused Triton kernels"
+
+
+def test_the_path_of_launches_is_not_asked_of_a_device_that_fails(
+    newer_triton, monkeypatch
+):
+    def fails(device):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(newer_triton, "slow_because", fails)
+    assert runs_on("cpu")["reason"] == "fused Triton kernels"
