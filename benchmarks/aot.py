@@ -50,8 +50,12 @@ CHIPS = {
     "sm_75": Chip(GPUTarget("cuda", 75, 32), 40, 65_536, 65_536, 32, shared_reserve=0),
     "sm_80": Chip(GPUTarget("cuda", 80, 32), 108, 166_912, 167_936),
     "sm_86": Chip(GPUTarget("cuda", 86, 32), 84, 101_376, 102_400, 48),
+    # an L4, whose kind an RTX 40 is
+    "sm_89": Chip(GPUTarget("cuda", 89, 32), 58, 101_376, 102_400, 48),
     "sm_90": Chip(GPUTarget("cuda", 90, 32), 132, 232_448, 233_472),
     "sm_100": Chip(GPUTarget("cuda", 100, 32), 148, 232_448, 233_472),
+    # an RTX 5090
+    "sm_120": Chip(GPUTarget("cuda", 120, 32), 170, 101_376, 102_400, 48),
     "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 304, 65_536),
 }
 

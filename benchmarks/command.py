@@ -243,7 +243,34 @@ def _models(args, shapes, device, dtype) -> dict:
     return data
 
 
+class Ratios:
+    """What the launch path of the installed Triton costs the host; needs no GPU.
+
+    Of a norm in inference and of a LLaMA layer for one token, beside the unpatched model,
+    the launches themselves left out: the columns of scripts/versions.py.
+    """
+
+    def add_arguments(self, parser) -> None:
+        """It has none besides the common ones."""
+
+    def run(self, args) -> Result:
+        from benchmarks import host
+
+        reason = host.untimed()
+        if reason is not None:
+            raise CliError(reason)
+        import triton
+
+        data = {"triton": triton.__version__, **host.version_ratios()}
+        lines = [f"Triton {triton.__version__}, the host's time without the launch:"]
+        for name, words in (("norm", "a norm"), ("layer", "a LLaMA layer, one token")):
+            figures = "{unpatched:.1f} -> {patched:.1f} us ({ratio:.2f})"
+            lines.append(f"  {words}: {figures.format(**data[name])}")
+        return Result(data, "\n".join(lines))
+
+
 COMMANDS = {
+    "ratios": Ratios(),
     "kernels": Measurement(
         """Norms of real models' shapes beside Hugging Face eager, F.rms_norm, torch.compile, Liger and Quack.
 

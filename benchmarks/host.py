@@ -8,7 +8,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from unittest import mock
@@ -56,6 +56,7 @@ DECODERS = {
     "LLaMA": ModelShape("llama", 64, 96, 4, 2, 16, 128),
     "Qwen3": ModelShape("qwen3", 64, 96, 4, 2, 16, 128, qk_norm=True),
 }
+KINDS = {"unpatched": None, "norms alone": {"fuse_residual": False}, PATCHED: {}}
 CASES = (
     Case("RMSNorm", (1, 1, HIDDEN_SIZE)),
     Case("add + RMSNorm", (1, 1, HIDDEN_SIZE)),
@@ -120,16 +121,35 @@ def launches_left_out() -> Iterator[None]:
 
 
 def host_us(
-    calls: dict, rounds: int, sync: Callable = lambda: None, loops: int = LOOPS
+    calls: dict, rounds: int, device: str = "cpu", loops: int = LOOPS
 ) -> dict[str, dict]:
-    """Microseconds that a call keeps the host busy. The calls alternate, so that a busy
-    machine slows all of them, in another order each time: what runs before a call takes
-    its place in the processor's caches.
+    """Microseconds that a call keeps the host busy.
 
     Returns:
         By name ``us``, the median over the rounds, and ``us_min``, the least, which
         other processes disturb least.
     """
+    samples = timed_in_turns(calls, rounds, device, loops)
+    return {
+        name: {"us": statistics.median(s), "us_min": min(s)}
+        for name, s in samples.items()
+    }
+
+
+def timed_in_turns(
+    calls: dict, rounds: int, device: str, loops: int
+) -> dict[Hashable, list[float]]:
+    """By name, the microseconds that a call kept the host busy in each round.
+
+    The calls alternate, so that a busy machine slows all of them, in another order each
+    time: what runs before a call takes its place in the processor's caches.
+    """
+    watch = Stopwatch(device)
+    clock = time.perf_counter
+    if not watch.cuda:
+        # all in this thread, so that what other processes take is left out
+        clock = time.thread_time
+        torch.set_num_threads(1)
     samples = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(20):  # compiles the kernels, fills caches
@@ -139,15 +159,12 @@ def host_us(
         for name in order.sample(list(calls), len(calls)):
             call = calls[name]
             call()
-            sync()  # then the device runs behind, and the host does not wait
-            start = time.perf_counter()
+            watch.sync()  # then the device runs behind, and the host does not wait
+            start = clock()
             for _ in range(loops):
                 call()
-            samples[name].append((time.perf_counter() - start) * 1e6 / loops)
-    return {
-        name: {"us": statistics.median(s), "us_min": min(s)}
-        for name, s in samples.items()
-    }
+            samples[name].append((clock() - start) * 1e6 / loops)
+    return samples
 
 
 def _made(
@@ -197,7 +214,7 @@ def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
         ``cases``: by case, implementation and mode the figures of `host_us`, with
             ``operators``, how many are
         dispatched in inference; ``ratios``: those that a fused norm is held to;
-        ``decoding``: as `_decoding`.
+        ``decoder_layer``: by architecture and kind of patch, as `decoder_layer`.
     """
     libraries, found = find_libraries()
     cuda = device != "cpu"
@@ -227,7 +244,11 @@ def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
             data["cases"][str(case)] = _time(
                 case, made[case], device, dtype, 2 if rehearsal else ROUNDS
             )
-        data["decoding"] = _decoding(device, dtype, 2 if rehearsal else ROUNDS)
+        rounds = 2 if rehearsal else ROUNDS
+        data["decoder_layer"] = {
+            name: decoder_layer(shape, KINDS, device, dtype, rounds)
+            for name, shape in DECODERS.items()
+        }
     return data | {"ratios": _ratios(data["cases"][str(CASES[0])])}
 
 
@@ -251,35 +272,69 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
             calls[mode][name] = call
     for mode, of_mode in calls.items():
         with torch.set_grad_enabled(mode != "inference"):
-            for name, figures in host_us(
-                of_mode, rounds, Stopwatch(device).sync
-            ).items():
+            for name, figures in host_us(of_mode, rounds, device).items():
                 entries[name][mode] = figures
     return entries
 
 
-def _decoding(device: str, dtype: torch.dtype, rounds: int) -> dict[str, dict]:
-    """Microseconds that one decoder layer keeps the host busy for one token, by
-    architecture and kind of patch.
+def decoder_layer(
+    shape: ModelShape, kinds: dict, device: str, dtype: torch.dtype, rounds: int
+) -> dict[str, dict]:
+    """Microseconds that one decoder layer keeps the host busy for one token.
 
-    The difference between a model of six layers and one of two, divided by four. The
-    models are small: the host does the same work for a large one.
+    The difference between a model of six layers and one of two in the same round,
+    divided by four. The models are small: the host does the same work for a large one.
+
+    Args:
+        kinds: by name, options of `patch_model`, or None for an unpatched model.
+
+    Returns:
+        By kind, ``us``: the median over the rounds, and ``us_p25`` and ``us_p75``.
     """
-    kinds = {"unpatched": None, "norms alone": {"fuse_residual": False}, PATCHED: {}}
+    calls = {}
+    for kind, options in kinds.items():
+        for layers in (2, 6):
+            model = build(shape, layers, device, dtype).eval()
+            if options is not None:
+                patch_model(model, **options)
+            calls[kind, layers] = _token(model)
+    with torch.no_grad():
+        samples = timed_in_turns(calls, rounds, device, loops=5)
     found = {}
-    for name, shape in DECODERS.items():
-        calls = {}
-        for kind, options in kinds.items():
-            for layers in (2, 6):
-                model = build(shape, layers, device, dtype).eval()
-                if options is not None:
-                    patch_model(model, **options)
-                calls[kind, layers] = _token(model)
-        with torch.no_grad():
-            timed = host_us(calls, rounds, Stopwatch(device).sync, loops=5)
-        least = {key: figures["us_min"] for key, figures in timed.items()}
-        found[name] = {kind: (least[kind, 6] - least[kind, 2]) / 4 for kind in kinds}
+    for kind in kinds:
+        pairs = zip(samples[kind, 6], samples[kind, 2], strict=True)
+        of_a_layer = [(six - two) / 4 for six, two in pairs]
+        low, median, high = statistics.quantiles(of_a_layer, n=4)
+        found[kind] = {"us": median, "us_p25": low, "us_p75": high}
     return found
+
+
+def version_ratios(rounds: int = 40) -> dict:
+    """What a Triton's launches cost the host, the launches themselves left out: of a
+    norm in inference, and of a LLaMA layer for one token.
+
+    Returns:
+        ``norm`` and ``layer``, each with ``unpatched`` and ``patched`` in microseconds,
+        and their ``ratio``.
+    """
+    case, dtype = CASES[0], torch.bfloat16
+    norms = make_norms(case, "cpu", dtype)
+    both = implementations(case, norms, {}, None)
+    inputs, _ = make_set(case, "cpu", dtype)
+    with launches_left_out(), torch.no_grad():
+        calls = {name: partial(both[name].call, *inputs) for name in (EAGER, OURS)}
+        norm = host_us(calls, rounds)
+        kinds = {"unpatched": None, PATCHED: {}}
+        layer = decoder_layer(DECODERS["LLaMA"], kinds, "cpu", dtype, rounds)
+    return {
+        "norm": _pair(norm[EAGER]["us_min"], norm[OURS]["us_min"]),
+        "layer": _pair(layer["unpatched"]["us"], layer[PATCHED]["us"]),
+    }
+
+
+def _pair(unpatched: float, patched: float) -> dict[str, float]:
+    ratio = patched / unpatched
+    return {"unpatched": unpatched, "patched": patched, "ratio": ratio}
 
 
 def _token(model: torch.nn.Module) -> Callable[[], None]:

@@ -181,10 +181,18 @@ def host(result: dict) -> list[str]:
                 [header, *((name, *of.values()) for name, of in decoding.items())],
             )
         )
+    if layers := result.get("decoder_layer"):
+        header = ("a decoder layer, one token", *next(iter(layers.values())))
+        rows = [(name, *map(_quartiles, of.values())) for name, of in layers.items()]
+        made.append(table("host us, median (quartiles)", [header, *rows]))
     return made + [
         f"hf_rmsnorm, {what}: {cell(ratio)}"
         for what, ratio in result.get("ratios", {}).items()
     ]
+
+
+def _quartiles(figures: dict) -> str:
+    return "{us:.0f} ({us_p25:.0f} to {us_p75:.0f})".format(**figures)
 
 
 _MODES = ("inference", "forward", "forward+backward")

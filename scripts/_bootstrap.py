@@ -44,6 +44,8 @@ TRITON = (
     "triton==3.9.0; python_version >= '3.11'",
     "triton==3.8.0; python_version < '3.11'",
 )
+# torch 2.14 brings this one, and torch 2.15 the first above: CI executes both.
+OTHER_TRITON = "3.8.0"
 
 
 def answer_help(usage: str) -> None:
@@ -161,6 +163,17 @@ def _install(extras: list[str]) -> None:
     # --no-deps: everything is there, and a ROCm torch's triton goes by another name
     # that pip would add to.
     _pip("--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+
+
+def with_triton(version: str) -> dict[str, str]:
+    """The environment of a process that finds this Triton before that of `.venv`, for
+    which it is installed in a folder of its own.
+    """
+    folder = VENV / "tritons" / version
+    if not (folder / "triton").exists():
+        _pip("--no-deps", "--target", str(folder), f"triton=={version}")
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def _lacks_triton() -> bool:

@@ -6,6 +6,9 @@ pytest's code, or with the linter's where only that one complains. The quick tes
 minutes. ``--all`` runs what CI runs, ``--nightly`` every test. On a machine with a GPU
 the tests of real hardware follow, ``pytest -m gpu``. Useful pytest arguments: ``-k
 WORD``, ``tests/promises/cli``, ``--durations 20``.
+
+``--triton VERSION`` before them runs tests/ptx and tests/unit/kernels, or what is named,
+under another Triton.
 """
 
 import os
@@ -26,6 +29,9 @@ def main() -> int:
     _bootstrap.answer_help(__doc__)
     arguments = sys.argv[1:]
     python = str(_bootstrap.ensure(*extras(arguments)))
+    if arguments[:1] == ["--triton"]:
+        _, version, *rest = arguments
+        return run_under(version, python, rest)
     print(
         f"This machine: {os.cpu_count()} CPUs, a loop of {LOOP_STEPS:,} additions takes {loop_seconds():.2f} s"
     )
@@ -48,10 +54,30 @@ def run_tests(python: str, arguments: list[str]) -> int:
     start = time.monotonic()
     failed = run([*by_file, *(f"--ignore={folder}" for folder in EXECUTED)])
     failed |= run([*pytest, "--dist", "worksteal", *EXECUTED])
+    if has_other_triton(python):
+        failed |= run_under(_bootstrap.OTHER_TRITON, python, [])
     print(f"Tests took {time.monotonic() - start:.0f} s")
     if not failed and run([python, "-c", HAS_GPU]) == 0:
         failed = run([python, "-m", "pytest", "-m", "gpu"])
     return failed
+
+
+def run_under(version: str, python: str, arguments: list[str]) -> int:
+    """Run pytest under another Triton than that of `.venv`."""
+    print(f"Triton {version}", flush=True)
+    named = [argument for argument in arguments if argument.startswith("tests/")]
+    workers = ["-n", "2", "--dist", "worksteal"]
+    command = [python, "-m", "pytest", *workers, *arguments]
+    if not named:
+        command += EXECUTED
+    return run(command, env=_bootstrap.with_triton(version))
+
+
+def has_other_triton(python: str) -> bool:
+    """Whether `.venv` has a Triton, and not `OTHER_TRITON`."""
+    code = "from importlib.metadata import version; print(version('triton'))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() not in ("", _bootstrap.OTHER_TRITON)
 
 
 def extras(arguments: list[str]) -> list[str]:
@@ -70,8 +96,8 @@ def loop_seconds() -> float:
     return time.perf_counter() - start
 
 
-def run(command: list[str]) -> int:
-    return subprocess.run(command, cwd=_bootstrap.ROOT).returncode
+def run(command: list[str], env: dict[str, str] | None = None) -> int:
+    return subprocess.run(command, cwd=_bootstrap.ROOT, env=env).returncode
 
 
 if __name__ == "__main__":

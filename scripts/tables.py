@@ -124,18 +124,27 @@ def cpu() -> list[str]:
 
 
 def versions() -> list[str]:
-    names = ("python", "transformers", "torch", "triton", "numpy")
+    names = ("python", "transformers", "torch", "triton")
     cells = [
         (
             *(row["versions"][name] for name in names),
             row["passed"],
+            row.get("bits", ""),
+            row.get("launches", ""),
+            _host_ratio(row, "norm"),
+            _host_ratio(row, "layer"),
             ", ".join(row["failures"]) or "none",
         )
         for row in result("versions.json")
     ]
-    return rows(
-        "Python | Transformers | torch | Triton | NumPy | passed | failed", cells
-    )
+    head = "Python | Transformers | torch | Triton | promises | bits | launches | norm | layer | failed"
+    return rows(head, cells)
+
+
+def _host_ratio(row: dict, what: str) -> str:
+    if "host" not in row:
+        return ""
+    return f"{row['host'][what]['ratio']:.2f}"
 
 
 def trainers() -> list[str]:

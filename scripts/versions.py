@@ -4,7 +4,9 @@ scripts/versions.py [ROW ...] [options]``.
 A row is PYTHON/TRANSFORMERS/TORCH/TRITON, as in 3.11/4.57.6/2.13.0/3.9.0; without any,
 all rows below. Each gets an environment of its own with the newest packages that these
 versions allow, and runs tests/promises/test_versions.py in it, kernels by Triton's
-interpreter. The results are kept in scripts/results/versions.json, from which `python
+interpreter. Then tests/ptx/test_bits.py executes the kernels that its Triton compiles,
+`hf-rmsnorm env` says how they are started, and `python -m benchmarks ratios` what that
+costs the host. The results are kept in scripts/results/versions.json, from which `python
 -m scripts.tables --write` makes the table of docs/supported.md. An environment with a
 torch for CUDA takes 6 GB, and one with a torch for CPUs, from an index that has those,
 takes 1 GB.
@@ -37,12 +39,30 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts/results/versions.json"
 NEWEST = "newest"
-ROWS = ("3.10/4.57.6/2.8.0/3.4.0", "3.11/5.24.0/2.8.0/3.4.0", "3.11/5.24.0/2.9.1/3.5.1",
-        "3.10/4.57.6/2.10.0/3.6.0", "3.12/5.9.0/2.11.0/3.6.0", "3.11/4.57.6/2.13.0/3.9.0", "3.11/5.5.4/2.13.0/3.9.0",
-        "3.11/5.9.0/2.13.0/3.9.0", "3.11/5.14.1/2.13.0/3.9.0", "3.11/5.17.0/2.13.0/3.9.0", "3.11/5.23.0/2.13.0/3.9.0",
-        "3.11/5.23.0/2.13.0/3.6.0", "3.13/4.57.6/2.15.0/3.9.0", "3.13/5.23.0/2.15.0/3.9.0", NEWEST)  # fmt: skip
+# torch, and the Triton that its build for CUDA pins. A build for CPUs has none: there
+# the named one is put beside it.
+ROWS = (
+    "3.10/4.57.6/2.8.0/3.4.0",
+    "3.11/5.24.0/2.8.0/3.4.0",
+    "3.11/5.24.0/2.9.1/3.5.1",
+    "3.11/5.24.0/2.10.0/3.6.0",
+    "3.12/5.9.0/2.11.0/3.6.0",
+    "3.11/5.24.0/2.12.1/3.7.1",
+    "3.11/5.24.0/2.13.0/3.7.1",
+    "3.11/5.24.0/2.14.1/3.8.0",
+    "3.11/4.57.6/2.13.0/3.9.0",
+    "3.11/5.5.4/2.13.0/3.9.0",
+    "3.11/5.9.0/2.13.0/3.9.0",
+    "3.11/5.14.1/2.13.0/3.9.0",
+    "3.11/5.17.0/2.13.0/3.9.0",
+    "3.11/5.23.0/2.13.0/3.9.0",
+    "3.13/4.57.6/2.15.0/3.9.0",
+    "3.13/5.23.0/2.15.0/3.9.0",
+    NEWEST,
+)
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
 TESTS = "tests/promises/test_versions.py"
+BITS = "tests/ptx/test_bits.py"
 NAMES = (
     "torch",
     "transformers",
@@ -181,28 +201,32 @@ def make(row: str, folder: Path) -> str:
 
 
 def run_row(row: str, folder: Path) -> dict:
-    """The versions of a row's environment, and what its tests said."""
+    """The versions of a row's environment, what its tests said, and what its Triton is
+    like.
+    """
     python = make(row, folder)
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "TRITON_INTERPRET": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "--no-header",
-        "--tb=line",
-        "-p",
-        "no:cacheprovider",
-        "--nightly",
-        TESTS,
-    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    interpreted = environment | {"TRITON_INTERPRET": "1"}
+    passed, failures = test(python, interpreted, TESTS)
+    found = {"row": row, "versions": versions_in(python, NAMES), "passed": passed}
+    if "/" in row or row == NEWEST:
+        bits, failed = test(python, environment, BITS)
+        failures += failed
+        found["bits"] = bits
+        env = answer(python, environment, "hf_rmsnorm", "env")
+        found["launches"] = env["launches"]
+        found["host"] = answer(python, environment, "benchmarks", "ratios")
+    return found | {"failures": failures}
+
+
+def test(python: str, environment: dict, tests: str) -> tuple[int, list[str]]:
+    """How many tests passed, and which failed."""
+    options = ("-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "--nightly")
     said = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+        [python, "-m", "pytest", *options, tests],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
     lines = (said.stdout + said.stderr).strip().splitlines()
     passed = re.search(r"(\d+) passed", said.stdout)
     failures = [
@@ -210,10 +234,18 @@ def run_row(row: str, folder: Path) -> dict:
     ]
     if said.returncode and not failures:
         failures = lines[-1:]
-    return {
-        "row": row, "versions": versions_in(python, NAMES),
-        "passed": int(passed[1]) if passed else 0, "failures": failures,
-    }  # fmt: skip
+    return int(passed[1]) if passed else 0, failures
+
+
+def answer(python: str, environment: dict, *command: str) -> dict:
+    """The JSON that a command of this project prints."""
+    said = subprocess.run(
+        [python, "-m", *command, "--json"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    if said.returncode:
+        raise Unavailable(f"{' '.join(command)}: {said.stderr.strip()[-300:]}")
+    return json.loads(said.stdout)
 
 
 def take(what: Table, doc: str) -> int:
