@@ -61,8 +61,8 @@ ROWS = (
     NEWEST,
 )
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
-TESTS = "tests/promises/test_versions.py"
-BITS = "tests/ptx/test_bits.py"
+TESTS = ("--nightly", "tests/promises/test_versions.py")
+BITS = ("tests/ptx/test_bits.py",)
 NAMES = (
     "torch",
     "transformers",
@@ -220,11 +220,11 @@ def run_row(row: str, folder: Path) -> dict:
     return found | {"failures": failures}
 
 
-def test(python: str, environment: dict, tests: str) -> tuple[int, list[str]]:
+def test(python: str, environment: dict, tests: tuple[str, ...]) -> tuple[int, list[str]]:
     """How many tests passed, and which failed."""
-    options = ("-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "--nightly")
+    options = ("-q", "--no-header", "--tb=line", "-p", "no:cacheprovider")
     said = subprocess.run(
-        [python, "-m", "pytest", *options, tests],
+        [python, "-m", "pytest", *options, *tests],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     lines = (said.stdout + said.stderr).strip().splitlines()
