@@ -11,28 +11,29 @@ from ..fused.layer import fused_layer_class, layer_part
 from ..fused.norm import fused_class, fused_part
 from ..fused.recipe import Recipe
 from ..fused.subclass import exchanged
-
-# Instance attributes that can hold a forward: one set on the module, and the one an
-# accelerate hook calls.
-_FORWARD_ATTRIBUTES = ("forward", "_old_forward")
+from . import registries
 
 
 def replaced_forward(module: Module) -> str | None:
     """The name of a forward that other code has set on the instance; None if there is
     none.
 
-    The forward of the class would not run. accelerate's hooks do not count, and neither
-    do wrappers around the module's own forward, as in Transformers' tensor parallelism:
-    `set_recipe` exchanges the forward that they call.
+    The forward of the class would not run. The hooks of accelerate and diffusers do not
+    count, and neither do wrappers around the module's own forward, as in Transformers'
+    tensor parallelism: `set_recipe` exchanges the forward that they call.
     """
     stored = module.__dict__.get("forward")
-    if "_hf_hook" in module.__dict__ and isinstance(stored, functools.partial):
-        stored = module.__dict__.get("_old_forward")
     if stored is None:
         return None
-    cell = types.CellType(stored)
-    if _cells_of(cell, module, type(module).forward):
-        return None
+    called = [stored]
+    if isinstance(stored, functools.partial):
+        # a hook's; it calls what is kept elsewhere
+        held = [attributes[name] for attributes, name in _places(module)]
+        called = [one for one in held if not isinstance(one, functools.partial)]
+        stored = (called or held)[0]
+    for forward in called:
+        if _cells_of(types.CellType(forward), module, type(module).forward):
+            return None
     where = getattr(stored, "__module__", "?")
     name = getattr(stored, "__qualname__", "?")
     return f"{where}.{name}"
@@ -77,6 +78,7 @@ def unfuse(layer: Module):
     part = layer_part(type(layer))
     if part is None:
         return None
+    registries.remove(layer, part)
     _take_off(layer, part, part._hf_rmsnorm_layer_base)
     return part._hf_rmsnorm_fusion
 
@@ -87,7 +89,9 @@ def fuse(layer: Module, fusion) -> None:
     Raises:
         CannotRewrite, TypeError: there is no such class.
     """
-    _put_on(layer, fused_layer_class(type(layer), fusion))
+    base = type(layer)
+    _put_on(layer, fused_layer_class(base, fusion))
+    registries.add(layer, base)
 
 
 def fuse_again(layer: Module, fusion) -> None:
@@ -144,12 +148,23 @@ def _change_class(module: Module, cls: type, old, new) -> None:
     holds.
     """
     module.__class__ = cls
-    for name in _FORWARD_ATTRIBUTES:
-        if name in module.__dict__:
-            stored = types.CellType(module.__dict__[name])
-            for cell in _cells_of(stored, module, old):
-                cell.cell_contents = types.MethodType(new, module)
-            module.__dict__[name] = stored.cell_contents
+    for attributes, name in _places(module):
+        stored = types.CellType(attributes[name])
+        for cell in _cells_of(stored, module, old):
+            cell.cell_contents = types.MethodType(new, module)
+        attributes[name] = stored.cell_contents
+
+
+def _places(module: Module) -> list[tuple[dict, str]]:
+    """The attributes of an instance and of its hooks that hold a forward: the one set
+    on the module, then those that the hooks of accelerate and diffusers call.
+    """
+    places = [(module.__dict__, "forward"), (module.__dict__, "_old_forward")]
+    hooks = module.__dict__.get("_diffusers_hook")
+    for reference in getattr(hooks, "_fn_refs", ()):
+        places.append((reference.__dict__, "original_forward"))
+        places.append((reference.__dict__, "forward"))
+    return [place for place in places if place[0].get(place[1]) is not None]
 
 
 def _cells_of(stored: types.CellType, module: Module, forward) -> list[types.CellType]:

@@ -182,6 +182,9 @@ def _fused(
     other = replaced_forward(module)
     if other is not None:
         return None, f"its forward was replaced on the instance by {other}"
+    if "parametrizations" in module._modules:
+        # Removed, they take the class below the current one.
+        return None, "its own parameters are parametrized: patch before that"
     try:
         fusion = find(type(module), norms, unrounded)
         if fusion is not None:

@@ -4,9 +4,13 @@ import pytest
 import torch
 from fusion_models import INSIDE, build, fused
 from torch import nn
+from torch.nn.utils.parametrize import (
+    register_parametrization,
+    remove_parametrizations,
+)
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from hf_rmsnorm import patch_model, patched, use_backend
+from hf_rmsnorm import patch_model, patched, unpatch_model, use_backend
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -119,6 +123,43 @@ def test_rows_with_places_that_hold_nothing():
     report = patch_model(nn.Sequential(nn.ModuleList(layers), Alone()))
     assert len(report.swapped) == 2
     assert [layer.path for layer in report.layers] == ["0.0"]
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class Scaled(ReturnsASum):
+    """A layer with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__(nn.RMSNorm(8))
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.norm(x + self.weight * self.mix(x))
+
+
+@pytest.mark.parametrize("first", ["patch", "parametrize"])
+@pytest.mark.parametrize("undone_first", ["patch", "parametrize"])
+def test_a_parametrized_layer_and_a_patch_in_any_order(first, undone_first):
+    model = nn.Sequential(Scaled(), Scaled())
+    layer = model[0]
+    if first == "parametrize":
+        register_parametrization(layer, "weight", Doubled())
+    of_layer, of_other = patch_model(model).layers
+    if first == "patch":
+        register_parametrization(layer, "weight", Doubled())
+    assert of_other.fused
+    assert bool(of_layer.fused) == (first == "patch")
+    assert ("parametrized" in of_layer.reason) == (first == "parametrize")
+    if undone_first == "patch":
+        unpatch_model(model)
+    remove_parametrizations(layer, "weight", leave_parametrized=False)
+    unpatch_model(model)
+    assert type(layer) is Scaled
+    assert torch.equal(layer.weight, torch.ones(8))
 
 
 def shared_heads(model):
