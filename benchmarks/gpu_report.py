@@ -20,7 +20,7 @@ def run(args) -> Result:
     try:
         result = json.loads(args.file.read_text(encoding="utf-8"))
         return Result(result, tables(result))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(
             f"{args.file} is no result of gpu: {type(error).__name__}: {error}"
         ) from error

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from .. import __version__
+from ..paths import did_you_mean
 from . import bench, convert, env, report, verify
 from .common import one_line, say
 
@@ -29,9 +30,21 @@ class Parser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         self._mixed = True
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            parsed, unknown = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._mixed = False
+        for argument in unknown:
+            near = did_you_mean(argument, self._option_string_actions)
+            if near and argument.startswith("--"):
+                self.error(f"there is no option {argument}{near}")
+        return parsed, unknown
+
+    def _check_value(self, action, value):
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), map(str, action.choices))
+            raise
 
     def error(self, message: str):
         self.exit(
@@ -57,7 +70,8 @@ def add_command(commands, name: str, module) -> None:
     """Add a subcommand whose help is the module's docstring; its `run` finds the name
     in ``args.command``.
     """
-    summary = module.__doc__.splitlines()[0]
+    paragraph, _, _ = module.__doc__.partition("\n\n")
+    summary, _, _ = " ".join(paragraph.split()).partition(". ")
     sub = commands.add_parser(
         name,
         help=summary.rstrip("."),

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from places import ROOT
+from places import ROOT, SCRIPTS
 
 from benchmarks import gpu_check as gpu_check_module
 from benchmarks.__main__ import main
@@ -62,6 +62,21 @@ def test_it_prints_tables_and_prints_them_again(rehearsal, tmp_path):
     path = tmp_path / "saved.json"
     path.write_text(json.dumps(result))
     assert gpu_check(path, command="gpu-report").stdout.strip() in done.stdout
+
+
+RESULTS = sorted((SCRIPTS / "results").glob("nvidia-*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_committed_result_can_be_printed(capsys, path):
+    assert main(["gpu-report", str(path)]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert result["environment"]["device"] in printed
+    for case in result["sections"]["kernels"]["data"]["cases"]:
+        assert case["case"] in printed
+    for case in result["sections"]["host"]["data"]["cases"]:
+        assert case in printed
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from unittest import mock
 
 import pytest
@@ -599,7 +600,9 @@ def test_a_folder_without_weights_fails_with_the_cure(capsys, tmp_path, command)
     [
         ([], "COMMAND"),
         (["patch"], "invalid choice"),
-        (["verify", "demo:llama", "--max-tokenz", "4"], "--max-tokenz"),
+        (["verfy", "demo:llama"], "did you mean verify?"),
+        (["verify", "demo:llama", "--max-tokenz", "4"], "did you mean --max-tokens?"),
+        (["verify", "demo:llama", "--zzz"], "--zzz"),
         (["verify", "demo:lama"], "did you mean llama?"),
         (["report"], "MODEL"),
         (["report", "demo:llama", "--include", "no.such.*"], "no.such.*"),
@@ -644,6 +647,14 @@ def test_help_and_version_import_nothing_heavy(tmp_path):
 def test_demos_are_the_ones_in_the_help(capsys):
     _, out, _ = run(capsys, "report", "--help")
     assert all(f"demo:{name}" in out for name in DEMO_MODELS)
+
+
+def test_the_help_of_a_command_is_a_whole_sentence(capsys):
+    _, out, _ = run(capsys, "--help")
+    words = " ".join(out.split())
+    for name in ("report", "verify", "convert", "bench", "env"):
+        sentence, _, _ = import_module(f"hf_rmsnorm.cli.{name}").__doc__.partition(".")
+        assert " ".join(sentence.split()) in words
 
 
 @pytest.mark.parametrize("command", ["report", "verify", "convert", "bench", "env"])
