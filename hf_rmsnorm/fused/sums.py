@@ -29,8 +29,7 @@ def add_and_norm(left, right, norm, shared: bool = False):
     apart = shared and is_grad_enabled()
     both = None if apart else _in_one_launch(left, right, norm)
     if watchers:
-        reason = "something else reads the sum, and gradients are on" if apart else ""
-        note(SUM, (norm,), right, reason)
+        note(SUM, (norm,), right, _why_apart(left, right, apart))
     if both is not None:
         return both
     recipe = recipe_of(norm)
@@ -39,6 +38,21 @@ def add_and_norm(left, right, norm, shared: bool = False):
     else:
         total = left + right
     return total, norm(total)
+
+
+def _why_apart(left, right, apart: bool) -> str:
+    """Why a sum is not one launch with its norm, where that does not follow from the
+    norm; "" if it does.
+    """
+    if apart:
+        return "something else reads the sum, and gradients are on"
+    for summand in (left, right):
+        if type(summand) is not Tensor:
+            return f"a summand of type {type(summand).__name__}"
+    if left.shape != right.shape:
+        shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+        return f"the summands have the shapes {shapes}"
+    return ""
 
 
 def add_unrounded(left, right, module: Module, returned: bool = True):

@@ -17,6 +17,7 @@ from ..fused.recipe import Recipe, parameters_of
 from ..kernels.counting import counting_into
 from ..ops import chosen_backend
 from ..ops.backend import why_not
+from ..ops.direct import present
 from ..paths import fitted
 from .api import check_module
 from .report import alike, group_lines
@@ -195,7 +196,14 @@ def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
     gate = None
     if spec.gate is not None:
         gate = x
-    return why_not(spec, rows, *parameters, gate) or ""
+    reason = why_not(spec, rows, *parameters, gate)
+    if reason is not None:
+        return reason
+    dtypes = {str(t.dtype) for t in present(rows, *parameters)}
+    if len(dtypes) > 1 and not recipe.suits(rows, *parameters, gate):
+        mixture = " and ".join(sorted(dtypes))
+        return f"x and its parameters are {mixture}, which is left to torch here"
+    return ""
 
 
 def _lines(what: str, group: list[Piece]) -> list[str]:

@@ -16,6 +16,19 @@ def model():
     return model
 
 
+class Embeddings(torch.nn.Module):
+    """Adds positions that all sequences share, as BERT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.ones(1, 3, 8))
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = x + self.positions
+        return self.norm(x)
+
+
 def counted(model, backend="auto"):
     with torch.no_grad(), use_backend(backend), count_launches(model) as launches:
         model(tiny_models.token_ids(1, 3))
@@ -64,6 +77,28 @@ def test_the_reason_is_a_dtype(model):
     assert missed == 9 and reasons == {
         "x is torch.float64; the kernels serve float32, float16 and bfloat16"
     }
+
+
+def test_the_reason_is_a_mixture_of_dtypes():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(8))
+    patch_model(model)
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    with torch.autocast("cpu"), count_launches(model) as launches:
+        model(x)
+    (piece,) = launches.pieces
+    assert piece.missed
+    mixture = "x and its parameters are torch.bfloat16 and torch.float32"
+    assert piece.reason.startswith(mixture)
+
+
+def test_the_reason_is_a_sum_that_broadcasts():
+    model = Embeddings()
+    patch_model(model)
+    with torch.no_grad(), count_launches(model) as launches:
+        model(torch.ones(2, 3, 8))
+    missed = [piece for piece in launches.pieces if piece.missed]
+    assert [piece.what for piece in missed] == ["residual add + norm"]
+    assert missed[0].reason == "the summands have the shapes (2, 3, 8) and (1, 3, 8)"
 
 
 def test_the_reason_is_a_hook(model):
