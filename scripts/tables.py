@@ -242,6 +242,13 @@ def diffusers() -> list[str]:
     return page_table(result("diffusers-0.42.1.json")).splitlines()
 
 
+def regimes() -> list[str]:
+    """Which pieces run as kernels in training, offloading, ..., and why others do not."""
+    from scripts.coverage.regimes import page_tables  # which loads torch
+
+    return page_tables(result("regimes.json"))
+
+
 def conversions() -> list[str]:
     """How many types of Transformers convert."""
     document = result("convert-5.23.0.json")
@@ -272,6 +279,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "memory": memory, "kernels": kernels, "host": host, "cpu": cpu,
     "versions": versions, "trainers": trainers, "models": models, "coverage": coverage,
     "conversions": conversions, "diffusers": diffusers, "minilm": minilm,
+    "regimes": regimes,
     **layer_table.TABLES,
 }  # fmt: skip
 

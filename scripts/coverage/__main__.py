@@ -7,6 +7,8 @@
     python -m scripts.coverage convert --out scripts/results/convert-5.23.0.json
     python -m scripts.coverage diffusers --jobs 1 --out scripts/results/diffusers-0.42.1.json
     python -m scripts.coverage diffusers --page scripts/results/diffusers-0.42.1.json
+    python -m scripts.coverage regimes --out scripts/results/regimes.json      trained, offloaded, sharded, ...
+    python -m scripts.coverage regimes --check scripts/results/regimes.json    where that is no longer so
 
 Each type runs in a process of its own, with a limit of time and of memory. The table
 goes to the terminal, and with --out beside the JSON as text.
@@ -43,6 +45,17 @@ def parser() -> argparse.ArgumentParser:
     )
     diffusers = commands.add_parser(
         "diffusers", help="patch each transformer of diffusers, in the interpreter"
+    )
+    regimes = commands.add_parser(
+        "regimes", help="count the fused pieces that run as kernels in each regime"
+    )
+    regimes.add_argument("--only", metavar="MODELS", help="models, separated by commas")
+    regimes.add_argument("--out", type=Path, metavar="FILE", help="the JSON")
+    regimes.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="a JSON made earlier: another result is an error",
     )
     for command in (patch, convert):
         command.add_argument(
@@ -89,11 +102,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns 1 where a type gave a wrong result."""
     options = parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if getattr(options, "interpreter", "") or options.command == "diffusers":
+    interpreted = options.command in ("diffusers", "regimes")
+    if getattr(options, "interpreter", "") or interpreted:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     try:
-        if getattr(options, "update", None) and not options.update.is_file():
-            raise BadOptions(f"there is no file {options.update}")
+        for name in ("update", "check"):
+            file = getattr(options, name, None)
+            if file and not file.is_file():
+                raise BadOptions(f"there is no file {file}")
         return import_module(f"scripts.coverage.{options.command}").run(options)
     except BadOptions as error:
         parser().error(str(error))
