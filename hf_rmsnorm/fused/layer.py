@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 from torch.nn.modules.module import _has_any_global_hook
 
+from ..ops.direct import autocast_anywhere
 from .source import CannotRewrite, guarded, wrappers
 from .subclass import derive, marked
 
@@ -22,7 +23,7 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
     None if the module is not patched, or has to be called. It has to be called in
     compiled code, if fusion is off, if its class defines `__call__`, for what
     `why_called` names, or if it is no norm of one input over its last dimension. Unless
-    `restricted`, it has to be called too if its recipe is restricted.
+    `restricted`, it has to be called too if its recipe restricts its input.
     """
     if is_compiling():
         return None
@@ -32,6 +33,8 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
         return None
     joins = patched.joins_restricted if restricted else patched.joins
     if not joins or why_called(norm):
+        return None
+    if patched.recipe.not_under_autocast and autocast_anywhere():
         return None
     held = patched.held_by(norm)
     if held is None:

@@ -14,7 +14,7 @@ from torch.nn import Module
 from ..formula import NormSpec
 from ..ops import input_needed
 from ..ops.backend import autocasts_functional
-from ..ops.direct import autocast_enabled, present
+from ..ops.direct import autocast_anywhere, present
 
 InputLayout = Literal["last", "channels_first"]
 
@@ -47,7 +47,8 @@ class Recipe:
             if any.
         only_float32: in half precision the module rounds in an order that no `NormSpec`
             has.
-        not_under_autocast: under autocast the module computes something else.
+        not_under_autocast: under autocast, of any type of device, the module may
+            compute something else.
         row_major: the output is contiguous whatever the strides of the input.
         as_rms: the module's own forward computes something else, a LayerNorm where a
             converted checkpoint says RMSNorm: it is never run, and where no kernel
@@ -133,8 +134,13 @@ class Recipe:
     @property
     def restricted(self) -> bool:
         """Whether more than the operands' shapes decides if a call can be served."""
-        is_limited = self.only_float32 or self.not_under_autocast
-        return self.layout != "last" or self.dims is not None or is_limited
+        return self.restricts_input or self.not_under_autocast
+
+    @property
+    def restricts_input(self) -> bool:
+        """Whether more than its shape and autocast decides if an input can be served."""
+        is_limited = self.only_float32 or self.dims is not None
+        return self.layout != "last" or is_limited
 
     @property
     def keeps_output(self) -> bool:
@@ -152,10 +158,10 @@ class Recipe:
     @cached_property
     def is_simple(self) -> bool:
         """Whether this is a norm of one input over its last dimension, and nothing
-        besides.
+        besides; `operands_ahead` asks for autocast.
         """
         lays_out = self.row_major and self.numerics == "model"
-        return self.is_of_rows and not (self.restricted or lays_out)
+        return self.is_of_rows and not (self.restricts_input or lays_out)
 
     def fits(self, x: Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
@@ -187,7 +193,7 @@ class Recipe:
             return None
         if self.only_float32 and x.dtype != torch.float32:
             return None
-        if self.not_under_autocast and autocast_enabled(x.device.type):
+        if self.not_under_autocast and autocast_anywhere():
             return None
         if self.layout == "channels_first":
             return x.movedim(1, -1)

@@ -15,15 +15,18 @@ from torch.compiler import is_compiling
 from ..formula import NormSpec, Rounding
 from ..reference import in_groups, reference_norm
 from .backend import autocasts_functional, resolve_backend
-from .direct import any_requires_grad, row_major, starts_kernels, under_transform
+from .direct import (
+    any_requires_grad,
+    autocast_anywhere,
+    row_major,
+    starts_kernels,
+    under_transform,
+)
 from .forward import apply, make_forward
 from .launches import Launches, launches_of
 from .launching import by_kernel
 from .loading import load_sharding_rules
 from .operators import norm_forward_op, spec_args
-
-# It asks for all types of device at once, in a fifth of the time that one type takes.
-_autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def run(launches: Launches, operands: tuple):
@@ -44,7 +47,7 @@ def run(launches: Launches, operands: tuple):
     if not starts_kernels():
         return None
     spec = launches.spec
-    if spec.functional and _autocast_anywhere():
+    if spec.functional and autocast_anywhere():
         operands = _autocast(spec, operands)
         if operands is None:
             return None

@@ -138,7 +138,8 @@ class Fit(Trial):
             y = self.run(x)
         functional = norms.called and not self.gate_required
         recipe = with_spec(recipe, functional=functional)
-        differs = functional and y.dtype != FP32
+        casts = y.dtype != FP32 or self.code.switches_autocast_off
+        differs = self.code.asks_autocast or (functional and casts)
         return replace(recipe, not_under_autocast=differs)
 
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:

@@ -13,7 +13,7 @@ from ...fused.recipe import Recipe
 from ...ops.backend import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, nearly
-from .plain_code import attributes_read
+from .plain_code import Code
 from .probe import Probe
 from .refusals import Unusable
 
@@ -41,7 +41,8 @@ class Trial(Probe):
     """A probed module with the inputs and tensors that it is tried with.
 
     Attributes:
-        attributes: names of those that the forward reads.
+        code: the forward, as its source shows it.
+        attributes: names of those that it reads.
         size, group: the length of a row; how many elements of it are normalised
             together.
         tensors: values of the module's tensors, as rows.
@@ -50,7 +51,8 @@ class Trial(Probe):
 
     def __init__(self, module: Module):
         super().__init__(module)
-        self.attributes = sorted(attributes_read(module))
+        self.code = Code(module)
+        self.attributes = sorted(self.code.attributes)
         self.generator = torch.Generator().manual_seed(0)
         self.size = self.group = 0
         self.tensors: dict[str, Tensor] = {}

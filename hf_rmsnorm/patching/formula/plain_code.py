@@ -9,6 +9,7 @@ word that is not on them is refused, and the word is the reason in the report.
 
 import ast
 import inspect
+import re
 import types
 from collections.abc import Iterable
 
@@ -36,37 +37,42 @@ TAKE_SHAPES = ("view", "reshape", "expand")  # they may be given any size of the
 # `**arguments`, and what has a function write to a tensor
 REFUSED_KEYWORDS = (None, "out", "inplace")
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
+LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
+# Answered for all types of device, or for one, by functions of torch; some files wrap
+# them under the same names.
+AUTOCAST_QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled")
 
 
 # The kinds of an expression: what its value depends on.
 CONSTANT = 0  # dtypes, numbers of dimensions, plain attributes: may decide a branch
 LENGTH = 1  # of the rows: a number to compute with
 SHAPE = 2  # any sizes of the input: only for the calls of TAKE_SHAPES, and guards
-TENSOR = 3
+TENSOR = 3  # or a device: may decide no branch
 # The kinds of ``x.dim()`` and ``x.size(-1)``; another call of `size` is a `SHAPE`.
 SIZES = {"dim()": CONSTANT, "size(-1)": LENGTH}
 
 
-def attributes_read(module: Module) -> set[str]:
-    """Return the names of the module's attributes that its forward reads; they hold its
-    own tensors and plain values.
-
-    Raises:
-        NotPlain: the forward is not plain arithmetic, or its source cannot be read.
-    """
-    code = _Code(module)
-    code.read_method("forward", type(module).__mro__)
-    return code.attributes
-
-
-class _Code:
+class Code:
     """The forward of one module, with the helpers of its class and its file that it
     calls.
+
+    Attributes:
+        attributes: names of the module's attributes that it reads; they hold its own
+            tensors and plain values.
+        asks_autocast: it asks whether autocast is on. What it computes then is not
+            read.
+        switches_autocast_off: for a part of what it computes.
+
+    Raises:
+        NotPlain: it is not plain arithmetic, or its source cannot be read.
     """
 
     def __init__(self, module: Module):
         self.module = module
         self.attributes: set[str] = set()
+        self.asks_autocast = False
+        self.switches_autocast_off = False
+        self.read_method("forward", type(module).__mro__)
 
     def read_method(self, name: str, classes: Iterable[type]) -> None:
         """Read the method that the first of these classes has under that name."""
@@ -119,7 +125,7 @@ class _Body(ast.NodeVisitor):
 
     def __init__(
         self,
-        code: _Code,
+        code: Code,
         function: types.FunctionType,
         parameters: ast.arguments,
         owner: type | None,
@@ -128,8 +134,9 @@ class _Body(ast.NodeVisitor):
         self.function = function
         self.owner = owner
         self.local: dict[str, int] = {}
-        for parameter in parameters.args + parameters.kwonlyargs:
-            self.local[parameter.arg] = TENSOR
+        for parameter in (*parameters.args, *parameters.kwonlyargs, parameters.vararg):
+            if parameter is not None:
+                self.local[parameter.arg] = TENSOR
         self.itself = None
         if owner is not None:
             self.itself = parameters.args[0].arg
@@ -155,13 +162,41 @@ class _Body(ast.NodeVisitor):
     visit_Return = visit_Expr
 
     def visit_If(self, node: ast.If) -> None:
-        if not self._is_off(node.test):
+        answer = self._answer(node.test)
+        if answer is None:
             most = CONSTANT
             if isinstance(node.body[0], ast.Raise):
                 most = SHAPE
             self._check_condition(node.test, most)
+        if answer is not False:
             self.read(node.body)
-        self.read(node.orelse)
+        if answer is not True:
+            self.read(node.orelse)
+
+    def visit_With(self, node: ast.With) -> None:
+        for item in node.items:
+            is_off = self._is_autocast_off(item.context_expr)
+            if not is_off or item.optional_vars is not None:
+                raise _refusal("enters", item.context_expr)
+        self.code.switches_autocast_off = True
+        self.read(node.body)
+
+    def _is_autocast_off(self, context: ast.expr) -> bool:
+        """Whether a context is `torch.autocast(..., enabled=False)`, by any of its
+        names.
+        """
+        if not isinstance(context, ast.Call):
+            return False
+        called = self._resolve(context.func)
+        if not _is_autocast(called):
+            return False
+        named = {keyword.arg: keyword.value for keyword in context.keywords}
+        if None in named:
+            return False
+        given = inspect.signature(called).bind_partial(*context.args, **named).arguments
+        enabled = given.pop("enabled", None)
+        self._visit_all(given.values())
+        return isinstance(enabled, ast.Constant) and enabled.value is False
 
     def visit_Assert(self, node: ast.Assert) -> None:
         self._check_condition(node.test, SHAPE)
@@ -212,26 +247,80 @@ class _Body(ast.NodeVisitor):
     def visit_Compare(self, node: ast.Compare) -> int:
         operands = [node.left, *node.comparators]
         if all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
-            self._visit_all(operands)  # `gate is None`
-            return CONSTANT
+            kind = self._visit_all(operands)
+            if kind == CONSTANT or any(map(_is_none, operands)):  # `gate is None`
+                return CONSTANT
         return self._visit_condition(node, operands)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> int:
         return self._visit_condition(node, node.values)
 
     def visit_IfExp(self, node: ast.IfExp) -> int:
-        self._check_condition(node.test)
-        return self._visit_all((node.body, node.orelse))
+        answer = self._answer(node.test)
+        if answer is None:
+            self._check_condition(node.test)
+            return self._visit_all((node.body, node.orelse))
+        return self.visit(node.body if answer else node.orelse)
 
-    def _is_off(self, test: ast.expr) -> bool:
-        """Whether a condition asks for a library that is not there, as
+    def _answer(self, test: ast.expr) -> bool | None:
+        """What a condition is for every input; None where that is not known here.
+
+        Autocast counts as off: the recipe of a norm that asks for it serves no call
+        under autocast.
+        """
+        if isinstance(test, ast.BoolOp):
+            answers = [self._answer(part) for part in test.values]
+            deciding = isinstance(test.op, ast.Or)
+            if deciding in answers:
+                return deciding
+            return None if None in answers else not deciding
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            answer = self._answer(test.operand)
+            return None if answer is None else not answer
+        if isinstance(test, ast.Call):
+            return self._answer_of_call(test)
+        if isinstance(test, (ast.Compare, ast.Name)):
+            return self._answer_of_library(test)
+        if isinstance(test, ast.Attribute) and self._is_self(test.value):
+            self.code.read_attribute(test.attr)
+            value = getattr(self.code.module, test.attr, None)
+            return value if isinstance(value, bool) else None
+        return None
+
+    def _answer_of_call(self, test: ast.Call) -> bool | None:
+        """That of a function of torch, or of one that asks for a library, as
         `is_torch_npu_available()` does.
         """
-        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-            return any(self._is_off(part) for part in test.values)
-        name = ast.unparse(test)
-        is_question = name.startswith("is_") and name.endswith("_available()")
-        return is_question and self._resolve(test.func)() is False
+        called = self._resolve(test.func)
+        if called is None:
+            return None
+        name = ast.unparse(test.func).rpartition(".")[2]
+        if name in AUTOCAST_QUESTIONS:
+            self.code.asks_autocast = True
+            return False
+        if called is torch.jit.is_scripting:
+            return False
+        text = ast.unparse(test)
+        if text.startswith("is_") and text.endswith("_available()"):
+            return bool(called())
+        return None
+
+    def _answer_of_library(self, test: ast.Compare | ast.Name) -> bool | None:
+        """That of a name of the file which says whether a library is there: a flag such
+        as ``has_apex``, or ``function is not None`` of a function that is None.
+        """
+        name = test
+        if isinstance(test, ast.Compare):
+            name = test.left
+        if not isinstance(name, ast.Name) or name.id in self.local:
+            return None
+        value = self.function.__globals__.get(name.id, name)
+        if name is test:
+            is_flag = isinstance(value, bool) and LIBRARY_FLAG.match(name.id)
+            return value if is_flag else None
+        if value is None and len(test.ops) == 1 and _is_none(test.comparators[0]):
+            return isinstance(test.ops[0], ast.Is)
+        return None
 
     # Expressions
 
@@ -273,11 +362,13 @@ class _Body(ast.NodeVisitor):
             return self.code.read_attribute(node.attr)
         if isinstance(self._resolve(node), torch.dtype):
             return CONSTANT
-        if node.attr not in ("shape", "dtype", "ndim"):
+        if node.attr not in ("shape", "dtype", "ndim", "device", "type"):
             raise _refusal("reads", node)
         self.visit(node.value)
         if node.attr == "shape":
             return SHAPE
+        if node.attr in ("device", "type"):
+            return TENSOR
         return CONSTANT
 
     def visit_Subscript(self, node: ast.Subscript) -> int:
@@ -365,6 +456,20 @@ class _Body(ast.NodeVisitor):
 
     def _is_self(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and node.id == self.itself
+
+
+def _is_autocast(called) -> bool:
+    """Whether this is torch's autocast, or Transformers' function that makes one."""
+    if isinstance(called, type):
+        return issubclass(called, torch.autocast)
+    name = getattr(called, "__qualname__", "")
+    return (
+        name == "maybe_autocast" and called.__module__ == "transformers.utils.generic"
+    )
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _refusal(does: str, node: ast.AST) -> NotPlain:

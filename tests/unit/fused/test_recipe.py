@@ -53,7 +53,7 @@ def test_which_rows_a_call_normalises():
 
 @pytest.mark.parametrize(
     "how", [{"layout": "channels_first"}, {"dims": (2,)}, {"only_float32": True}, {"gate": "gate"},
-            {"other_input": "mask"}, {"row_major": True}, {"not_under_autocast": True}],
+            {"other_input": "mask"}, {"row_major": True}],
 )  # fmt: skip
 def test_a_norm_with_anything_besides_is_not_simple(how):
     assert RECIPE.is_simple and not Recipe(SPEC, **how).is_simple

@@ -4,6 +4,7 @@ the two apart.
 
 import pytest
 import torch
+from remote_norms import SIZE, MptLPLayerNorm
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -116,6 +117,15 @@ def test_a_call_of_its_own_is_called(fused):
     nn.init.constant_(norm.weight, 2.0)
     patch_model(norm)
     assert not fused(norm)
+
+
+def test_a_norm_that_casts_its_input_under_autocast_is_called_there(fused):
+    norm = MptLPLayerNorm().requires_grad_(False)
+    patch_model(norm)
+    left, right = torch.randn(2, 2, SIZE)
+    assert fused(norm, left, right)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fused(norm, left, right)
 
 
 def test_what_is_called_may_be_no_norm(fused):

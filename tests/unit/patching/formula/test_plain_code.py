@@ -29,6 +29,8 @@ CALLS = {"all": 0}
 TICKS = itertools.count()
 TENSOR = torch.ones(32)
 FACTOR = 1.0
+has_fast_norm = False
+fast_norm = None
 
 
 def rms(x, eps=1e-6):
@@ -50,6 +52,10 @@ def gain_of(module):
 
 def is_absent_available():
     return False
+
+
+def is_autocast_enabled(device):
+    return torch.is_autocast_enabled(device)
 
 
 PARTIAL = functools.partial(rms)
@@ -114,8 +120,15 @@ REFUSED = {
     "calls torch.compiler.is_compiling": "return 2 * x if torch.compiler.is_compiling() else self.norm(x)",
     "reads x.requires_grad": "return 2 * self.norm(x) if x.requires_grad else self.norm(x)",
     "reads x.is_cuda": "return 2 * self.norm(x) if x.is_cuda else self.norm(x)",
-    "reads x.device": "return self.norm(x).to(x.device)",
-    "uses with": "with torch.autocast('cpu', enabled=False):\n    return self.norm(x)",
+    "branches on x.device.type == 'cuda'": "return 2 * self.norm(x) if x.device.type == 'cuda' else self.norm(x)",
+    "branches on x.device is x.device": "return self.norm(x) if x.device is x.device else x",
+    "reads x.device.index": "return self.norm(x) * x.device.index",
+    "enters torch.no_grad()": "with torch.no_grad():\n    return self.norm(x)",
+    "enters torch.autocast('cpu')": "with torch.autocast('cpu'):\n    return self.norm(x)",
+    "enters torch.autocast('cpu', enabled=self.upcast)":
+        "with torch.autocast('cpu', enabled=self.upcast):\n    return self.norm(x)",
+    "calls torch.get_autocast_dtype": "return self.norm(x).to(torch.get_autocast_dtype('cpu'))",
+    "calls torch.is_autocast_enabled": "return self.norm(x) if torch.is_autocast_enabled() == self.upcast else x",
     # What outlives the call
     "writes self.calls": "self.calls = 1\nreturn self.norm(x)",
     "writes self.steps in place": "self.steps += 1\nreturn self.norm(x)",
@@ -173,6 +186,20 @@ ACCEPTED = {
         "*lead, n = x.shape\nx = x.view(*lead, self.groups, n // self.groups)\nreturn self.weight * rms(x).flatten(-2)",
     "a library that is not there":
         "if is_absent_available():\n    import absent\n    x = absent.norm(x)\nreturn self.norm(x)",
+    "a function of a library that is not there":
+        "if fast_norm is not None and x.is_cuda:\n    return fast_norm(x)\nreturn self.norm(x)",
+    "a flag of a library that is not there": "return fast_norm(x) if has_fast_norm else self.norm(x)",
+    "a flag of its own": "return self.norm(x) if self.upcast else fast_norm(x)",
+    "code for TorchScript": "if torch.jit.is_scripting():\n    x = fast_norm(x)\nreturn self.norm(x)",
+    "a cast to its own device": "return self.norm(x).to(x.device)",
+    "autocast switched off": "with torch.autocast(x.device.type, enabled=False):\n    return self.norm(x)",
+    "autocast switched off for one type of device":
+        "with torch.amp.autocast('cuda', torch.float16, False):\n    return self.norm(x)",
+    "autocast switched off in older code": "with torch.cuda.amp.autocast(enabled=False):\n    return self.norm(x)",
+    "autocast switched off, and what follows":
+        "with torch.autocast('cuda', enabled=False):\n    x = rms(x, self.eps).to(x.dtype)\nreturn self.weight * x",
+    "autocast asked for by a helper of that name":
+        "return self.norm(x.half() if is_autocast_enabled(x.device.type) else x)",
     "a gate that may be absent": ("x, gate=None", "y = self.norm(x)\nreturn y if gate is None else y * F.silu(gate)"),
     "a gate by its name": ("x, gate", "return self.norm(x) * ACT2FN[self.activation](gate)"),
 }

@@ -1,0 +1,207 @@
+"""Norms as model code outside of Transformers has them: on the hub, in timm, in the
+repositories of published models.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import generic
+
+SIZE = 64
+rms_norm = None  # of flash_attn, where that is installed
+
+
+class ScaledNorm(nn.Module):
+    def __init__(self, size=SIZE, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+
+class InternLM2RMSNorm(ScaledNorm):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class BaichuanRMSNorm(ScaledNorm):
+    def forward(self, hidden_states):
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            hidden_states = hidden_states.to(self.weight.dtype)
+        return self.weight * hidden_states
+
+
+class ChatGLMRMSNorm(ScaledNorm):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+        return (self.weight * hidden_states).to(input_dtype)
+
+
+def rms_layernorm(hidden, weight, eps):
+    old_dtype = hidden.dtype
+    variance = hidden.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
+    hidden = (hidden * torch.rsqrt(variance + eps)).to(old_dtype)
+    return hidden * weight
+
+
+class MiniCPMRMSNorm(ScaledNorm):
+    def forward(self, hidden_states):
+        return rms_layernorm(hidden_states, self.weight, self.eps)
+
+
+class QwenRMSNorm(ScaledNorm):
+    def _norm(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        if rms_norm is not None and x.is_cuda:
+            return rms_norm(x, self.weight, self.eps)
+        else:
+            output = self._norm(x.float()).type_as(x)
+            return output * self.weight
+
+
+class DeepseekRMSNorm(ScaledNorm):
+    def forward(self, x):
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def _cast_if_autocast_enabled(tensor):
+    if torch.is_autocast_enabled():
+        if tensor.device.type == "cuda":
+            dtype = torch.get_autocast_gpu_dtype()
+        elif tensor.device.type == "cpu":
+            dtype = torch.get_autocast_cpu_dtype()
+        else:
+            raise NotImplementedError()
+        return tensor.to(dtype=dtype)
+    return tensor
+
+
+class MptLPLayerNorm(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(SIZE)
+
+    def forward(self, x):
+        module_device = x.device
+        downcast_x = _cast_if_autocast_enabled(x)
+        downcast_weight = _cast_if_autocast_enabled(self.weight)
+        downcast_bias = _cast_if_autocast_enabled(self.bias)
+        with torch.autocast(enabled=False, device_type=module_device.type):
+            return F.layer_norm(
+                downcast_x,
+                self.normalized_shape,
+                downcast_weight,
+                downcast_bias,
+                self.eps,
+            )
+
+
+class OlmoLayerNorm(ScaledNorm):
+    normalized_shape = (SIZE,)
+    low_precision = True
+
+    def _cast_if_autocast_enabled(self, tensor):
+        if tensor.device.type == "cuda" and torch.is_autocast_enabled():
+            return tensor.to(dtype=torch.get_autocast_gpu_dtype())
+        elif tensor.device.type == "cpu" and torch.is_autocast_cpu_enabled():
+            return tensor.to(dtype=torch.get_autocast_cpu_dtype())
+        else:
+            return tensor
+
+    def forward(self, x):
+        if self.low_precision:
+            module_device = x.device
+            x = self._cast_if_autocast_enabled(x)
+            weight = self._cast_if_autocast_enabled(self.weight)
+            with torch.autocast(enabled=False, device_type=module_device.type):
+                return F.layer_norm(x, self.normalized_shape, weight, eps=self.eps)
+        else:
+            return F.layer_norm(x, self.normalized_shape, self.weight, eps=self.eps)
+
+
+class OlmoRMSLayerNorm(ScaledNorm):
+    def forward(self, x):
+        with torch.autocast(enabled=False, device_type=x.device.type):
+            og_dtype = x.dtype
+            x = x.to(torch.float32)
+            variance = x.pow(2).mean(-1, keepdim=True)
+            x = x * torch.rsqrt(variance + self.eps)
+            x = x.to(og_dtype)
+        return self.weight * x
+
+
+class OlderAmpNorm(InternLM2RMSNorm):
+    def forward(self, x):
+        with torch.cuda.amp.autocast(enabled=False):
+            return super().forward(x)
+
+
+class OnePlusLayerNorm(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(SIZE)
+
+    def forward(self, x):
+        with torch.amp.autocast("cuda", enabled=False):
+            weight = self.weight + 1
+            return F.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
+
+
+def fast_layer_norm(x, normalized_shape, weight, bias, eps):
+    if torch.jit.is_scripting():
+        return F.layer_norm(x, normalized_shape, weight, bias, eps)
+    if has_apex:
+        return fused_layer_norm_affine(x, weight, bias, normalized_shape, eps)  # noqa: F821
+    if torch.is_autocast_enabled(x.device.type):
+        dt = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dt), weight.to(dt), bias.to(dt)
+    with torch.amp.autocast(device_type=x.device.type, enabled=False):
+        return F.layer_norm(x, normalized_shape, weight, bias, eps)
+
+
+has_apex = False
+
+
+class TimmLayerNorm(nn.LayerNorm):
+    def __init__(self, fast=False):
+        super().__init__(SIZE)
+        self._fast_norm = fast
+
+    def forward(self, x):
+        if self._fast_norm:
+            x = fast_layer_norm(
+                x, self.normalized_shape, self.weight, self.bias, self.eps
+            )
+        else:
+            x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x
+
+
+class TimmFastLayerNorm(TimmLayerNorm):
+    def __init__(self):
+        super().__init__(fast=True)
+
+
+SWITCHES_OFF = (OlmoRMSLayerNorm, OlderAmpNorm)
+CAST_THEMSELVES = (MptLPLayerNorm, OlmoLayerNorm, TimmFastLayerNorm, OnePlusLayerNorm)
+ALL = (
+    InternLM2RMSNorm, BaichuanRMSNorm, ChatGLMRMSNorm, MiniCPMRMSNorm, QwenRMSNorm,
+    DeepseekRMSNorm, TimmLayerNorm, *SWITCHES_OFF, *CAST_THEMSELVES,
+)  # fmt: skip
+
+if hasattr(generic, "maybe_autocast"):  # Transformers 5
+    maybe_autocast = generic.maybe_autocast
+
+    class MaybeAutocastNorm(InternLM2RMSNorm):
+        def forward(self, x):
+            with maybe_autocast(device_type=x.device.type, enabled=False):
+                return super().forward(x)
+
+    ALL = (*ALL, MaybeAutocastNorm)
