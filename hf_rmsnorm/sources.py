@@ -5,6 +5,7 @@ demos.
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -115,6 +116,23 @@ def loading(source: Source, what: str):
             cure = "it brings its own code: read that, then pass --trust-remote-code"
         what = f"cannot load {what} of {source.name}"
         raise SourceError(f"{what}: {cure} ({text})") from error
+
+
+def without_weights(make: Callable):
+    """Return the model of ``make()`` with its parameters on the meta device.
+
+    It is made there, as where Transformers loads a model. If its code reads values of a
+    tensor as it is made, each parameter is made on the CPU and dropped at once.
+    """
+    import torch
+    from accelerate import init_empty_weights
+
+    try:
+        with torch.device("meta"):
+            return make()
+    except RuntimeError:  # meta tensors have no values
+        with init_empty_weights():
+            return make()
 
 
 def on_disk(source: Source, ignored: tuple[str, ...]) -> Source:

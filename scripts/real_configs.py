@@ -25,7 +25,6 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import transformers
-from accelerate import init_empty_weights
 from transformers import AutoConfig
 
 from hf_rmsnorm import (
@@ -36,6 +35,7 @@ from hf_rmsnorm import (
 )
 from hf_rmsnorm.conversion import ConversionRefused
 from hf_rmsnorm.conversion.proxy.model import make_proxy
+from hf_rmsnorm.sources import without_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "scripts" / "data" / "real_configs.json"
@@ -52,8 +52,8 @@ def patched(config: dict) -> dict:
     """
     config = copy.deepcopy(config)
     cls = getattr(transformers, config["architectures"][0])
-    with init_empty_weights():
-        model = cls(AutoConfig.for_model(config.pop("model_type"), **config))
+    config = AutoConfig.for_model(config.pop("model_type"), **config)
+    model = without_weights(lambda: cls(config))
     report = patch_model(model)
     sums = sum(
         what.startswith("+")

@@ -4,10 +4,15 @@ import argparse
 import os
 import sys
 import textwrap
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Timer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES |= {name: name for name in DTYPES.values()}
+
+
+PATIENCE = 2.0  # seconds
 
 
 class CliError(ValueError):
@@ -42,6 +47,19 @@ def announce(step: str) -> None:
     """Print the current step on stderr, if that is a terminal."""
     if sys.stderr.isatty():
         print(step, file=sys.stderr)
+
+
+@contextmanager
+def announce_if_slow(step: str):
+    """Print the step on stderr if it takes longer than `PATIENCE`."""
+    line = {"file": sys.stderr, "flush": True}
+    timer = Timer(PATIENCE, print, [step], line)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

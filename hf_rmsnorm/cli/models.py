@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..sources import Source, loading
+from ..sources import Source, loading, without_weights
 from .common import CliError, one_line
 
 # Tried in this order where the config names no class of transformers.
@@ -39,15 +39,16 @@ def empty_model(source: Source):
     """The model's modules without their weights: on the meta device, so that the size
     does not matter.
     """
-    from accelerate import init_empty_weights
-
     config, cls = _config_and_class(source)
-    with loading(source, "the modules"), init_empty_weights():
+
+    def make():
         if hasattr(cls, "from_config"):  # an auto class
-            model = cls.from_config(config, trust_remote_code=source.trust_remote_code)
-        else:
-            model = cls(config)
-    return model.eval()
+            trusted = source.trust_remote_code
+            return cls.from_config(config, trust_remote_code=trusted)
+        return cls(config)
+
+    with loading(source, "the modules"):
+        return without_weights(make).eval()
 
 
 def load_model(source: Source, dtype: str, device):

@@ -1,15 +1,15 @@
 """List the norms of MODEL that patch_model would swap, and those that it would skip
 with the reason.
 
-Only the config is read: the modules are built without weights, so that a 70B model
-needs no memory.
+Only the config is read: the modules are built without weights, so that a model of any
+size takes seconds and less than 1 GB of memory.
 """
 
 from dataclasses import replace
 
 from ..sources import find
 from . import models
-from .common import Result, add_model, pick_device
+from .common import Result, add_model, announce_if_slow, pick_device
 
 
 def add_arguments(parser) -> None:
@@ -28,9 +28,10 @@ def run(args) -> Result:
     from .. import patch_model
     from ..ops.backend import runs_on
 
-    model = models.empty_model(source)
     options = {"include": args.include, "exclude": args.exclude, "strict": args.strict}
-    report = patch_model(model, **options)
+    with announce_if_slow(f"building the modules of {source.name}, without weights"):
+        model = models.empty_model(source)
+        report = patch_model(model, **options)
     if report.swapped:  # the modules have no data, and would run here
         report = replace(report, devices=(runs_on(pick_device(None)),))
     name = type(model).__name__

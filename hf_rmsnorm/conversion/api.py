@@ -144,6 +144,7 @@ def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversio
             inputs=options.inputs,
             trust_remote_code=options.trust_remote_code,
             model_class=options.model_class,
+            to_convert=True,
         )
         planned = plan_centring(source.folder, proxy)
     centring = planned.centring

@@ -23,7 +23,7 @@ from ..plan import (
 )
 from .inputs import made_inputs
 from .keys import KeyMap, named_as_stored
-from .layer_norms import Norms, find_layer_norms
+from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
 from .model import ProxyModel, make_proxy, new_model, token_table
 from .run import alike, and_more, run
 from .shift_invariance import (
@@ -113,11 +113,11 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
     norms, silent = find_layer_norms(proxy.model, proxy.inputs)
     if norms and not silent:
         return norms
-    why = "it has no LayerNorm: nothing to convert"
+    why = NO_LAYER_NORM
     for module in proxy.model.modules():
         recipe, reason, _ = recognise(module)
         if recipe is not None and not recipe.spec.centered:
-            why = "it uses RMSNorm already: nothing to convert; to fuse its norms, use patch_model"
+            why = RMS_ALREADY
         elif reason is not None:
             name = type(module).__name__
             why = f"patch_model would not run {name} as RMSNorm: {reason}"

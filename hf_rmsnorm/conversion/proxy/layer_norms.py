@@ -38,6 +38,27 @@ class ModelNorm:
 
 
 Norms = dict[str, ModelNorm]  # by path
+NO_LAYER_NORM = "it has no LayerNorm: nothing to convert"
+RMS_ALREADY = (
+    "it uses RMSNorm already: nothing to convert; to fuse its norms, use patch_model"
+)
+
+
+def nothing_to_convert(model: torch.nn.Module) -> str:
+    """Why a model, with its weights or without, has nothing to convert; "" if one of its
+    norms is a LayerNorm, or of a formula that is not known.
+    """
+    why = NO_LAYER_NORM
+    for module in model.modules():
+        recipe, reason, _ = recognise(module)
+        if reason is not None:
+            return ""
+        if recipe is None:
+            continue
+        if recipe.spec.centered:
+            return ""
+        why = RMS_ALREADY
+    return why
 
 
 @torch.no_grad()

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS
+from ...sources import without_weights
 from ...verification.context import is_float, one_line
 from ..folders import CONFIG, read_json
 from ..plan import Centre, ConversionRefused
 from .inputs import made_inputs
+from .layer_norms import nothing_to_convert
 from .run import MISFITS, run
 from .shrink import VOCABULARY, shrunk
 
@@ -83,6 +84,7 @@ def make_proxy(
     model_class: type[PreTrainedModel] | None = None,
     inputs: Callable[[PreTrainedModel], dict] | None = None,
     trained: bool = False,
+    to_convert: bool = False,
 ) -> ProxyModel:
     """The proxy of a model folder or a `PretrainedConfig`; the options are those of
     `plan_conversion`.
@@ -90,14 +92,19 @@ def make_proxy(
     Args:
         trained: also of a model that was trained as RMSNorm; the proxy's own norms are
             LayerNorms all the same.
+        to_convert: refuse a model that has nothing to convert, before any is run.
     """
     config, cls = config_and_class(source, trust_remote_code, model_class, trained)
     try:
-        shapes = shapes_of(cls, config)
+        empty = empty_model(cls, config)
     except MISFITS as error:
         raise ConversionRefused(
             f"{cls.__name__} cannot be made from this config: {one_line(error)}"
         ) from error
+    why = nothing_to_convert(empty) if to_convert else ""
+    if why:
+        raise ConversionRefused(f"{cls.__name__}: {why}")
+    shapes = _shapes(empty)
     folder = None
     if not isinstance(source, PretrainedConfig):
         folder = Path(source)
@@ -237,8 +244,17 @@ def shapes_of(
     cls: type[PreTrainedModel], config: PretrainedConfig
 ) -> dict[str, torch.Size]:
     """The parameters of the untied model and their shapes; no memory is taken for them."""
-    with init_empty_weights():
-        model = cls(plain(config, tied=False))
+    return _shapes(empty_model(cls, config))
+
+
+def empty_model(
+    cls: type[PreTrainedModel], config: PretrainedConfig
+) -> PreTrainedModel:
+    """The untied model without its weights."""
+    return without_weights(partial(cls, plain(config, tied=False)))
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
     shapes = {}
     for name, parameter in model.named_parameters():
         shapes[name] = parameter.shape

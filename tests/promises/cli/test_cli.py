@@ -126,6 +126,27 @@ def test_report_of_a_70b_config_needs_no_weights(capsys, tmp_path):
     assert len(data["swapped"]) == 161 and data["class_name"] == "LlamaForCausalLM"
 
 
+def test_a_config_of_700_billion_parameters_needs_no_memory(capsys, tmp_path):
+    """Its experts are one parameter of 15 GB in each layer."""
+    folder = save_config(tmp_path, transformers.DeepseekV3Config())
+    assert len(run_json(capsys, "report", folder)["swapped"]) == 245
+    refusal = fails(capsys, "convert", folder, "--plan")
+    assert "it uses RMSNorm already" in refusal
+
+
+@pytest.mark.parametrize(
+    "argv, step",
+    [
+        (["report", "demo:gpt2"], "building the modules of demo:gpt2"),
+        (["convert", "demo:gpt2", "--plan"], "planning on a small random model"),
+    ],
+)
+def test_a_step_that_takes_long_says_so(capsys, monkeypatch, argv, step):
+    monkeypatch.setattr("hf_rmsnorm.cli.common.PATIENCE", 0.0)
+    code, _, err = run(capsys, *argv)
+    assert code == 0 and err.startswith(step) and err.count("\n") == 1
+
+
 SMALL = dict(
     vocab_size=64,
     num_hidden_layers=1,

@@ -21,8 +21,8 @@ FAMILIES = pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2"])
 ids = tiny_models.token_ids()
 
 
-def empty(family):
-    with init_empty_weights():
+def empty(family, without_weights):
+    with without_weights():
         return AutoModelForCausalLM.from_config(tiny_models.build(family).config).eval()
 
 
@@ -34,9 +34,14 @@ def assert_computes_as(model, plain, fused_calls):
 
 
 @FAMILIES
-def test_init_empty_weights_then_patch_then_load(family, fused_calls):
+@pytest.mark.parametrize(
+    "without_weights", [init_empty_weights, lambda: torch.device("meta")]
+)
+def test_a_model_without_weights_is_patched_then_loaded(
+    family, without_weights, fused_calls
+):
     plain = tiny_models.build(family)
-    model = empty(family)
+    model = empty(family, without_weights)
     report = patch_model(model, strict=True)
     assert not report.devices  # meta is none that anything runs on
     there = patch_model(tiny_models.build(family), strict=True)

@@ -1,0 +1,9 @@
+import pytest
+
+from hf_rmsnorm.cli import common
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """No step is so slow that it says so, however busy the machine."""
+    monkeypatch.setattr(common, "PATIENCE", 1e6)
