@@ -130,9 +130,12 @@ def without_weights(make: Callable):
     try:
         with torch.device("meta"):
             return make()
-    except RuntimeError:  # meta tensors have no values
-        with init_empty_weights():
-            return make()
+    except (RuntimeError, TypeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+    # torch has refused to read a tensor that has no values
+    with init_empty_weights():
+        return make()
 
 
 def on_disk(source: Source, ignored: tuple[str, ...]) -> Source:
