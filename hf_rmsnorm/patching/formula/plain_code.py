@@ -318,8 +318,10 @@ class _Body(ast.NodeVisitor):
         if name is test:
             is_flag = isinstance(value, bool) and LIBRARY_FLAG.match(name.id)
             return value if is_flag else None
-        if value is None and len(test.ops) == 1 and _is_none(test.comparators[0]):
-            return isinstance(test.ops[0], ast.Is)
+        operator = test.ops[0]
+        is_plain = len(test.ops) == 1 and isinstance(operator, (ast.Is, ast.IsNot))
+        if value is None and is_plain and _is_none(test.comparators[0]):
+            return isinstance(operator, ast.Is)
         return None
 
     # Expressions
@@ -460,12 +462,11 @@ class _Body(ast.NodeVisitor):
 
 def _is_autocast(called) -> bool:
     """Whether this is torch's autocast, or Transformers' function that makes one."""
+    package = str(getattr(called, "__module__", None)).partition(".")[0]
     if isinstance(called, type):
-        return issubclass(called, torch.autocast)
-    name = getattr(called, "__qualname__", "")
-    return (
-        name == "maybe_autocast" and called.__module__ == "transformers.utils.generic"
-    )
+        return issubclass(called, torch.autocast) and package == "torch"
+    name = getattr(called, "__name__", "")
+    return name == "maybe_autocast" and package == "transformers"
 
 
 def _is_none(node: ast.expr) -> bool:

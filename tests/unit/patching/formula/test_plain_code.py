@@ -58,6 +58,10 @@ def is_autocast_enabled(device):
     return torch.is_autocast_enabled(device)
 
 
+class Doubling(torch.autocast):
+    pass
+
+
 PARTIAL = functools.partial(rms)
 
 
@@ -127,6 +131,8 @@ REFUSED = {
     "enters torch.autocast('cpu')": "with torch.autocast('cpu'):\n    return self.norm(x)",
     "enters torch.autocast('cpu', enabled=self.upcast)":
         "with torch.autocast('cpu', enabled=self.upcast):\n    return self.norm(x)",
+    "enters Doubling('cpu', enabled=False)": "with Doubling('cpu', enabled=False):\n    return self.norm(x)",
+    "reads fast_norm": "return 2 * self.norm(x) if fast_norm == None else self.norm(x)",
     "calls torch.get_autocast_dtype": "return self.norm(x).to(torch.get_autocast_dtype('cpu'))",
     "calls torch.is_autocast_enabled": "return self.norm(x) if torch.is_autocast_enabled() == self.upcast else x",
     # What outlives the call
