@@ -73,7 +73,7 @@ class Variant:
     `output`: the backward reads the norm's output; `strided`: rows do not lie one
     behind the other. `modulated`: with the scale and shift of an adaptive LayerNorm,
     and where `added` with the gate of the sum. `heads`: of q and k, with a rotary
-    embedding.
+    embedding, and that alone.
     """
 
     spec: NormSpec
@@ -282,6 +282,10 @@ def run_heads(variant: Variant, head_dim: int, tensor) -> None:
     need = (True,) * 4
     backward = launch_qk.QKBackward(variant.spec, operands, variant.aligned, need)
     backward.launch(operands)
+    for back in (False, True):  # and the rotary embedding alone
+        operands = dq if back else q, dk if back else k, *tables
+        rotary = launch_qk.Rotary(operands, (q, k), variant.aligned, "", back)
+        rotary.launch(operands)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 # functions, not modules
-ROTARY = ("apply_rotary_pos_emb", "liger_rotary_pos_emb", "norm_and_rotate")
+ROTARY = (
+    "apply_rotary_pos_emb",
+    "liger_rotary_pos_emb",
+    "norm_and_rotate",
+    "rotate_together",
+)
 
 
 class Traffic(TorchDispatchMode):

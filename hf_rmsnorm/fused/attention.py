@@ -1,5 +1,5 @@
-"""The fused part of a patched attention: q norm, k norm and their rotary embedding in
-one launch.
+"""The fused part of a patched attention: the rotary embedding of q and k in one launch,
+with their norms if they have any.
 
 A forward calls these functions once it was compiled again from its own source, by
 `patching.layers.qk`. The norms wait for the rotation: only transposes stand between,
@@ -13,10 +13,15 @@ from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn import Module
 
+from ..ops.backend import why_not_rotated
 from ..ops.qk import run_qk
+from ..ops.rotary import run_rotary
 from .layer import operands_ahead
-from .watch import QK, note, watchers
+from .watch import QK, ROTARY, note, watchers
+
+UNPROVEN = "its function is not known to rotate such q and k: it was exchanged, or gets other arguments"
 
 
 class RotaryProof(NamedTuple):
@@ -38,6 +43,19 @@ class RotaryProof(NamedTuple):
 
 
 rotary_proofs = weakref.WeakKeyDictionary()
+
+
+def _proven_way(rotate: Callable, one: bool, q, dtype, cos) -> str | None:
+    """In which way a function rotates q, once this has a dtype; None if in none that is
+    known.
+    """
+    if type(rotate) is not FunctionType:
+        return None
+    proof = rotary_proofs.get(rotate)
+    if proof is None or not proof.still_holds(rotate):
+        return None
+    in_part = cos.shape[-1] != q.shape[-1]
+    return proof.ways.get((one, in_part, dtype != cos.dtype))
 
 
 class Waiting(NamedTuple):
@@ -106,6 +124,28 @@ def norm_and_rotate_one(
     return rotate(normed, cos, sin, unsqueeze_dim=2)
 
 
+def rotate_together(module: Module, rotate: Callable, q, k, cos, sin) -> tuple:
+    """``rotate(q, k, cos, sin)``, in one launch where that gives the same bits.
+
+    Args:
+        module: whose forward rotates them.
+    """
+    way = None
+    if type(q) is type(k) is type(cos) is type(sin) is Tensor:
+        way = _proven_way(rotate, False, q, q.dtype, cos)
+    rotated = None
+    if way is not None:
+        rotated = run_rotary((q, k, cos, sin), way)
+    if watchers:
+        reason = UNPROVEN
+        if way is not None:
+            reason = why_not_rotated(q, k, cos, sin) or ""
+        note(ROTARY, (module,), q, reason)
+    if rotated is not None:
+        return rotated
+    return rotate(q, k, cos, sin)
+
+
 def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
     """The tensors, each normalised by its own norm if that waits."""
     if norms is None:
@@ -130,17 +170,11 @@ def _in_one_launch(
     spec = launches.spec
     if spec != k_launches.spec or spec.functional or spec.has_bias:
         return None
-    if type(rotate) is not FunctionType:
-        return None
-    proof = rotary_proofs.get(rotate)
-    if proof is None or not proof.still_holds(rotate):
-        return None
-    in_part = cos.shape[-1] != q.shape[-1]
     if patched.rounds_by_dtypes(q, q_weight):
         return None
     weight_dtype = None if q_weight is None else q_weight.dtype
     normed_dtype = spec.output_dtype(q.dtype, weight_dtype)
-    way = proof.ways.get((one, in_part, normed_dtype != cos.dtype))
+    way = _proven_way(rotate, one, q, normed_dtype, cos)
     if way is None:
         return None
     operands = q, k, q_weight, k_weight, cos, sin

@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 NORM = "norm"
 SUM = "residual add + norm"
 QK = "q/k norms + rotary embedding"
+ROTARY = "rotary embedding"
 MODULATION = "norm + scale and shift"
 MODULATED_SUM = "residual add + norm + scale and shift"
 
@@ -21,7 +22,7 @@ def note(piece: str, norms: tuple, x, reason: str = "") -> None:
 
     Args:
         piece: one of the names above.
-        norms: the patched norms in it.
+        norms: the patched norms in it; of a rotary embedding alone, the attention.
         x: the input of the first, or a summand of it.
         reason: why it was not one launch, where that does not follow from the norms and
             x.

@@ -37,11 +37,12 @@ class Kernel:
     Args:
         contracts: a product and the sum behind it may become one instruction: where the
             formula rounds no product.
+        name: under which its launches are counted; by default the function's.
     """
 
-    def __init__(self, function, contracts: bool = False):
+    def __init__(self, function, contracts: bool = False, name: str = ""):
         parameters = inspect.signature(function.fn).parameters
-        self.name = function.__name__
+        self.name = name or function.__name__
         self.contracts = contracts
         self.pointers = []
         self.fixed = []

@@ -1,5 +1,5 @@
-"""Launches of the norms of queries and keys with their rotary embedding: as `launch`
-has those of rows.
+"""Launches of the rotary embedding of queries and keys, with their norms and alone: as
+`launch` has those of rows.
 """
 
 import torch
@@ -15,7 +15,10 @@ from .sizes import QK_PROGRAMS_PER_SM, qk_config, qk_stages
 
 QK_NORM_FORWARD = Kernel(qk.qk_norm_forward)
 QK_NORM_BACKWARD = Kernel(qk_backward.qk_norm_backward)
-KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD)
+# without norms the same, forward and backward
+ROTARY_FORWARD = Kernel(qk.qk_norm_forward, name="rotary_forward")
+ROTARY_BACKWARD = Kernel(qk.qk_norm_forward, name="rotary_backward")
+KERNELS = (QK_NORM_FORWARD, QK_NORM_BACKWARD, ROTARY_FORWARD, ROTARY_BACKWARD)
 
 
 def _normed_dtype(spec: NormSpec, q: Tensor, weight: OptionalTensor) -> torch.dtype:
@@ -33,8 +36,8 @@ def _tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
     return -(-q.numel() // elements), -(-k.numel() // elements)
 
 
-def _arguments(spec: NormSpec, cos: Tensor, strided: dict[str, Tensor]) -> dict:
-    """The arguments that forward and backward have in common, by name.
+def _arguments(cos: Tensor, strided: dict[str, Tensor]) -> dict:
+    """The arguments that all kernels of heads have in common, by name.
 
     Args:
         strided: by their names in the kernel, the tensors of which it takes strides.
@@ -54,8 +57,6 @@ def _arguments(spec: NormSpec, cos: Tensor, strided: dict[str, Tensor]) -> dict:
         "R": cos.shape[-1],
         "BLOCK": config.block // 2,  # of a half of the columns
         "ROWS": config.rows,
-        "OFFSET": spec.weight_offset,
-        "ROUNDING": spec.rounding,
     }
     for name, t in strided.items():
         named[f"{name}_batch"] = _stride(t, 0)
@@ -122,9 +123,12 @@ class QKForward:
         self.stats = stats
         self.way = way
         self.blank = blank(q.device, (q.numel() + k.numel()) // head_dim)
-        named = _arguments(spec, cos, {"q": q, "k": k, "yq": yq, "yk": yk})
+        named = _arguments(cos, {"q": q, "k": k, "yq": yq, "yk": yk})
         named["eps"] = spec.eps
+        named["OFFSET"] = spec.weight_offset
+        named["ROUNDING"] = spec.rounding
         named["ONCE"] = way == "once"
+        named["BACK"] = False
         grid = (sum(_tiles(q, k)), 1, 1)
         num_warps = qk_config(head_dim).num_warps
         self.start = QK_NORM_FORWARD.bind(grid, num_warps, named, q.device, aligned)
@@ -173,8 +177,10 @@ class QKBackward:
         dxq = without_data(q)
         dxk = without_data(k)
         strided = {"dyq": dq, "dyk": dk, "q": q, "k": k, "dxq": dxq, "dxk": dxk}
-        named = _arguments(spec, cos, strided)
+        named = _arguments(cos, strided)
         named["q_parts"] = q_parts
+        named["OFFSET"] = spec.weight_offset
+        named["ROUNDING"] = spec.rounding
         # Else autograd rounds each product, to the dtype that the tables promote.
         named["ONCE"] = way == "once" and cos.dtype == _normed_dtype(spec, q, weight)
         named["STAGES"] = qk_stages(itemsize, shared)
@@ -219,3 +225,41 @@ def shares(tiles: tuple[int, int], programs: int) -> tuple[int, int]:
     q_programs = round(programs * of_q / (of_q + of_k))
     q_programs = max(1, min(q_programs, programs - 1))
     return q_programs, programs - q_programs
+
+
+class Rotary:
+    """The rotary embedding of queries and keys with this layout, or its backward.
+
+    Args:
+        operands: (q, k, cos, sin), as `QKForward` takes them; for a backward the
+            gradients of the results, cos and sin.
+        results: meta tensors with the strides and the dtype of the results.
+        aligned: the operands start at multiples of 16 bytes.
+        way: how they are rotated, as in `reference.rotated`.
+        back: this is a backward.
+    """
+
+    def __init__(
+        self, operands: tuple, results: tuple, aligned: bool, way: str, back: bool
+    ):
+        q, k, cos, _ = operands
+        yq, yk = results
+        self.way = way
+        self.empty_yq = allocator(q, yq)
+        self.empty_yk = allocator(k, yk)
+        named = _arguments(cos, {"q": q, "k": k, "yq": yq, "yk": yk})
+        named.update(eps=0.0, OFFSET=0.0, ROUNDING=None, BACK=back)
+        # Else autograd rounds each product, to the dtype of q.
+        named["ONCE"] = way == "once" and not (back and cos.dtype != yq.dtype)
+        kernel = ROTARY_BACKWARD if back else ROTARY_FORWARD
+        grid = (sum(_tiles(q, k)), 1, 1)
+        num_warps = qk_config(q.shape[-1]).num_warps
+        self.start = kernel.bind(grid, num_warps, named, q.device, aligned)
+
+    def launch(self, operands: tuple) -> tuple:
+        """The results for q and for k."""
+        q, k, cos, sin = operands
+        yq = self.empty_yq(q)
+        yk = self.empty_yk(k)
+        self.start.on((q, k, None, None, cos, sin, yq, yk, None))
+        return yq, yk

@@ -1,5 +1,5 @@
-"""Kernels for the norms of queries and keys with the rotary embedding behind them: both
-tensors in one launch.
+"""Kernels for the rotary embedding of queries and keys, with the norms in front of it if
+there are any: both tensors in one launch.
 
 A row is one head of one position: row r of a (batch, heads, length, N) tensor is head r
 % heads of token r // heads. Every operand is addressed by its own three strides, so
@@ -166,6 +166,7 @@ def rows_forward(
     OFFSET,
     ROUNDING,
     ONCE,
+    BACK,
 ):
     """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch,
     position and head.
@@ -177,18 +178,19 @@ def rows_forward(
     rows, row_mask, low_mask, high_mask, place = rows_of(
         tile, rows_total, length, heads, low_cols, high_cols, ROWS
     )
-    # z is the other half of x
-    x, z = load_halves(X + offsets(place, of_x, UNIT), low, high, low_mask, high_mask)
-    square = tl.sum(x * x + z * z, axis=1) * (1.0 / N)
-    rstd = reciprocal_root(square, eps, False)
-    if RSTD is not None:
-        tl.store(RSTD + stats_at + rows, rstd, mask=row_mask)
-    DENSE: tl.constexpr = 2 * BLOCK == N
-    y = normed(x * rstd[:, None], X, W, low, low_cols, DENSE, OFFSET, ROUNDING)
-    z = normed(z * rstd[:, None], X, W, high, high_cols, DENSE, OFFSET, ROUNDING)
+    # z is the other half of y
+    y, z = load_halves(X + offsets(place, of_x, UNIT), low, high, low_mask, high_mask)
+    if ROUNDING is not None:
+        square = tl.sum(y * y + z * z, axis=1) * (1.0 / N)
+        rstd = reciprocal_root(square, eps, False)
+        if RSTD is not None:
+            tl.store(RSTD + stats_at + rows, rstd, mask=row_mask)
+        DENSE: tl.constexpr = 2 * BLOCK == N
+        y = normed(y * rstd[:, None], X, W, low, low_cols, DENSE, OFFSET, ROUNDING)
+        z = normed(z * rstd[:, None], X, W, high, high_cols, DENSE, OFFSET, ROUNDING)
     at = offsets(place, of_tables, UNIT)
     y, z = rotated(
-        y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, False, ONCE
+        y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, BACK, ONCE
     )
     y_at = Y + offsets(place, of_y, UNIT)
     store(y_at + low, y, low_mask, False)
@@ -233,6 +235,7 @@ def qk_norm_forward(
     OFFSET: tl.constexpr,
     ROUNDING: tl.constexpr,
     ONCE: tl.constexpr,
+    BACK: tl.constexpr,
 ):
     """One program normalises and rotates a tile of ROWS rows of q or of k.
 
@@ -246,7 +249,9 @@ def qk_norm_forward(
             follows.
         tokens: batch * length.
         BLOCK: columns of half a row, rounded up to a power of two.
+        ROUNDING: as the formula rounds; None: no norm, the rotation alone.
         ONCE: the rotation is rounded only when it is stored; else after each operator.
+        BACK: by the transposed map, which takes a gradient back; without a norm.
     """
     q_rows = tokens * q_heads
     q_tiles = tl.cdiv(q_rows, ROWS)
@@ -256,11 +261,11 @@ def qk_norm_forward(
         rows_forward(
             Q, WQ, COS, SIN, YQ, RSTD, tile, 0, q_rows, length, q_heads,
             (q_batch, q_position, q_head), (yq_batch, yq_position, yq_head), of_tables,
-            eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE,
+            eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE, BACK,
         )  # fmt: skip
     else:
         rows_forward(
             K, WK, COS, SIN, YK, RSTD, tile - q_tiles, q_rows, tokens * k_heads, length,
             k_heads, (k_batch, k_position, k_head), (yk_batch, yk_position, yk_head),
-            of_tables, eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE,
+            of_tables, eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE, BACK,
         )  # fmt: skip

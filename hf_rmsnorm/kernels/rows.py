@@ -142,10 +142,11 @@ def without_data(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def sum_without_data(x: Tensor, residual: Tensor) -> Tensor:
     """``residual + x`` on the meta device, for its strides and dtype."""
-    return _strided_without_data(residual) + _strided_without_data(x)
+    return strided_without_data(residual) + strided_without_data(x)
 
 
-def _strided_without_data(t: Tensor) -> Tensor:
+def strided_without_data(t: Tensor) -> Tensor:
+    """t on the meta device, with all its strides."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 

@@ -326,24 +326,35 @@ def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
     weights = present(q_weight, k_weight)
     if unserved(spec, "queries and keys") is not None:
         return False
-    if q.dtype != k.dtype:
+    if why_not_rotated(q, k, cos, sin) is not None:
         return False
-    if cos.dtype != sin.dtype:
-        return False
-    for t in (q, k, *weights, cos, sin):
-        if t.device != q.device or t.dtype not in KERNEL_DTYPES:
-            return False
-    if device_refusal(q.device.type, q.device.index) is not None:
-        return False
-    return (
-        _are_heads(q, k) and _are_tables(q, cos, sin) and _are_weights(spec, q, weights)
-    )
+    return _are_weights(spec, q, weights)
+
+
+def why_not_rotated(q, k, cos, sin) -> str | None:
+    """Why no launch rotates q and k by these tables, or None where one does."""
+    for one, other in ((q, k), (cos, sin)):
+        if one.dtype != other.dtype:
+            return f"dtypes differ: {one.dtype} and {other.dtype}"
+    for t in (q, k, cos, sin):
+        if t.device != q.device:
+            return f"q is on {q.device}, and k, cos or sin on {t.device}"
+        if t.dtype not in KERNEL_DTYPES:
+            return f"a tensor is {t.dtype}; the kernels serve float32, float16 and bfloat16"
+    if not _are_heads(q, k):
+        return f"q and k, {tuple(q.shape)} and {tuple(k.shape)}, are no rows of heads"
+    if not _are_tables(q, cos, sin):
+        shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        return f"cos and sin, {shapes}, do not fit q, {tuple(q.shape)}"
+    return device_refusal(q.device.type, q.device.index)
 
 
 def _are_weights(spec: NormSpec, q, weights: list) -> bool:
     if len(weights) != 2 * spec.has_weight:
         return False
     for weight in weights:
+        if weight.device != q.device or weight.dtype not in KERNEL_DTYPES:
+            return False
         if weight.shape != q.shape[3:]:
             return False
         if not weight.is_contiguous():

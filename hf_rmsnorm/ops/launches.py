@@ -1,5 +1,5 @@
-"""The one cache of launches: what starts the kernels of a formula, by a key of the
-tensors that it is for.
+"""The caches of launches: what starts the kernels of a formula, by a key of the tensors
+that it is for.
 """
 
 import weakref
@@ -19,21 +19,11 @@ _HIP = torch.version.hip is not None
 _all: weakref.WeakSet = weakref.WeakSet()
 
 
-class Launches:
+class KeptLaunches:
     """Launch key -> what allocates the outputs and starts the kernels, or None where the kernels do not serve.
 
-    Forwards, with or without a residual sum, a gate or a modulation, and their
-    backwards are in one dictionary, each under the key of what arrives. It is no
-    dictionary itself: Dynamo would guard on its items.
-
-    Args:
-        spec: the formula.
-        suits: ``suits(x, weight, bias, gate)`` says whether the formula is what such
-            tensors are to be computed by; asked once for each key.
-        modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is
-            ``1 + scale``, ``"multiply_after"`` the scale alone.
-        keeps_output: the backward shall read the output, not x, where
-            `serves_as_input`.
+    Forwards and backwards are in one dictionary, each under the key of what arrives. It
+    is no dictionary itself: Dynamo would guard on its items.
 
     Attributes:
         by_key: the dictionary.
@@ -41,26 +31,9 @@ class Launches:
 
     MOST = 8_192  # generation with a growing prompt makes one per length
 
-    def __init__(
-        self,
-        spec: NormSpec,
-        suits: Callable | None = None,
-        modulation: str = "modulate_after",
-        keeps_output: bool = False,
-    ):
-        self.spec = spec
-        self.modulation = modulation
-        self.keeps_output = keeps_output
-        self.suits = suits
+    def __init__(self):
         self.by_key = {}
         _all.add(self)
-
-    def in_plain_torch(self, x, weight, bias, gate) -> Tensor:
-        """The formula with its modulation, in differentiable operators."""
-        if gate is None or self.spec.gate is not None:
-            return reference_norm(x, weight, bias, self.spec, gate)
-        scale = 1 + gate if self.modulation == "modulate_after" else gate
-        return reference_norm(x, weight, bias, self.spec) * scale
 
     def keep(self, key: tuple, make: Callable, *arguments):
         """The launch ``make(*arguments)``, which is kept from now on. At `MOST` launches
@@ -73,6 +46,40 @@ class Launches:
             self.by_key.clear()
         self.by_key[key] = launch
         return launch
+
+
+class Launches(KeptLaunches):
+    """The launches of a norm, with or without a residual sum, a gate or a modulation.
+
+    Args:
+        spec: the formula.
+        suits: ``suits(x, weight, bias, gate)`` says whether the formula is what such
+            tensors are to be computed by; asked once for each key.
+        modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is
+            ``1 + scale``, ``"multiply_after"`` the scale alone.
+        keeps_output: the backward shall read the output, not x, where
+            `serves_as_input`.
+    """
+
+    def __init__(
+        self,
+        spec: NormSpec,
+        suits: Callable | None = None,
+        modulation: str = "modulate_after",
+        keeps_output: bool = False,
+    ):
+        super().__init__()
+        self.spec = spec
+        self.modulation = modulation
+        self.keeps_output = keeps_output
+        self.suits = suits
+
+    def in_plain_torch(self, x, weight, bias, gate) -> Tensor:
+        """The formula with its modulation, in differentiable operators."""
+        if gate is None or self.spec.gate is not None:
+            return reference_norm(x, weight, bias, self.spec, gate)
+        scale = 1 + gate if self.modulation == "modulate_after" else gate
+        return reference_norm(x, weight, bias, self.spec) * scale
 
 
 @lru_cache(1_024)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from ..kernels.failure import KernelUnavailable
 from .backend import give_up
-from .launches import MISSING, Launches, key_of
+from .launches import MISSING, KeptLaunches, key_of
 
 
 def by_kernel(
-    launches: Launches,
+    launches: KeptLaunches,
     kind: tuple,
     operands: tuple,
     make: Callable,

@@ -27,6 +27,7 @@ def kernels() -> SimpleNamespace:
         NormBackward=launch_backward.NormBackward,
         QKForward=launch_qk.QKForward,
         QKBackward=launch_qk.QKBackward,
+        Rotary=launch_qk.Rotary,
     )
 
 

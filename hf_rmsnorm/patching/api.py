@@ -52,8 +52,9 @@ def patch_model(
             its last dimension, or is named RMSNorm or LayerNorm.
         fuse_residual: by default True: one launch also computes the residual add in
             front of a norm, the rotary embedding behind q and k norms, or the
-            modulation behind a norm, where the layer's forward shows them. False: each
-            norm by itself, so it governs rotation and modulation too.
+            modulation behind a norm, where the layer's forward shows them; another
+            rotates q and k that have no norms. False: each norm by itself, so it
+            governs rotation and modulation too.
         memory_efficient: by default False. True: keep each norm's output for the
             backward instead of its input. The linear after it keeps the output anyway.
             Gradients carry the output's rounding. Some norms still keep their input;

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..fused import watch
-from ..fused.layer import why_called
+from ..fused.layer import layer_part, why_called
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe, parameters_of
 from ..kernels.counting import counting_into
@@ -32,7 +32,8 @@ class Piece:
     """One fused piece of a model, counted over all its calls.
 
     Attributes:
-        path: of the norm; of two norms in one kernel the module that has them.
+        path: of the norm; of two norms in one kernel, or of a rotary embedding, the
+            module that has them.
         what: ``"norm"``, ``"residual add + norm"``, ``"q/k norms + rotary embedding"``,
             ...
         launched: how often a kernel computed it.
@@ -57,7 +58,7 @@ class LaunchCount(Counter):
 
     def __init__(self, counts=()):
         super().__init__(counts)
-        self._norms: dict[Module, str] = {}  # the patched ones of the model
+        self._parts: dict[Module, str] = {}  # what `_parts_of` finds in the model
         self._noted: dict[tuple[str, str], Piece] = {}
         self._called: set[Module] = set()
         self._launched_before = 0
@@ -68,18 +69,19 @@ class LaunchCount(Counter):
         were called, in the order of their calls; then those that were not.
         """
         pieces = list(self._noted.values())
-        for norm, path in self._norms.items():
-            if norm not in self._called:
-                pieces.append(Piece(path, watch.NORM, reason=NOT_CALLED))
+        for part, path in self._parts.items():
+            if part not in self._called:
+                what = watch.ROTARY if recipe_of(part) is None else watch.NORM
+                pieces.append(Piece(path, what, reason=NOT_CALLED))
         return tuple(pieces)
 
     def note(self, what: str, norms: tuple, x, reason: str) -> None:
         """Count a call of a piece: by a kernel if one was launched since the last call."""
-        norms = [norm for norm in norms if norm in self._norms]
+        norms = [norm for norm in norms if norm in self._parts]
         if not norms:  # of another model
             return
         self._called.update(norms)
-        path = self._norms[norms[0]]
+        path = self._parts[norms[0]]
         if len(norms) > 1:
             path = path.rpartition(".")[0]
         piece = self._noted.setdefault((path, what), Piece(path, what))
@@ -97,7 +99,7 @@ class LaunchCount(Counter):
     def __str__(self) -> str:
         kernels = [f"{count} {name}" for name, count in sorted(self.items())]
         names = ", ".join(kernels) or "none"
-        if not self._norms:
+        if not self._parts:
             return f"kernels launched: {names}"
         pieces = self.pieces
         fused = 0
@@ -121,8 +123,9 @@ def count_launches(model: Module | None = None) -> Iterator[LaunchCount]:
 
     Args:
         model: a patched model. Each norm, residual add + norm, pair of q/k norms +
-            rotary embedding, and norm + scale and shift is listed: how often a kernel
-            computed it, or the reason if none did. None: only kernels are counted.
+            rotary embedding, rotary embedding alone, and norm + scale and shift is
+            listed: how often a kernel computed it, or the reason if none did. None:
+            only kernels are counted.
 
     Yields:
         A `collections.Counter` by kernel name (``norm_forward``, ``norm_backward``,
@@ -150,23 +153,27 @@ def count_launches(model: Module | None = None) -> Iterator[LaunchCount]:
     launches = LaunchCount()
     with counting_into(launches), ExitStack() as stack:
         if model is not None:
-            launches._norms = _patched_norms(model)
+            launches._parts = _parts_of(model)
             watch.watchers.append(launches.note)
             stack.callback(watch.watchers.remove, launches.note)
         yield launches
 
 
-def _patched_norms(model: Module) -> dict[Module, str]:
-    """The patched norms of a model, and their paths."""
+def _parts_of(model: Module) -> dict[Module, str]:
+    """The patched norms of a model, its modules that rotate without norms, and their
+    paths.
+    """
     check_module("count_launches", model)
-    norms = {}
+    parts = {}
     for path, module in model.named_modules():
-        if recipe_of(module) is not None:
-            norms[module] = path
-    if not norms:
+        layer = layer_part(type(module))
+        rotates = layer is not None and layer._hf_rmsnorm_fusion.rotates_alone
+        if rotates or recipe_of(module) is not None:
+            parts[module] = path
+    if not parts:
         what = f"no norm of this {type(model).__name__} is patched"
         raise ValueError(f"{what}: call patch_model(model) first")
-    return norms
+    return parts
 
 
 def _why_not_launched(norms: list[Module], x) -> str:
@@ -175,6 +182,8 @@ def _why_not_launched(norms: list[Module], x) -> str:
         return "use_backend('reference') is in force"
     norm = norms[0]
     recipe = recipe_of(norm)
+    if recipe is None:  # of a rotary embedding
+        return UNKNOWN
     changed = why_not_run(norm, recipe)
     if changed is not None:
         return changed[0]

@@ -23,8 +23,9 @@ LAYER_NORM = aot.VARIANTS["layernorm-bf16"]
 BIASED = replace(
     LLAMA, spec=NormSpec(False, 1e-6, has_bias=True, rounding="before_weight")
 )
-NEGATIVE_ZERO = re.compile(r"mov\.b16\s+(%\w+), 0x8000;")
-ONE = re.compile(r"mov\.b16\s+(%\w+), 0x[3B]F80;")
+# of one bfloat16, or of two in one register
+NEGATIVE_ZERO = re.compile(r"mov\.b(?:16|32)\s+(%\w+), (?:0x8000|-2147450880);")
+ONE = re.compile(r"mov\.b(?:16|32)\s+(%\w+), (?:0x[3B]F80|1065369472|-1082081408);")
 FUSED = re.compile(
     r"^\s*(?:fma\.|v_(?:pk_)?(?:fma|mad|mac)\w*_b?f(?:16|32)).*$", re.MULTILINE
 )

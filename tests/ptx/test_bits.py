@@ -21,9 +21,11 @@ from tests.unit.kernels.test_kernels import (
     last_dimension_strided,
     parameters,
     rows,
+    transposed,
     unaligned,
 )
 from tests.unit.kernels.test_qk import attention
+from tests.unit.kernels.test_rotary import test_any_strides
 
 pytestmark = pytest.mark.usefixtures("driver")
 parametrize = pytest.mark.parametrize
@@ -113,15 +115,14 @@ def test_nothing_is_left_for_the_assembler_to_contract(driver):
     driver.launches = []
     test_threads_agree_on_the_sums_of_short_rows(unaligned, 24)
     test_queries_and_keys_have_the_bits_of_eager(128, unaligned, BF16)
-    texts = {}
-    for kernel, *_ in driver.launches:
-        texts[kernel.name] = kernel.text
+    test_any_strides(unaligned, transposed)
+    texts = [(kernel.name, kernel.text) for kernel, *_ in driver.launches]
     chip = driver.get_current_target().arch
-    assert {"norm_forward", "norm_backward", "qk_norm_forward"} <= texts.keys()
-    for name, text in texts.items():
+    assert {"norm_forward", "norm_backward", "qk_norm_forward"} <= dict(texts).keys()
+    for name, text in texts:
         assert f".target sm_{chip}" in text
         assert not re.search(r"\b(mul|add|sub)\.(ftz\.)?(b?f16|f32)", text), name
-        if "forward" in name:
+        if "forward" in name:  # and a rotation's backward, of the same kernel
             assert "fma." not in text
 
 
@@ -138,6 +139,6 @@ TARGETS = [
 @parametrize("target", TARGETS)
 def test_forwards_hold_no_fused_multiply_add_on_either_maker(target):
     fused = facts("contraction_probe.py", target)
-    assert len(fused) == 4
+    assert len(fused) == 6
     for contracted in fused.values():
         assert not any(contracted)

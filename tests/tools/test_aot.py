@@ -92,6 +92,7 @@ def test_every_kernel_compiles_for_every_target(kernels):
         names[kernel["target"]].add(kernel["kernel"])
     rows = {"norm_forward", "norm_backward", "reduce_partials"}
     heads = {"qk_norm_forward", "qk_norm_backward"}
+    heads |= {"rotary_forward", "rotary_backward"}
     for target in ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"):
         assert names[target] == rows | heads, target
 

@@ -17,6 +17,7 @@ _CALLED = (
     attention.norm_and_rotate_one,
     attention.norm_each,
     attention.norm_now,
+    attention.rotate_together,
     attention.waiting,
 )
 FUNCTIONS = {_PREFIX + function.__name__: function for function in _CALLED}

@@ -1,5 +1,5 @@
-"""Which modules of a model have their norms computed with what surrounds them, and why
-others have not.
+"""Which modules of a model have their norms computed with what surrounds them, or rotate
+q and k in one launch, and why others do not.
 """
 
 import ast
@@ -20,6 +20,7 @@ from ..report import FusedLayer
 from ..swap import fuse, replaced_forward
 from .calls import FUNCTIONS
 from .qk import fuse_qk
+from .rotations import fuse_rotations, may_rotate
 from .sums import fuse_sums, keep_summands
 
 NO_SUM = "no sum in its forward is followed directly by a patched norm of its own"
@@ -46,19 +47,25 @@ class Fusion:
     Args:
         norms: those that may be.
         words: the norms that are, and what they are computed with.
-        rotates: it is a rotation; else sums and modulations.
+        rotates_normed: q and k are rotated, with their norms in front.
+        rotates_alone: they are, without norms.
         unrounded: other sums keep their summands, for norms that read them unrounded.
     """
 
     norms: Norms
     words: str
-    rotates: bool = False
+    rotates_normed: bool = False
+    rotates_alone: bool = False
     unrounded: bool = False
+
+    @property
+    def rotates(self) -> bool:
+        return self.rotates_normed or self.rotates_alone
 
     @property
     def keeps_bits(self) -> bool:
         """Whether the fusion changes no bit of what the module returns."""
-        return not (self.rotates or self.unrounded)
+        return not (self.rotates_normed or self.unrounded)
 
     def rewrite(self, base: type) -> Callable:
         """The forward of a class with this fusion."""
@@ -67,6 +74,7 @@ class Fusion:
             simple, of_rows, of_heads = self.norms
             if self.rotates:
                 fuse_qk(definition, base, itself, of_heads)
+                fuse_rotations(definition, base, itself)
             else:
                 fuse_sums(definition, base, itself, simple, of_rows)
             if self.unrounded:
@@ -96,10 +104,13 @@ def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
         pieces.append("+ what reads it")
     if pieces:
         return Fusion(norms, _in_words(pieces, is_modulated), unrounded=keeps)
-    pieces = fuse_qk(definition, cls, itself, norms.of_heads)
+    normed = fuse_qk(definition, cls, itself, norms.of_heads)
+    alone = fuse_rotations(definition, cls, itself)
+    pieces = normed + alone
     if not pieces:
         return None
-    return Fusion(norms, _in_words(pieces, True), rotates=True)
+    words = _in_words(pieces, True)
+    return Fusion(norms, words, bool(normed), bool(alone))
 
 
 def _in_words(pieces: list[str], in_one_launch: bool) -> str:
@@ -113,7 +124,7 @@ def _in_words(pieces: list[str], in_one_launch: bool) -> str:
 
 def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     """Compile the forwards of a patched model again where they show what surrounds a
-    norm; none is fused yet.
+    norm, or a rotation of q and k; none is fused yet. Nothing is, unless a norm may be.
 
     Returns:
         For each module that repeats in the model, and for its parts: what was fused, or
@@ -121,11 +132,10 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     """
     find = functools.cache(find_fusion)  # most layers of a model are alike
     modules = dict(model.named_modules())
-    unrounded = False
-    for module in modules.values():
-        recipe = fusible_recipe(module)
-        if recipe is not None and not recipe.rounds_sum:
-            unrounded = True
+    recipes = list(filter(None, map(fusible_recipe, modules.values())))
+    if not recipes:
+        return ()
+    unrounded = not all(recipe.rounds_sum for recipe in recipes)
     repeated = _repeated(model)
     records = {}
     with_sums = []
@@ -138,7 +148,7 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
         elif shared := _shared_norms(module):
             records[path] = FusedLayer(path, name, "", shared)
         elif is_layer:
-            reason = reason or _why_no_sum(path, module, with_sums)
+            reason = _why_not_fused(path, module, with_sums, reason)
             if reason:
                 records[path] = FusedLayer(path, name, "", reason)
         if path in records and not (fusion and fusion.rotates):
@@ -146,15 +156,17 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     return tuple(reversed(records.values()))
 
 
-def _why_no_sum(path: str, module: Module, with_sums: list[str]) -> str:
-    """`NO_SUM` of a layer that holds norms, and no part that is listed already."""
+def _why_not_fused(path: str, module: Module, with_sums: list[str], reason: str) -> str:
+    """The reason, or `NO_SUM`, of a layer that holds norms; "" if it holds none, or a
+    part of it is listed already.
+    """
+    _, *parts = module.modules()
+    if not any(map(fusible_recipe, parts)):
+        return ""
     for other in with_sums:
         if other.startswith(f"{path}."):
-            return ""
-    _, *parts = module.modules()
-    if any(map(fusible_recipe, parts)):
-        return NO_SUM
-    return ""
+            return reason
+    return reason or NO_SUM
 
 
 def _shared_norms(module: Module) -> str:
@@ -177,7 +189,8 @@ def _fused(
     # Not of the wrappers around a norm or a layer: FSDP's forward would gather weights,
     # on one rank before another.
     is_wrapper = _inner(module) is not module
-    if is_wrapper or not (norms.of_rows or (unrounded and is_layer)):
+    may_add = norms.of_rows or (unrounded and is_layer)
+    if is_wrapper or not (may_add or may_rotate(type(module))):
         return None, ""
     other = replaced_forward(module)
     if other is not None:

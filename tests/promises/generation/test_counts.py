@@ -115,12 +115,12 @@ def decode_step(family, layers, patch):
 
 
 LAYERS = {  # operators and launches of a decoded layer: of Hugging Face's, and patched
-    "llama": (40, 25),
-    "mistral": (40, 25),
-    "qwen2": (40, 25),
+    "llama": (40, 16),
+    "mistral": (40, 16),
+    "qwen2": (40, 16),
     "qwen3": (56, 16),
     "gemma3_text": (84, 18),
-    "olmo2": (58, 30),
+    "olmo2": (58, 19),
     "gpt2": (20, 19),
 }
 

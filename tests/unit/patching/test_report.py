@@ -55,7 +55,7 @@ def test_print_is_compact(report):
     assert "excluded by 'model.layers.3.*'" in text
     assert "residual add + post_attention_layernorm" in text
     assert "torch.compile traces the model's own code" in text
-    assert len(text.splitlines()) == 18
+    assert len(text.splitlines()) == 20
 
 
 class BatchRMSNorm(nn.BatchNorm1d):

@@ -20,7 +20,8 @@ FP32 = torch.float32
 
 IDS = tiny_models.token_ids()
 SUM = "+ post_attention_layernorm"
-PAIR = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
+ROTARY = "apply_rotary_pos_emb in one launch"
+PAIR = f"q_norm, k_norm, {ROTARY}"
 
 
 def verified(model, new_tokens=0):
@@ -42,8 +43,8 @@ def failed(checks):
 
 RIGHT = [
     ("qwen3", BF16, {SUM, PAIR}),
-    ("llama", FP32, {SUM}),
-    ("starcoder2", FP32, {SUM}),
+    ("llama", FP32, {SUM, ROTARY}),
+    ("starcoder2", FP32, {SUM, ROTARY}),
 ]
 
 

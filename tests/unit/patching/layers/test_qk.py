@@ -313,7 +313,7 @@ def test_whatever_stands_between_leaves_them_apart(cls):
     model = cls()
     check(model, 0, grad=cls not in WRITING)
     for words in fused(patch_model(model)):
-        assert "launch" not in words
+        assert words not in (BOTH, EACH)  # the rotation alone may be one launch
 
 
 BRANCHES = [

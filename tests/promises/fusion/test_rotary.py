@@ -1,0 +1,243 @@
+"""The rotary embedding of attentions that have no q/k norms: one launch with the model's
+own bits, forward and backward, and the model's own function wherever it is exchanged.
+"""
+
+import functools
+
+import peft
+import pytest
+import tiny_models
+import torch
+from fusion_models import IDS
+from transformers import StaticCache
+from transformers.models.llama import modeling_llama
+
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+from hf_rmsnorm.patching.swap import unfuse
+
+ROTARY = "rotary embedding"
+GPT_NEOX = {"rotary_pct": 0.25, "num_key_value_heads": None}
+FAMILIES = {  # and how a model rotates
+    "llama": {},  # grouped heads
+    "phi": {"partial_rotary_factor": 0.5},
+    "stablelm": {"partial_rotary_factor": 0.25},
+    "gpt_neox": GPT_NEOX,
+    "phi3": {"partial_rotary_factor": 0.5},
+    "olmo2": {},  # a norm over all heads, float32 tables
+}
+
+
+def both(family="llama", dtype=torch.bfloat16, **config):
+    """The same patched model with its rotations in one launch, and by its own code."""
+    models = []
+    for _ in range(2):
+        model = tiny_models.build(family, dtype, **FAMILIES[family], **config)
+        patch_model(model)
+        models.append(model)
+    for module in models[1].modules():
+        if type(module).__name__.endswith("Attention"):
+            unfuse(module)
+    return models
+
+
+def outcome(model, ids=IDS):
+    """The logits and all gradients."""
+    model.zero_grad()
+    logits = model(ids, use_cache=False).logits
+    logits.float().square().mean().backward()
+    gradients = tiny_models.gradients(model)
+    assert gradients
+    return [logits.detach(), *gradients.values()]
+
+
+def assert_same(compute, models, launches=("rotary_forward", "rotary_backward")):
+    """The same bits, and at least these launches of one model and none of the other."""
+    results = []
+    counts = []
+    for model in models:
+        with use_backend("triton"), count_launches() as counted:
+            results.append(compute(model))
+        counts.append(counted)
+    assert all(map(torch.equal, *results))
+    fused, apart = counts
+    for name in ("rotary_forward", "rotary_backward"):
+        assert bool(fused[name]) == (name in launches)
+        assert not apart[name]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_have_the_bits_of_the_models_own_rotation(family):
+    assert_same(outcome, both(family))
+
+
+def generated(model, **options):
+    with torch.no_grad():
+        tokens = model.generate(
+            IDS[:, :4], max_new_tokens=3, do_sample=False, **options
+        )
+    return [tokens]
+
+
+def padded(model):
+    mask = torch.ones_like(IDS[:, :4])
+    mask[0, :2] = 0
+    return generated(model, attention_mask=mask)
+
+
+def in_a_static_cache(model):
+    with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        first = model(IDS[:, :4], past_key_values=cache).logits
+        return [first, model(IDS[:, 4:5], past_key_values=cache).logits]
+
+
+@pytest.mark.parametrize("how", [generated, padded, in_a_static_cache])
+def test_generation(how):
+    assert_same(how, both(), ["rotary_forward"])
+
+
+def checkpointed(model):
+    model.train()
+    model.gradient_checkpointing_enable()
+    return outcome(model)
+
+
+def under_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return outcome(model.float())
+
+
+def offloaded(model):
+    with torch.autograd.graph.save_on_cpu():
+        return outcome(model)
+
+
+def with_lora(model):
+    config = peft.LoraConfig(target_modules=["q_proj", "k_proj"], r=2)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config)
+    return outcome(model)
+
+
+def deterministic(model):
+    torch.use_deterministic_algorithms(True)
+    try:
+        return outcome(model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "how", [checkpointed, under_autocast, offloaded, with_lora, deterministic]
+)
+def test_training(how):
+    assert_same(how, both())
+
+
+def compiled(model):
+    return [torch.compile(model, backend="eager")(IDS[:, :3]).logits.detach()]
+
+
+def of_a_batch_mapped(model):
+    embeddings = model.get_input_embeddings()(IDS[:, :3]).detach()
+
+    def logits(x):
+        return model(inputs_embeds=x, use_cache=False).logits
+
+    return [torch.func.vmap(logits)(torch.stack((embeddings, 2 * embeddings)))]
+
+
+@pytest.mark.parametrize("how", [compiled, of_a_batch_mapped])
+def test_what_sees_operators_sees_the_models_own(how):
+    assert_same(how, both(dtype=torch.float32), [])
+
+
+def pieces_of(model, ids=IDS):
+    with torch.no_grad(), use_backend("triton"), count_launches(model) as launches:
+        logits = model(ids, use_cache=False).logits
+    return logits, [p for p in launches.pieces if p.what == ROTARY]
+
+
+own = modeling_llama.apply_rotary_pos_emb
+
+
+@functools.wraps(own)
+def wrapped(*args, **kwargs):
+    return own(*args, **kwargs)
+
+
+def reversed_rotation(q, k, cos, sin, unsqueeze_dim=1):
+    return own(q, k, cos, -sin, unsqueeze_dim)
+
+
+@pytest.mark.parametrize("other", [wrapped, reversed_rotation])
+def test_a_function_that_takes_its_place_is_called(other, monkeypatch):
+    models = both()
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
+    logits, pieces = pieces_of(models[0])
+    expected, none = pieces_of(models[1])
+    assert torch.equal(logits, expected)
+    assert not none
+    for piece in pieces:
+        assert (piece.launched, piece.missed) == (0, 1)
+        assert "it was exchanged" in piece.reason
+
+
+def cast_k(module, args, output):
+    return output.float()
+
+
+def other_tables(change):
+    def hook(module, args, output):
+        return tuple(map(change, output))
+
+    return hook
+
+
+BAD = [
+    ("k_proj", cast_k, "dtypes differ: torch.bfloat16 and torch.float32"),
+    ("rotary_emb", other_tables(torch.Tensor.double), "a tensor is torch.float64"),
+    ("rotary_emb", other_tables(lambda t: t[:, :1]), "cos and sin, (1, 1, 16)"),
+    ("rotary_emb", other_tables(lambda t: t[:, None]), "do not fit q, (2, 4, 12, 16)"),
+]
+
+
+@pytest.mark.parametrize("child, hook, reason", BAD)
+def test_what_no_launch_serves_runs_the_models_own_function(child, hook, reason):
+    results = []
+    for model in both():
+        for path, module in model.named_modules():
+            if path.endswith(child):
+                module.register_forward_hook(hook)
+        try:
+            logits, pieces = pieces_of(model)
+        except RuntimeError as error:  # as the model's own function raises
+            logits, pieces = str(error), []
+        results.append(logits)
+        for piece in pieces:
+            assert piece.missed and reason in piece.reason
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+    else:
+        assert torch.equal(*results)
+
+
+def test_it_is_counted_and_undone():
+    model = tiny_models.build("llama")
+    before = tiny_models.types(model)
+    report = patch_model(model)
+    assert "LlamaAttention: apply_rotary_pos_emb in one launch" in str(report)
+    _, pieces = pieces_of(model)
+    assert [p.path for p in pieces] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
+    for piece in pieces:
+        assert (piece.launched, piece.missed) == (1, 0)
+    with count_launches(model) as launches:
+        pass
+    reasons = [p.reason for p in launches.pieces if p.what == ROTARY]
+    assert len(reasons) == 2 and "not called from Python" in reasons[0]
+    unpatch_model(model)
+    assert tiny_models.types(model) == before
+    assert patch_model(model, fuse_residual=False).layers == ()
