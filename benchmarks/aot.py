@@ -284,7 +284,7 @@ def run_heads(variant: Variant, head_dim: int, tensor) -> None:
     backward.launch(operands)
     for back in (False, True):  # and the rotary embedding alone
         operands = dq if back else q, dk if back else k, *tables
-        rotary = launch_qk.Rotary(operands, (q, k), variant.aligned, "", back)
+        rotary = launch_qk.Rotary(operands, (q, k), variant.aligned, back=back)
         rotary.launch(operands)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -234,3 +234,40 @@ def _axes(spec: NormSpec) -> frozenset[str]:
             name = f"{name}={value}"
         axes.add(name)
     return frozenset(axes)
+
+
+class Rotation(NamedTuple):
+    """How a rotary embedding turns the columns of q and k, and where it rounds.
+
+    Args:
+        once: it is computed in float32, and its result is rounded to the dtype of q;
+            else every operator rounds.
+        joined: its result is row-major, as of a concatenation, also where all columns
+            turn.
+        reads_pairs: columns 2i and 2i + 1 turn with each other; else i and i + half.
+        writes_pairs: the same of the results.
+        tables: the columns of cos and sin: ``"all"`` where each column of q has its
+            own; ``"first"`` where the pair i reads column i, of as many columns as
+            turn; ``"half"`` where it does, and there are half as many.
+        transposed: q and k are (batch, length, heads, head_dim), not (batch, heads,
+            length, head_dim).
+    """
+
+    once: bool = False
+    joined: bool = False
+    reads_pairs: bool = False
+    writes_pairs: bool = False
+    tables: Literal["all", "first", "half"] = "all"
+    transposed: bool = False
+
+    @property
+    def turns_halves(self) -> bool:
+        """Whether it turns halves by tables of all columns, as the norms' kernels do."""
+        return not (self.reads_pairs or self.writes_pairs) and self.tables == "all"
+
+    def columns(self, of_tables: int) -> int:
+        """How many columns turn by tables of so many."""
+        return 2 * of_tables if self.tables == "half" else of_tables
+
+
+HALVES = Rotation()

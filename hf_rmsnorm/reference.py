@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formula import NormSpec, OptionalTensor, compute_dtype
+from .formula import HALVES, NormSpec, OptionalTensor, Rotation, compute_dtype
 
 
 def reference_norm(
@@ -261,7 +261,7 @@ def input_of_output(
 
 
 def reference_qk_norm(
-    q, k, q_weight, k_weight, spec: NormSpec, cos, sin, way: str = ""
+    q, k, q_weight, k_weight, spec: NormSpec, cos, sin, way: Rotation = HALVES
 ) -> tuple[Tensor, Tensor]:
     """(q', k'): the heads of q and of k, normalised and then rotated, in the operators
     of Hugging Face's attentions.
@@ -278,32 +278,48 @@ def reference_qk_norm(
     return q, k
 
 
-def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: str = "") -> Tensor:
-    """`apply_rotary_pos_emb` of the Llama family (Su et al. 2021) on one tensor.
+def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: Rotation = HALVES) -> Tensor:
+    """`apply_rotary_pos_emb` (Su et al. 2021) on one tensor.
 
     Args:
-        y: (batch, heads, length, head_dim).
-        cos, sin: (batch or 1, length, columns); the columns of y behind those pass.
-        way: "" where every operator rounds; "once" where the rotation is computed in
-            float32, and its result rounded to y's dtype; "joined" where the result is
-            row-major, as of a concatenation, also if all columns rotate.
+        y: (batch, heads, length, head_dim), unless the way is transposed.
+        cos, sin: (batch or 1, length, columns); the columns of y behind those that they
+            turn pass.
     """
-    columns = cos.shape[-1]
-    if columns != y.shape[-1] or way == "joined":
-        if way == "joined":
-            way = ""
-        turned = rotated(y[..., :columns], cos, sin, way)
+    columns = way.columns(cos.shape[-1])
+    if columns != y.shape[-1] or way.joined:
+        turned = rotated(y[..., :columns], cos, sin, way._replace(joined=False))
         passing = y[..., columns:]
         return torch.cat((turned, passing), dim=-1)
-    cos = cos.unsqueeze(1)
-    sin = sin.unsqueeze(1)
-    if way != "once":
-        return y * cos + _rotate_half(y) * sin
-    wide = y.to(compute_dtype(y.dtype))
-    turned = wide * cos + _rotate_half(wide) * sin
-    return turned.to(y.dtype)
+    heads = 2 if way.transposed else 1
+    cos = _of_all_columns(cos, way).unsqueeze(heads)
+    sin = _of_all_columns(sin, way).unsqueeze(heads)
+    x = y.to(compute_dtype(y.dtype)) if way.once else y
+    left, right = _sides(x, way.reads_pairs)
+    turned = x * cos + _together(-right, left, way.reads_pairs) * sin
+    if way.writes_pairs != way.reads_pairs:
+        turned = _together(*_sides(turned, way.reads_pairs), way.writes_pairs)
+    return turned.to(y.dtype) if way.once else turned
 
 
-def _rotate_half(y):
-    left, right = y.chunk(2, dim=-1)
-    return torch.cat((-right, left), dim=-1)
+def _of_all_columns(table: Tensor, way: Rotation) -> Tensor:
+    """A table with a column for each that turns."""
+    if way.tables == "all":
+        return table
+    if way.tables == "first":
+        table, _ = table.chunk(2, dim=-1)
+    return _together(table, table, way.reads_pairs)
+
+
+def _sides(x: Tensor, pairs: bool) -> tuple[Tensor, Tensor]:
+    """The two columns of each pair that turns."""
+    if pairs:
+        return x[..., ::2], x[..., 1::2]
+    return x.chunk(2, dim=-1)
+
+
+def _together(left: Tensor, right: Tensor, pairs: bool) -> Tensor:
+    """The inverse of `_sides`."""
+    if pairs:
+        return torch.stack((left, right), dim=-1).flatten(-2)
+    return torch.cat((left, right), dim=-1)

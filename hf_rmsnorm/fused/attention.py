@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
+from ..formula import Rotation
 from ..ops.backend import why_not_rotated
 from ..ops.qk import run_qk
 from ..ops.rotary import run_rotary
@@ -24,14 +25,31 @@ from .watch import QK, ROTARY, note, watchers
 UNPROVEN = "its function is not known to rotate such q and k: it was exchanged, or gets other arguments"
 
 
+class RotaryCall(NamedTuple):
+    """How a forward calls a rotary function.
+
+    Args:
+        one: with one tensor instead of q and k, in front of cos and sin.
+        more, named: what it passes behind them, and by name: constants.
+    """
+
+    one: bool = False
+    more: tuple = ()
+    named: tuple[tuple, ...] = ()
+
+
+PAIR = RotaryCall()
+ONE = RotaryCall(True, named=(("unsqueeze_dim", 2),))
+
+
 class RotaryProof(NamedTuple):
     """What running a rotary function has shown.
 
     Args:
         code, defaults: those that were run.
-        ways: in which way of `reference.rotated` it rotates; None if in none of them.
-            The key has three answers: it takes one tensor instead of q and k; fewer
-            columns rotate than there are; the tables have another dtype.
+        ways: in which way it rotates; None if in none that is known. The key is a
+            `RotaryCall`, and two answers: fewer columns rotate than there are; the
+            tables have another dtype.
     """
 
     code: CodeType
@@ -45,7 +63,7 @@ class RotaryProof(NamedTuple):
 rotary_proofs = weakref.WeakKeyDictionary()
 
 
-def _proven_way(rotate: Callable, one: bool, q, dtype, cos) -> str | None:
+def _proven_way(rotate: Callable, called: RotaryCall, q, dtype, cos) -> Rotation | None:
     """In which way a function rotates q, once this has a dtype; None if in none that is
     known.
     """
@@ -55,7 +73,7 @@ def _proven_way(rotate: Callable, one: bool, q, dtype, cos) -> str | None:
     if proof is None or not proof.still_holds(rotate):
         return None
     in_part = cos.shape[-1] != q.shape[-1]
-    return proof.ways.get((one, in_part, dtype != cos.dtype))
+    return proof.ways.get((called, in_part, dtype != cos.dtype))
 
 
 class Waiting(NamedTuple):
@@ -95,7 +113,7 @@ def norm_and_rotate(
     """
     if norms is None:
         return rotate(q, k, cos, sin)
-    rotated = _in_one_launch(norms, rotate, False, q, k, cos, sin)
+    rotated = _in_one_launch(norms, rotate, PAIR, q, k, cos, sin)
     if watchers:
         note(QK, norms.norms, q)
     if rotated is not None:
@@ -115,7 +133,7 @@ def norm_and_rotate_one(
     if type(x) is Tensor and x.dim() == 4:
         q = x.transpose(1, 2)
         no_heads = q.detach()[:, :0]
-        rotated = _in_one_launch(norms, rotate, True, q, no_heads, cos, sin)
+        rotated = _in_one_launch(norms, rotate, ONE, q, no_heads, cos, sin)
     if watchers:
         note(QK, norms.norms, x)
     if rotated is not None:
@@ -124,26 +142,30 @@ def norm_and_rotate_one(
     return rotate(normed, cos, sin, unsqueeze_dim=2)
 
 
-def rotate_together(module: Module, rotate: Callable, q, k, cos, sin) -> tuple:
-    """``rotate(q, k, cos, sin)``, in one launch where that gives the same bits.
+def rotate_together(
+    module: Module, rotate: Callable, q, k, cos, sin, *more, **named
+) -> tuple:
+    """``rotate(q, k, cos, sin, *more, **named)``, in one launch where that gives the
+    same bits.
 
     Args:
         module: whose forward rotates them.
     """
     way = None
     if type(q) is type(k) is type(cos) is type(sin) is Tensor:
-        way = _proven_way(rotate, False, q, q.dtype, cos)
+        called = RotaryCall(False, more, tuple(named.items()))
+        way = _proven_way(rotate, called, q, q.dtype, cos)
     rotated = None
     if way is not None:
         rotated = run_rotary((q, k, cos, sin), way)
     if watchers:
         reason = UNPROVEN
         if way is not None:
-            reason = why_not_rotated(q, k, cos, sin) or ""
+            reason = why_not_rotated(q, k, cos, sin, way) or ""
         note(ROTARY, (module,), q, reason)
     if rotated is not None:
         return rotated
-    return rotate(q, k, cos, sin)
+    return rotate(q, k, cos, sin, *more, **named)
 
 
 def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
@@ -162,7 +184,7 @@ def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
 
 
 def _in_one_launch(
-    norms: Waiting, rotate: Callable, one: bool, q, k, cos, sin
+    norms: Waiting, rotate: Callable, called: RotaryCall, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""
     patched, launches, q_weight, _ = norms.ahead[0]
@@ -174,8 +196,13 @@ def _in_one_launch(
         return None
     weight_dtype = None if q_weight is None else q_weight.dtype
     normed_dtype = spec.output_dtype(q.dtype, weight_dtype)
-    way = _proven_way(rotate, one, q, normed_dtype, cos)
-    if way is None:
+    way = _proven_way(rotate, called, q, normed_dtype, cos)
+    if way is None or not way.turns_halves or way.transposed != called.one:
         return None
+    if called.one:
+        # q is transposed here, and what is concatenated would lie in another order
+        if way.joined or cos.shape[-1] != q.shape[-1]:
+            return None
+        way = way._replace(transposed=False)
     operands = q, k, q_weight, k_weight, cos, sin
     return run_qk(launches, operands, way)

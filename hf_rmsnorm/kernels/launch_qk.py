@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from ..formula import NormSpec, OptionalTensor, promoted
+from ..formula import HALVES, NormSpec, OptionalTensor, Rotation, promoted
 from . import compiled, qk, qk_backward
 from .compiled import Kernel
 from .launch import sum_of_partials
@@ -57,6 +57,10 @@ def _arguments(cos: Tensor, strided: dict[str, Tensor]) -> dict:
         "R": cos.shape[-1],
         "BLOCK": config.block // 2,  # of a half of the columns
         "ROWS": config.rows,
+        "BACK": False,
+        "READ_PAIRS": False,
+        "WRITE_PAIRS": False,
+        "SHARED": False,
     }
     for name, t in strided.items():
         named[f"{name}_batch"] = _stride(t, 0)
@@ -72,66 +76,36 @@ def _stride(t: Tensor, dimension: int) -> int:
     return t.stride(dimension) if t.shape[dimension] > 1 else 0
 
 
-def _rotated_like(x: Tensor, cos: Tensor, dtype: torch.dtype, way: str) -> Tensor:
+def _rotated_like(x: Tensor, cos: Tensor, dtype: torch.dtype, way: Rotation) -> Tensor:
     """A meta tensor with the strides that eager's operators give a rotated x."""
     # `rotate_half` ends in a concatenation, and so does a rotary embedding of fewer
     # columns.
     concatenated = torch.empty(x.shape, device="meta", dtype=dtype)
-    if cos.shape[-1] != x.shape[-1] or way == "joined":
+    if cos.shape[-1] != x.shape[-1] or way.joined:
         return concatenated
     product = without_data(x) * without_data(cos).unsqueeze(1)
     return (product + concatenated).to(dtype)
 
 
-class QKForward:
-    """The forward of a formula on queries and keys with this layout; it reads none of
-    their values.
+class _Forward:
+    """Allocates results for q and k, and starts the kernel that writes them."""
 
-    Args:
-        operands: (q, k, q_weight, k_weight, cos, sin), in the order of the kernel's
-            parameters. q and k are (batch, heads, length, head_dim), columns of unit
-            stride, of one dtype; the weights (head_dim,), contiguous, of one dtype, or
-            None both; cos and sin (batch or 1, length, turned columns), of one dtype
-            and the same strides.
-        aligned: they start at multiples of 16 bytes.
-        stats: also return rstd for the backward.
-        way: how they are rotated, as in `reference.rotated`.
-
-    Raises:
-        NotImplementedError: the kernels do not compute this formula.
-    """
-
-    def __init__(
+    def _prepare(
         self,
-        spec: NormSpec,
+        kernel: Kernel,
         operands: tuple,
+        results: tuple,
+        named: dict,
         aligned: bool,
-        stats: bool = True,
-        way: str = "",
-    ):
-        require(spec, "queries and keys")
-        q, k, weight, _, cos, _ = operands
-        normed = _normed_dtype(spec, q, weight)
-        dtype = normed
-        if way != "once":
-            dtype = promoted(normed, cos.dtype)
-        yq = _rotated_like(q, cos, dtype, way)
-        yk = _rotated_like(k, cos, dtype, way)
+    ) -> None:
+        """Args: results: meta tensors with the strides and the dtypes."""
+        q, k, *_ = operands
+        yq, yk = results
         self.empty_yq = allocator(q, yq)
         self.empty_yk = allocator(k, yk)
-        head_dim = q.shape[-1]
-        self.stats = stats
-        self.way = way
-        self.blank = blank(q.device, (q.numel() + k.numel()) // head_dim)
-        named = _arguments(cos, {"q": q, "k": k, "yq": yq, "yk": yk})
-        named["eps"] = spec.eps
-        named["OFFSET"] = spec.weight_offset
-        named["ROUNDING"] = spec.rounding
-        named["ONCE"] = way == "once"
-        named["BACK"] = False
         grid = (sum(_tiles(q, k)), 1, 1)
-        num_warps = qk_config(head_dim).num_warps
-        self.start = QK_NORM_FORWARD.bind(grid, num_warps, named, q.device, aligned)
+        num_warps = qk_config(q.shape[-1]).num_warps
+        self.start = kernel.bind(grid, num_warps, named, q.device, aligned)
 
     def launch(self, operands: tuple) -> tuple:
         """(q', k', rstd): rstd is float32, one for each row of q and then of k; or
@@ -144,6 +118,51 @@ class QKForward:
         written = yq, yk, rstd
         self.start.on(operands + written)
         return written
+
+
+class QKForward(_Forward):
+    """The forward of a formula on queries and keys with this layout; it reads none of
+    their values.
+
+    Args:
+        operands: (q, k, q_weight, k_weight, cos, sin), in the order of the kernel's
+            parameters. q and k are (batch, heads, length, head_dim), columns of unit
+            stride, of one dtype; the weights (head_dim,), contiguous, of one dtype, or
+            None both; cos and sin (batch or 1, length, turned columns), of one dtype
+            and the same strides.
+        aligned: they start at multiples of 16 bytes.
+        stats: also return rstd for the backward.
+        way: how they are rotated: halves, not transposed.
+
+    Raises:
+        NotImplementedError: the kernels do not compute this formula.
+    """
+
+    def __init__(
+        self,
+        spec: NormSpec,
+        operands: tuple,
+        aligned: bool,
+        stats: bool = True,
+        way: Rotation = HALVES,
+    ):
+        require(spec, "queries and keys")
+        q, k, weight, _, cos, _ = operands
+        normed = _normed_dtype(spec, q, weight)
+        dtype = normed
+        if not way.once:
+            dtype = promoted(normed, cos.dtype)
+        yq = _rotated_like(q, cos, dtype, way)
+        yk = _rotated_like(k, cos, dtype, way)
+        self.stats = stats
+        self.way = way
+        self.blank = blank(q.device, (q.numel() + k.numel()) // q.shape[-1])
+        named = _arguments(cos, {"q": q, "k": k, "yq": yq, "yk": yk})
+        named["eps"] = spec.eps
+        named["OFFSET"] = spec.weight_offset
+        named["ROUNDING"] = spec.rounding
+        named["ONCE"] = way.once
+        self._prepare(QK_NORM_FORWARD, operands, (yq, yk), named, aligned)
 
 
 class QKBackward:
@@ -165,7 +184,7 @@ class QKBackward:
         operands: tuple,
         aligned: bool,
         need: tuple[bool, ...],
-        way: str = "",
+        way: Rotation = HALVES,
     ):
         dq, dk, q, k, weight, _, cos, *_ = operands
         self.need = need
@@ -182,7 +201,7 @@ class QKBackward:
         named["OFFSET"] = spec.weight_offset
         named["ROUNDING"] = spec.rounding
         # Else autograd rounds each product, to the dtype that the tables promote.
-        named["ONCE"] = way == "once" and cos.dtype == _normed_dtype(spec, q, weight)
+        named["ONCE"] = way.once and cos.dtype == _normed_dtype(spec, q, weight)
         named["STAGES"] = qk_stages(itemsize, shared)
         grid = (q_parts + k_parts, 1, 1)
         num_warps = qk_config(head_dim).num_warps
@@ -227,39 +246,49 @@ def shares(tiles: tuple[int, int], programs: int) -> tuple[int, int]:
     return q_programs, programs - q_programs
 
 
-class Rotary:
+class Rotary(_Forward):
     """The rotary embedding of queries and keys with this layout, or its backward.
 
     Args:
-        operands: (q, k, cos, sin), as `QKForward` takes them; for a backward the
-            gradients of the results, cos and sin.
+        operands: (q, k, cos, sin), as `QKForward` takes them; for a backward with the
+            gradients of the results.
         results: meta tensors with the strides and the dtype of the results.
         aligned: the operands start at multiples of 16 bytes.
-        way: how they are rotated, as in `reference.rotated`.
         back: this is a backward.
+
+    Attributes:
+        inputs: meta tensors with the strides and the dtype of the gradients of q and k.
     """
 
+    stats = False
+
     def __init__(
-        self, operands: tuple, results: tuple, aligned: bool, way: str, back: bool
+        self,
+        operands: tuple,
+        results: tuple,
+        aligned: bool,
+        way: Rotation = HALVES,
+        back: bool = False,
     ):
         q, k, cos, _ = operands
-        yq, yk = results
         self.way = way
-        self.empty_yq = allocator(q, yq)
-        self.empty_yk = allocator(k, yk)
-        named = _arguments(cos, {"q": q, "k": k, "yq": yq, "yk": yk})
+        self.inputs = without_data(q), without_data(k)
+        strided = dict(zip(("q", "k", "yq", "yk"), (q, k, *results), strict=True))
+        if way.transposed:
+            strided = {name: t.transpose(1, 2) for name, t in strided.items()}
+        named = _arguments(cos, strided)
         named.update(eps=0.0, OFFSET=0.0, ROUNDING=None, BACK=back)
+        named["R"] = way.columns(cos.shape[-1])
+        named["SHARED"] = way.tables != "all"
+        sides = way.reads_pairs, way.writes_pairs
+        named["READ_PAIRS"], named["WRITE_PAIRS"] = reversed(sides) if back else sides
         # Else autograd rounds each product, to the dtype of q.
-        named["ONCE"] = way == "once" and not (back and cos.dtype != yq.dtype)
+        named["ONCE"] = way.once and not (back and cos.dtype != results[0].dtype)
         kernel = ROTARY_BACKWARD if back else ROTARY_FORWARD
-        grid = (sum(_tiles(q, k)), 1, 1)
-        num_warps = qk_config(q.shape[-1]).num_warps
-        self.start = kernel.bind(grid, num_warps, named, q.device, aligned)
+        self._prepare(kernel, operands, results, named, aligned)
 
     def launch(self, operands: tuple) -> tuple:
-        """The results for q and for k."""
+        """(q', k')."""
         q, k, cos, sin = operands
-        yq = self.empty_yq(q)
-        yk = self.empty_yk(k)
-        self.start.on((q, k, None, None, cos, sin, yq, yk, None))
+        yq, yk, _ = super().launch((q, k, None, None, cos, sin))
         return yq, yk

@@ -91,6 +91,15 @@ def halves(place, BLOCK, N, R):
 
 
 @triton.jit
+def paired(place, low, high, R, PAIRS):
+    """The columns of `halves`; PAIRS: of those that rotate, 2i and 2i + 1 are a pair."""
+    if PAIRS:
+        low = tl.where(place < R // 2, 2 * place, low)
+        high = tl.where(place < R // 2, 2 * place + 1, high)
+    return low, high
+
+
+@triton.jit
 def load_halves(at, low, high, low_mask, high_mask):
     """Both halves of rows in float32."""
     return load32(at + low, low_mask, False), load32(at + high, high_mask, False)
@@ -167,6 +176,9 @@ def rows_forward(
     ROUNDING,
     ONCE,
     BACK,
+    READ_PAIRS,
+    WRITE_PAIRS,
+    SHARED,
 ):
     """One tile of ROWS rows of one side; of_x, of_y and of_tables are strides of batch,
     position and head.
@@ -175,6 +187,8 @@ def rows_forward(
     # trip through shared memory.
     cols = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
     low, high, low_cols, high_cols = halves(cols, BLOCK, N, R)
+    to_low, to_high = paired(cols, low, high, R, WRITE_PAIRS)
+    low, high = paired(cols, low, high, R, READ_PAIRS)
     rows, row_mask, low_mask, high_mask, place = rows_of(
         tile, rows_total, length, heads, low_cols, high_cols, ROWS
     )
@@ -189,12 +203,15 @@ def rows_forward(
         y = normed(y * rstd[:, None], X, W, low, low_cols, DENSE, OFFSET, ROUNDING)
         z = normed(z * rstd[:, None], X, W, high, high_cols, DENSE, OFFSET, ROUNDING)
     at = offsets(place, of_tables, UNIT)
+    if SHARED:
+        low = cols
+        high = cols
     y, z = rotated(
         y, z, COS, SIN, at, low, high, cols < R // 2, low_mask, Y, N, R, BACK, ONCE
     )
     y_at = Y + offsets(place, of_y, UNIT)
-    store(y_at + low, y, low_mask, False)
-    store(y_at + high, z, high_mask, False)
+    store(y_at + to_low, y, low_mask, False)
+    store(y_at + to_high, z, high_mask, False)
 
 
 @triton.jit
@@ -236,6 +253,9 @@ def qk_norm_forward(
     ROUNDING: tl.constexpr,
     ONCE: tl.constexpr,
     BACK: tl.constexpr,
+    READ_PAIRS: tl.constexpr,
+    WRITE_PAIRS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """One program normalises and rotates a tile of ROWS rows of q or of k.
 
@@ -243,7 +263,8 @@ def qk_norm_forward(
         Q, K: (batch, heads, length, N), columns of unit stride, addressed by *_batch,
             *_position and *_head.
         WQ, WK: (N,), or None both.
-        COS, SIN: (batch or 1, length, R): the first R columns rotate, as `halves` says.
+        COS, SIN: (batch or 1, length, R), less where SHARED: the first R columns
+            rotate, as `halves` says.
         YQ, YK: the results, addressed as Q and K.
         RSTD: float32, one for each row of q and then of k; None where no backward
             follows.
@@ -252,6 +273,8 @@ def qk_norm_forward(
         ROUNDING: as the formula rounds; None: no norm, the rotation alone.
         ONCE: the rotation is rounded only when it is stored; else after each operator.
         BACK: by the transposed map, which takes a gradient back; without a norm.
+        READ_PAIRS, WRITE_PAIRS: columns of Q and K, and of YQ and YK, as `paired` says.
+        SHARED: both columns of a pair read one of COS and SIN, that of its number.
     """
     q_rows = tokens * q_heads
     q_tiles = tl.cdiv(q_rows, ROWS)
@@ -261,11 +284,13 @@ def qk_norm_forward(
         rows_forward(
             Q, WQ, COS, SIN, YQ, RSTD, tile, 0, q_rows, length, q_heads,
             (q_batch, q_position, q_head), (yq_batch, yq_position, yq_head), of_tables,
-            eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE, BACK,
+            eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE, BACK, READ_PAIRS,
+            WRITE_PAIRS, SHARED,
         )  # fmt: skip
     else:
         rows_forward(
             K, WK, COS, SIN, YK, RSTD, tile - q_tiles, q_rows, tokens * k_heads, length,
             k_heads, (k_batch, k_position, k_head), (yk_batch, yk_position, yk_head),
             of_tables, eps, N, R, BLOCK, ROWS, UNIT, OFFSET, ROUNDING, ONCE, BACK,
+            READ_PAIRS, WRITE_PAIRS, SHARED,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _current_graph_task_id, _is_tracing
 from torch.compiler import assume_constant_result, is_compiling, is_exporting
 
-from ..formula import TORCH_RELEASE, NormSpec, promoted
+from ..formula import HALVES, TORCH_RELEASE, NormSpec, Rotation, promoted
 from ..kernels.failure import KernelUnavailable, failed
 from ..kernels.serves import unserved
 from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE
@@ -331,21 +331,21 @@ def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
     return _are_weights(spec, q, weights)
 
 
-def why_not_rotated(q, k, cos, sin) -> str | None:
+def why_not_rotated(q, k, cos, sin, way: Rotation = HALVES) -> str | None:
     """Why no launch rotates q and k by these tables, or None where one does."""
-    for one, other in ((q, k), (cos, sin)):
-        if one.dtype != other.dtype:
-            return f"dtypes differ: {one.dtype} and {other.dtype}"
-    for t in (q, k, cos, sin):
-        if t.device != q.device:
-            return f"q is on {q.device}, and k, cos or sin on {t.device}"
-        if t.dtype not in KERNEL_DTYPES:
-            return f"a tensor is {t.dtype}; the kernels serve float32, float16 and bfloat16"
-    if not _are_heads(q, k):
-        return f"q and k, {tuple(q.shape)} and {tuple(k.shape)}, are no rows of heads"
-    if not _are_tables(q, cos, sin):
-        shapes = f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-        return f"cos and sin, {shapes}, do not fit q, {tuple(q.shape)}"
+    tensors = q, k, cos, sin
+    dtypes = [t.dtype for t in tensors]
+    if dtypes[0] != dtypes[1] or dtypes[2] != dtypes[3]:
+        return f"q, k, cos and sin are {dtypes}"
+    for t in tensors:
+        if t.device != q.device or t.dtype not in KERNEL_DTYPES:
+            return f"one of q, k, cos and sin is {t.dtype} on {t.device}"
+    shapes = [tuple(t.shape) for t in tensors]
+    if way.transposed and q.dim() == k.dim() == 4:
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+    if not (_are_heads(q, k) and _are_tables(q, cos, sin, way)):
+        return f"no kernel serves q, k, cos and sin in these layouts, {shapes}"
     return device_refusal(q.device.type, q.device.index)
 
 
@@ -378,7 +378,7 @@ def _are_heads(q, k) -> bool:
     return head_dim <= MAX_HEAD_DIM and 0 < rows <= MAX_ROWS
 
 
-def _are_tables(q, cos, sin) -> bool:
+def _are_tables(q, cos, sin, way: Rotation) -> bool:
     """Whether cos and sin are (batch or 1, length, columns) in one layout."""
     if cos.shape != sin.shape:
         return False
@@ -388,6 +388,9 @@ def _are_tables(q, cos, sin) -> bool:
         return False
     batch, _, length, head_dim = q.shape
     tables, positions, columns = cos.shape
+    columns = way.columns(columns)
+    if way.tables == "half" and columns != head_dim:
+        return False
     if positions != length or tables not in (1, batch):
         return False
     return columns % 2 == 0 and 2 <= columns <= head_dim

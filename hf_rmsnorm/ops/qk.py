@@ -7,6 +7,7 @@ from operator import is_
 import torch
 from torch import is_grad_enabled
 
+from ..formula import HALVES, Rotation
 from ..reference import reference_qk_norm
 from .backend import serves_qk
 from .direct import any_requires_grad, row_major, starts_kernels
@@ -40,7 +41,7 @@ class _QKFunction(torch.autograd.Function):
         return None, *grads, None, None
 
 
-def _by_formula(launches: Launches, saved: tuple, gradients: tuple, need, way: str):
+def _by_formula(launches: Launches, saved: tuple, gradients: tuple, need, way):
     q, k, *weights, cos, sin, _ = saved
 
     def formula(*operands):
@@ -88,7 +89,7 @@ def _as_read(operands: tuple) -> tuple:
     return *rows, q_weight, k_weight, cos, sin, rstd
 
 
-def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
+def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple | None:
     """The heads of q and k, normalised and rotated in one launch.
 
     None where no kernel serves such tensors, or where something has to see the
@@ -99,7 +100,7 @@ def run_qk(launches: Launches, operands: tuple, way: str = "") -> tuple | None:
     Args:
         operands: q, k, their weights, cos and sin, as `reference.reference_qk_norm`
             takes them.
-        way: how they are rotated, as in `reference.rotated`.
+        way: how they are rotated: halves, as `Rotation.turns_halves` says.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give,

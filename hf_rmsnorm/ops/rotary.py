@@ -5,7 +5,8 @@ of it.
 import torch
 from torch import is_grad_enabled
 
-from ..kernels.rows import strided_without_data, without_data
+from ..formula import Rotation
+from ..kernels.rows import strided_without_data
 from ..reference import rotated
 from .backend import why_not_rotated
 from .direct import any_requires_grad, starts_kernels
@@ -22,42 +23,39 @@ class _RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, q, k, cos, sin):
-        _, launch = call
+        _, ctx.launch = call
         ctx.save_for_backward(cos, sin)
-        strides = without_data(q).stride(), without_data(k).stride()
-        ctx.kept = launch.way, q.dtype, strides
-        return launch.launch((q, k, cos, sin))
+        return ctx.launch.launch((q, k, cos, sin))
 
     @staticmethod
     def backward(ctx, dq, dk):
         operands = dq, dk, *ctx.saved_tensors
         grads = None
         if not needs_operators():
-            kind = "rotary, backward", *ctx.kept
-            grads = by_kernel(_launches, kind, operands, _make_backward)
+            grads = by_kernel(_launches, (ctx.launch,), operands, _make_backward)
         if grads is None:
-            way, dtype, *_ = ctx.kept
-            grads = _by_formula(operands, way, dtype)
+            grads = _by_formula(ctx.launch, operands)
         return None, *grads, None, None
 
 
-def _by_formula(operands: tuple, way: str, dtype: torch.dtype) -> list:
+def _by_formula(launch, operands: tuple) -> list:
     *gradients, cos, sin = operands
 
     def formula(*tensors):
-        return [rotated(x, cos, sin, way) for x in tensors]
+        return [rotated(x, cos, sin, launch.way) for x in tensors]
 
     # at any q and k: it is linear
-    inputs = [torch.zeros_like(dy, dtype=dtype, requires_grad=True) for dy in gradients]
+    inputs = []
+    for dy, x in zip(gradients, launch.inputs, strict=True):
+        inputs.append(torch.zeros_like(dy, dtype=x.dtype, requires_grad=True))
     return gradients_of_all(formula, inputs, gradients, (True, True))
 
 
-def run_rotary(operands: tuple, way: str) -> tuple | None:
+def run_rotary(operands: tuple, way: Rotation) -> tuple | None:
     """The heads of q and k, rotated in one launch; None as of `run_qk`.
 
     Args:
-        operands: q, k, cos and sin, as `run_qk` takes them.
-        way: how they are rotated, as in `reference.rotated`.
+        operands: q, k, cos and sin, as `reference.rotated` takes them.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give,
@@ -67,29 +65,24 @@ def run_rotary(operands: tuple, way: str) -> tuple | None:
         return None
     apply = None
     if is_grad_enabled() and any_requires_grad(operands):
-        *_, cos, sin = operands
-        if any_requires_grad((cos, sin)):
+        if any_requires_grad(operands[2:]):
             return None
         apply = _RotaryFunction.apply
-    kind = "rotary", way
-    return by_kernel(_launches, kind, operands, _make_forward, apply)
+    return by_kernel(_launches, (way,), operands, _make_forward, apply)
 
 
 def _make_forward(launches: KeptLaunches, kind: tuple, operands: tuple, aligned: bool):
-    _, way = kind
-    if why_not_rotated(*operands) is not None:
+    (way,) = kind
+    if why_not_rotated(*operands, way) is not None:
         return None
     q, k, cos, sin = map(strided_without_data, operands)
     results = rotated(q, cos, sin, way), rotated(k, cos, sin, way)
-    return kernels().Rotary(operands, results, aligned, way, False)
+    return kernels().Rotary(operands, results, aligned, way)
 
 
 def _make_backward(launches: KeptLaunches, kind: tuple, operands: tuple, aligned: bool):
-    _, way, dtype, strides = kind
-    if why_not_rotated(*operands) is not None:
+    (forward,) = kind
+    way = forward.way
+    if why_not_rotated(*operands, way) is not None:
         return None
-    results = []
-    for dy, steps in zip(operands, strides, strict=False):
-        dx = torch.empty_strided(dy.shape, steps, dtype=dtype, device="meta")
-        results.append(dx)
-    return kernels().Rotary(operands, tuple(results), aligned, way, True)
+    return kernels().Rotary(operands, forward.inputs, aligned, way, back=True)

@@ -4,6 +4,10 @@ same bits, less work.
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+
 import torch
 
 import hf_rmsnorm
@@ -27,7 +31,7 @@ def compare_fusion(model, arguments: dict, same_bits) -> dict:
         with norms alone, and fused. ``launches``: of these the last has so many.
             ``hidden_states``: whether the model
         returns them. ``bit_equal``: of all outputs, and ``tokens_equal`` of greedy
-            ones, or why there are none.
+            ones, or why there are none. ``rotation``: as of `_rotation`.
     """
     found: dict = {"operators": [], "hidden_states": True}
     outputs, tokens = [], []
@@ -42,7 +46,11 @@ def compare_fusion(model, arguments: dict, same_bits) -> dict:
             hf_rmsnorm.patch_model(model, **options)
         with hf_rmsnorm.use_backend("triton"), torch.no_grad():
             torch.manual_seed(0)
-            with Operators() as operators, hf_rmsnorm.count_launches() as launches:
+            of_model = model if options is not None else None
+            with (
+                Operators() as operators,
+                hf_rmsnorm.count_launches(of_model) as launches,
+            ):
                 result = model(**fresh(arguments))
             found["operators"].append(operators.computing + launches.total())
             outputs.append([t.detach().clone() for t in tensors(result)])
@@ -53,6 +61,7 @@ def compare_fusion(model, arguments: dict, same_bits) -> dict:
                 except Exception as error:
                     # whatever it is that this type cannot generate from
                     found["tokens"] = f"{type(error).__name__}: {str(error)[:100]}"
+    found["rotation"] = _rotation(model, launches)
     hf_rmsnorm.unpatch_model(model)
     found["launches"] = launches.total()
     found["bit_equal"] = same_bits(outputs[1], outputs[2])
@@ -60,6 +69,26 @@ def compare_fusion(model, arguments: dict, same_bits) -> dict:
         *([t] for t in tokens)
     )
     return found
+
+
+def _rotation(model, launches) -> str:
+    """Of the rotary embeddings of a model: ``"fused"``, alone or with norms, or why one
+    is not; "" where it has none.
+    """
+    pieces = [piece for piece in launches.pieces if "rotary" in piece.what]
+    for piece in pieces:
+        if not piece.has_run:
+            return piece.reason
+    if pieces:
+        return "fused"
+    for module in model.modules():
+        code = inspect.unwrap(type(module).forward).__code__
+        for name in code.co_names:
+            if re.search("rotary_pos_emb|rotary_emb$|_rope", name) and name in vars(
+                sys.modules[type(module).__module__]
+            ):
+                return f"{name} is called or rotates in another way"
+    return ""
 
 
 def _generate(model, arguments: dict) -> torch.Tensor:

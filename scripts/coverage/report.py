@@ -41,8 +41,8 @@ def wrong(result: dict) -> list[str]:
 
 
 def fused(run: dict) -> set[str]:
-    """What of a model runs in one launch with a norm: "sums", "pairs" of q and k,
-    "modulations".
+    """What of a model runs in one launch: "sums", "pairs" of q and k norms,
+    "modulations", "rotations" alone.
     """
     words = [
         how for _, how, _ in run.get("layers", []) if not how.startswith("not fused")
@@ -53,6 +53,8 @@ def fused(run: dict) -> set[str]:
         else "sums"
         if how.startswith("+ ")
         else "pairs"
+        if "norm" in how or "ln" in how
+        else "rotations"
         for how in words
     )
     return set(kinds)

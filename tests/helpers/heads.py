@@ -4,16 +4,24 @@ and then the rotation.
 
 import torch
 
+from hf_rmsnorm.formula import HALVES, Rotation
 from hf_rmsnorm.ops import chosen_backend, fused_norm
 from hf_rmsnorm.ops.direct import under_transform
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.qk import run_qk
 from hf_rmsnorm.reference import reference_qk_norm, rotated
 
+WAYS = {
+    "": HALVES,
+    "once": Rotation(once=True),
+    "joined": Rotation(joined=True),
+}
+
 
 def fused_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, way=""):
     """(q', k')."""
     operands = q, k, q_weight, k_weight
+    way = WAYS[way]
     compiling = torch.compiler.is_compiling()
     if not compiling:
         launched = run_qk(launches_of(spec), (*operands, cos, sin), way)

@@ -47,25 +47,18 @@ class Fusion:
     Args:
         norms: those that may be.
         words: the norms that are, and what they are computed with.
-        rotates_normed: q and k are rotated, with their norms in front.
-        rotates_alone: they are, without norms.
+        rotates: it is a rotation; else sums and modulations.
+        rotates_alone: one without norms.
+        keeps_bits: the fusion changes no bit of what the module returns.
         unrounded: other sums keep their summands, for norms that read them unrounded.
     """
 
     norms: Norms
     words: str
-    rotates_normed: bool = False
+    rotates: bool = False
     rotates_alone: bool = False
+    keeps_bits: bool = True
     unrounded: bool = False
-
-    @property
-    def rotates(self) -> bool:
-        return self.rotates_normed or self.rotates_alone
-
-    @property
-    def keeps_bits(self) -> bool:
-        """Whether the fusion changes no bit of what the module returns."""
-        return not (self.rotates_normed or self.unrounded)
 
     def rewrite(self, base: type) -> Callable:
         """The forward of a class with this fusion."""
@@ -103,14 +96,15 @@ def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
     if keeps:
         pieces.append("+ what reads it")
     if pieces:
-        return Fusion(norms, _in_words(pieces, is_modulated), unrounded=keeps)
+        words = _in_words(pieces, is_modulated)
+        return Fusion(norms, words, keeps_bits=not keeps, unrounded=keeps)
     normed = fuse_qk(definition, cls, itself, norms.of_heads)
     alone = fuse_rotations(definition, cls, itself)
     pieces = normed + alone
     if not pieces:
         return None
     words = _in_words(pieces, True)
-    return Fusion(norms, words, bool(normed), bool(alone))
+    return Fusion(norms, words, True, bool(alone), keeps_bits=not normed)
 
 
 def _in_words(pieces: list[str], in_one_launch: bool) -> str:

@@ -36,6 +36,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...fused.attention import (
+    ONE,
+    PAIR,
     norm_and_rotate,
     norm_and_rotate_one,
     norm_each,
@@ -80,7 +82,7 @@ def fuse_qk(
     if is_pair and len(rotations) > 1:
         return []
     rotary = inspect.unwrap(cls.forward).__globals__.get(name)
-    if not is_rotary(rotary, one=not is_pair):
+    if not is_rotary(rotary, PAIR if is_pair else ONE):
         return []
     pieces = []
     for rotation in rotations:

@@ -9,20 +9,31 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ...fused.attention import RotaryProof, rotary_proofs
+from ...formula import Rotation
+from ...fused.attention import PAIR, RotaryCall, RotaryProof, rotary_proofs
 from ...reference import rotated
 
-WAYS = "", "once", "joined"  # of `reference.rotated`
+_COLUMNS = (  # of `Rotation`: reads_pairs, writes_pairs, tables
+    (False, False, "all"),
+    (False, False, "half"),
+    (True, True, "all"),
+    (True, True, "first"),
+    (True, False, "first"),
+)
+_ROUNDINGS = (False, False), (True, False), (False, True)  # once, joined
+WAYS = [
+    Rotation(*rounding, *columns, transposed)
+    for transposed in (False, True)
+    for columns in _COLUMNS
+    for rounding in _ROUNDINGS
+]
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 _SIZES = (5, 8), (7, 64)  # length and head_dim
 
 
-def is_rotary(function: Callable | None, one: bool = False) -> bool:
-    """Whether a function rotates as `reference.rotated` does in one of `WAYS`, to the
-    bit; the function is run to see.
-
-    Args:
-        one: the function takes one tensor, and ``unsqueeze_dim=2``; else q and k.
+def is_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
+    """Whether a function that is called so rotates as `reference.rotated` does in one of
+    `WAYS`, to the bit; the function is run to see.
     """
     if type(function) is not types.FunctionType:
         return False
@@ -33,7 +44,7 @@ def is_rotary(function: Callable | None, one: bool = False) -> bool:
         proof = RotaryProof(function.__code__, function.__defaults__, {})
         rotary_proofs[function] = proof
     for in_part, dtypes_differ in itertools.product((False, True), repeat=2):
-        case = one, in_part, dtypes_differ
+        case = called, in_part, dtypes_differ
         if case in proof.ways:
             continue
         proof.ways[case] = None
@@ -41,18 +52,22 @@ def is_rotary(function: Callable | None, one: bool = False) -> bool:
             if _rotates(function, way, *case):
                 proof.ways[case] = way
                 break
-    whole = proof.ways[one, False, False]
-    part = proof.ways[one, True, False]
+    whole = proof.ways[called, False, False]
+    part = proof.ways[called, True, False]
     return whole is not None or part is not None
 
 
 def _rotates(
-    function: Callable, way: str, one: bool, in_part: bool, dtypes_differ: bool
+    function: Callable,
+    way: Rotation,
+    called: RotaryCall,
+    in_part: bool,
+    dtypes_differ: bool,
 ) -> bool:
     """Whether a function rotates heads of two sizes in this way, with their gradients.
 
     Args:
-        in_part: fewer columns rotate than there are.
+        in_part: the tables have fewer columns than q and k.
         dtypes_differ: the tables have another dtype.
     """
     generator = torch.Generator().manual_seed(0)
@@ -72,12 +87,13 @@ def _rotates(
         inputs = []
         for heads in (3, 2):
             x = random(2, length, heads, head_dim, dtype=dtype)
-            inputs.append(x.transpose(1, 2).requires_grad_())
+            x = x if way.transposed else x.transpose(1, 2)
+            inputs.append(x.requires_grad_())
         try:
             with torch.enable_grad():
-                results = _results(function, one, inputs, cos, sin)
+                results = _results(function, called, inputs, cos, sin)
                 for x, y in zip(inputs, results, strict=True):
-                    expected = rotated(x, cos, sin, way=way)
+                    expected = rotated(x, cos, sin, way)
                     if not _same(x, y, expected):
                         return False
         except Exception:  # a function of something else may raise anything
@@ -85,15 +101,15 @@ def _rotates(
     return True
 
 
-def _results(function: Callable, one: bool, inputs: list, cos, sin) -> Iterable:
-    """What a function makes of q and k, (batch, heads, length, head_dim)."""
-    if not one:
-        return function(*inputs, cos, sin)
-    results = []
-    for x in inputs:
-        y = function(x.transpose(1, 2), cos, sin, unsqueeze_dim=2)
-        results.append(y.transpose(1, 2))
-    return results
+def _results(
+    function: Callable, called: RotaryCall, inputs: list, cos, sin
+) -> Iterable:
+    """What a function makes of q and k."""
+    behind = cos, sin, *called.more
+    named = dict(called.named)
+    if called.one:
+        return [function(x, *behind, **named) for x in inputs]
+    return function(*inputs, *behind, **named)
 
 
 def _same(x: Tensor, y: Tensor, expected: Tensor) -> bool:

@@ -14,23 +14,20 @@ import ast
 import inspect
 from types import FunctionType
 
-from ...fused.attention import rotate_together
+from ...fused.attention import RotaryCall, rotate_together
 from .calls import call
 from .rotary import is_rotary
 
 
 def may_rotate(cls: type) -> bool:
-    """Whether a forward names a function that could take q, k and two tables. No source
-    is read: every module of a model is asked.
+    """Whether a forward names a function beside its class. No source is read: every
+    module of a model is asked.
     """
     forward = inspect.unwrap(getattr(cls, "forward", None))
     if type(forward) is not FunctionType:
         return False
-    for name in forward.__code__.co_names:
-        function = forward.__globals__.get(name)
-        if type(function) is FunctionType and function.__code__.co_argcount >= 4:
-            return True
-    return False
+    named = map(forward.__globals__.get, forward.__code__.co_names)
+    return FunctionType in map(type, named)
 
 
 def fuse_rotations(definition: ast.FunctionDef, cls: type, itself: str) -> list[str]:
@@ -43,22 +40,28 @@ def fuse_rotations(definition: ast.FunctionDef, cls: type, itself: str) -> list[
     functions = inspect.unwrap(cls.forward).__globals__
     names = []
     for node in ast.walk(definition):
-        rotated = _rotated(node)
-        if rotated is None or not is_rotary(functions.get(rotated.func.id)):
-            continue
-        names.append(rotated.func.id)
-        operands = itself, rotated.func, *rotated.args
-        node.value = call(rotate_together, rotated, *operands)
+        match node:
+            case ast.Assign(
+                [ast.Tuple([ast.Name(q), ast.Name(k)])],
+                ast.Call(
+                    ast.Name(name), [ast.Name(of_q), ast.Name(of_k), _, _, *more]
+                ) as rotated,
+            ) if (q, k) == (of_q, of_k):
+                called = _called(more, rotated.keywords)
+                if called is None or not is_rotary(functions.get(name), called):
+                    continue
+                names.append(name)
+                operands = itself, rotated.func, *rotated.args
+                node.value = call(rotate_together, rotated, *operands)
+                node.value.keywords = rotated.keywords
     return names
 
 
-def _rotated(node: ast.AST) -> ast.Call | None:
-    """The call in ``q, k = f(q, k, cos, sin)``."""
-    match node:
-        case ast.Assign(
-            [ast.Tuple([ast.Name(q), ast.Name(k)])],
-            ast.Call(ast.Name(), [ast.Name(of_q), ast.Name(of_k), *tables], []) as made,
-        ) if (q, k) == (of_q, of_k) and len(tables) == 2:
-            if not any(isinstance(table, ast.Starred) for table in tables):
-                return made
-    return None
+def _called(more: list[ast.expr], keywords: list[ast.keyword]) -> RotaryCall | None:
+    """The constants that a rotary function gets besides; None if they are none."""
+    try:
+        values = tuple(map(ast.literal_eval, more))
+        named = [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in keywords]
+        return RotaryCall(False, values, tuple(named))
+    except ValueError:
+        return None

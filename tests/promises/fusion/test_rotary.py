@@ -24,6 +24,10 @@ FAMILIES = {  # and how a model rotates
     "gpt_neox": GPT_NEOX,
     "phi3": {"partial_rotary_factor": 0.5},
     "olmo2": {},  # a norm over all heads, float32 tables
+    "glm": {"partial_rotary_factor": 0.5},  # pairs
+    "cohere": {},
+    "helium": {},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},  # tables of half
 }
 
 
@@ -195,10 +199,18 @@ def other_tables(change):
 
 
 BAD = [
-    ("k_proj", cast_k, "dtypes differ: torch.bfloat16 and torch.float32"),
-    ("rotary_emb", other_tables(torch.Tensor.double), "a tensor is torch.float64"),
-    ("rotary_emb", other_tables(lambda t: t[:, :1]), "cos and sin, (1, 1, 16)"),
-    ("rotary_emb", other_tables(lambda t: t[:, None]), "do not fit q, (2, 4, 12, 16)"),
+    ("k_proj", cast_k, "q, k, cos and sin are [torch.bfloat16, torch.float32, "),
+    (
+        "rotary_emb",
+        other_tables(torch.Tensor.double),
+        "one of q, k, cos and sin is torch.float64",
+    ),
+    (
+        "rotary_emb",
+        other_tables(lambda t: t[:, :1]),
+        "in these layouts, [(2, 4, 12, 16), ",
+    ),
+    ("rotary_emb", other_tables(lambda t: t[:, None]), "(1, 1, 12, 16)]"),
 ]
 
 

@@ -3,18 +3,38 @@ bits in every dtype, forward and backward.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
+from heads import WAYS
+from tolerance import assert_as_accurate
+from transformers.models.blt.modeling_blt import apply_rotary_pos_emb as of_blt
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as of_cohere
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    apply_rotary_pos_emb_interleave as of_deepseek,
+)
+from transformers.models.ernie4_5.modeling_ernie4_5 import (
+    apply_rotary_pos_emb as of_ernie,
+)
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as of_glm
 from transformers.models.glm4_moe.modeling_glm4_moe import (
     apply_rotary_pos_emb as partial_rotary,
 )
+from transformers.models.gpt_oss.modeling_gpt_oss import (
+    apply_rotary_pos_emb as of_gpt_oss,
+)
+from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as of_helium
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.modernbert.modeling_modernbert import (
+    apply_rotary_pos_emb as of_modernbert,
+)
 from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as cast_back
 
 from benchmarks.counting import saved_bytes
 from hf_rmsnorm import count_launches, use_backend
+from hf_rmsnorm.formula import Rotation
 from hf_rmsnorm.ops.rotary import run_rotary
 from tests.unit.kernels.test_kernels import (
     BF16,
@@ -46,11 +66,11 @@ class Rotary:
     k: torch.Tensor
     tables: tuple
     function: Callable = apply_rotary_pos_emb
-    way: str = ""
+    way: str | Rotation = ""
 
     def fused(self, q, k):
         with use_backend("triton"):
-            return run_rotary((q, k, *self.tables), self.way)
+            return run_rotary((q, k, *self.tables), WAYS.get(self.way, self.way))
 
     def eager(self, q, k):
         return self.function(q, k, *self.tables)
@@ -109,6 +129,53 @@ FUNCTIONS = [
 @parametrize("function, way, columns", FUNCTIONS)
 def test_the_functions_of_hugging_face(function, way, columns, dtypes):
     check(made(dtypes=dtypes, function=function, way=way, columns=columns))
+
+
+PAIRS = Rotation(reads_pairs=True, writes_pairs=True)
+FIRST = PAIRS._replace(tables="first")
+TURNS = [
+    (of_cohere, PAIRS._replace(once=True), 64),
+    (of_blt, PAIRS, 64),
+    (of_helium, FIRST, 64),
+    (of_glm, FIRST._replace(joined=True), 64),
+    (of_glm, FIRST, 16),
+    (of_deepseek, Rotation(reads_pairs=True, tables="first"), 64),
+    (of_gpt_oss, Rotation(joined=True, tables="half"), 32),
+]
+
+
+@parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@parametrize("transposed", [False, True])
+@parametrize("function, way, columns", TURNS)
+def test_other_ways_to_turn(function, way, columns, transposed, dtype):
+    rotary = made(dtypes=(dtype, dtype), columns=columns, function=function, way=way)
+    if transposed:
+        rotary.q = rotary.q.transpose(1, 2)
+        rotary.k = rotary.k.transpose(1, 2)
+        rotary.way = way._replace(transposed=True)
+        rotary.function = partial(function, unsqueeze_dim=2)
+    check(rotary)
+
+
+CAST_TWICE = [
+    (of_ernie, FIRST._replace(once=True)),
+    (of_modernbert, Rotation(once=True)),
+]
+
+
+@parametrize("function, way", CAST_TWICE)
+def test_functions_that_cast_q_twice(function, way):
+    """Autograd rounds the gradient of each cast; the kernel rounds their sum."""
+    rotary = made(function=function, way=way)
+    q, k = rotary.q, rotary.k
+    assert_equal(rotary.fused(q, k), rotary.eager(q, k))
+    dys = [contiguous(x.shape, x.dtype, 7) for x in (q, k)]
+    ours = gradients(rotary.fused, rotary, dys)
+    theirs = gradients(rotary.eager, rotary, dys)
+    wide = replace(rotary, q=q.float(), k=k.float())
+    exact = gradients(wide.eager, wide, dys)
+    for gradient, eager, best in zip(ours, theirs, exact, strict=True):
+        assert_as_accurate(gradient, eager, best, "gradient")
 
 
 CASTING = [  # what is cast back, and what is computed in float32
