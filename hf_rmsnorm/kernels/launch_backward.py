@@ -70,7 +70,7 @@ class NormBackward:
         self.empty_dg = allocator(x, dg)
         other = gate if dh is None else dh  # one address serves both
         named = {"dy": dy, "x": x, "other": other}
-        self.in_place, flat, addressed = addresses(self.order, [dx], named)
+        self.in_place, flat, addressed = addresses(self.order, [dx], named, apart=True)
         sms, shared = compiled.device_limits(x.device.type, x.device.index)
         read = x, dy, weight, shift, other
         case = BackwardCase(
@@ -133,7 +133,9 @@ class NormBackward:
         if self.in_place:
             self.start.on(read + written)
         else:
-            start_on_copies(self.start.on, read, written, x.shape, self.order)
+            start_on_copies(
+                self.start.on, read, written, x.shape, self.order, apart=True
+            )
         if partials is not None:
             self.sum.on((partials, dweight, dbias))
         return dx, dweight, dbias, dg

@@ -25,7 +25,10 @@ class RowAddress(NamedTuple):
 
 
 def addresses(
-    order: Shape | None, outputs: list[Tensor], read: dict[str, OptionalTensor]
+    order: Shape | None,
+    outputs: list[Tensor],
+    read: dict[str, OptionalTensor],
+    apart: bool = False,
 ) -> tuple[bool, bool, dict[str, int]]:
     """(whether kernels read these tensors and write these outputs where they lie,
     whether no gaps are between the rows of all tensors, the kernels' parameters).
@@ -34,6 +37,7 @@ def addresses(
         order: in which rows are taken; None is that of the dimensions.
         outputs: meta tensors.
         read: by the names of their parameters.
+        apart: no other tensor is read by these addresses: as in `start_on_copies`.
     """
     *of_rows, size = outputs[0].shape
     one_by_one = RowAddress(math.prod(of_rows), 0, size)
@@ -43,7 +47,7 @@ def addresses(
     flat = True
     arguments = {}
     for name, address in of_operands.items():
-        if not in_place:
+        if address is None or not (in_place or apart):
             address = one_by_one
         # one row, or no tensor, has the address RowAddress()
         flat = flat and address in (RowAddress(), one_by_one)
@@ -198,16 +202,24 @@ def start_on_copies(
     outputs: tuple,
     shape: Shape,
     order: Shape | None,
+    apart: bool = False,
 ) -> None:
     """Start a kernel on copies of the tensors of this shape, whose rows lie one behind
     the other in `order`, and copy its outputs back.
+
+    Args:
+        apart: each operand has an address of its own, so that only those are copied
+            that two levels do not reach.
     """
-    tensors = *operands, *outputs
     copies = []
-    for t in tensors:
-        if t is not None and t.shape == shape:
-            t = in_order(t, order).contiguous()
-        copies.append(t)
+    for t in operands:
+        is_copied = t is not None and t.shape == shape
+        if is_copied and apart:
+            is_copied = row_address(shape, t.stride(), order) is None
+        copies.append(in_order(t, order).contiguous() if is_copied else t)
+    for t in outputs:
+        is_copied = t is not None and t.shape == shape
+        copies.append(in_order(t, order).contiguous() if is_copied else t)
     start(tuple(copies))
     written = zip(outputs, copies[len(operands) :], strict=True)
     for output, copy in written:

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.counting import Operators
+from hf_rmsnorm import rms_norm, use_backend
 from hf_rmsnorm.kernels.rows import RowAddress, addresses, memory_order, row_address
 
 COLUMNS = 3
@@ -109,3 +111,23 @@ def test_arguments_of_a_kernel(reads_in_place):
     assert flat
     assert arguments["x_len"] == 80
     assert arguments["x_inner"] == 16
+
+
+def test_a_backward_copies_the_gradient_alone_that_two_levels_do_not_reach():
+    """x is a slice of a packed projection, and its gradient lies heads first, as eager
+    attention gives it.
+    """
+    packed = torch.randn(2, 5, 7, 64)
+    x = packed[:, :, :4].requires_grad_()
+    weight = torch.randn(64, requires_grad=True)
+    dy = torch.randn(2, 4, 5, 64).transpose(1, 2)
+    gradients = []
+    copied = []
+    for gradient in (dy, dy.contiguous()):
+        with use_backend("triton"):
+            y = rms_norm(x, weight)
+            with Operators() as operators:
+                gradients.append(torch.autograd.grad(y, (x, weight), gradient))
+        copied.append(operators.counts["clone"] + operators.counts["copy_"])
+    assert copied == [1, 0]
+    assert all(map(torch.equal, *gradients))
