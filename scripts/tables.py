@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -215,6 +216,21 @@ def coverage() -> list[str]:
     return [*rows(head, cells), "", *rows("skipped | because", _skipped(document))]
 
 
+def rotations() -> list[str]:
+    """In how many causal types of Transformers rotary embeddings are fused, or why not."""
+    document = result("coverage-5.23.0.json")
+    types = defaultdict(list)
+    for record in document["mappings"]["causal"]["types"]:
+        for run in record["runs"][:1]:
+            if rotation := run.get("fusion", {}).get("rotation"):
+                types[rotation].append(f"`{record['type']}`")
+    fused = types.pop("fused")
+    cells = [("one launch, alone or with q and k norms", len(fused), "")]
+    for reason, names in sorted(types.items()):
+        cells.append((reason, len(names), ", ".join(names)))
+    return rows("rotary embedding | causal types | which", cells)
+
+
 def _skipped(document: dict) -> list[tuple[str, str]]:
     """(classes, reason), the most classes first."""
     classes: dict[str, set[str]] = {}
@@ -277,7 +293,7 @@ def minilm() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "memory": memory, "kernels": kernels, "host": host, "cpu": cpu,
-    "versions": versions, "trainers": trainers, "models": models, "coverage": coverage,
+    "versions": versions, "trainers": trainers, "models": models, "coverage": coverage, "rotations": rotations,
     "conversions": conversions, "diffusers": diffusers, "minilm": minilm,
     "regimes": regimes,
     **layer_table.TABLES,

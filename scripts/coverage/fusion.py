@@ -75,9 +75,12 @@ def _rotation(model, launches) -> str:
     """Of the rotary embeddings of a model: ``"fused"``, alone or with norms, or why one
     is not; "" where it has none.
     """
-    pieces = [piece for piece in launches.pieces if "rotary" in piece.what]
+    pieces = []
+    for piece in launches.pieces:  # some layers may have no positions
+        if "rotary" in piece.what and (piece.has_run or piece.missed):
+            pieces.append(piece)
     for piece in pieces:
-        if not piece.has_run:
+        if piece.missed:
             return piece.reason
     if pieces:
         return "fused"

@@ -25,6 +25,10 @@ def other(q, k, cos, sin, unsqueeze_dim=1):
     return turn_back(q, cos, sin, unsqueeze_dim), turn(k, cos, sin, unsqueeze_dim)
 
 
+def vision(q, k, cos, sin):
+    return turn(q, cos, sin, -2), turn(k, cos, sin, -2)
+
+
 def scaled(q, k, cos, sin, scale=1.0):
     return rotary(q * scale, k, cos, sin)
 
@@ -116,8 +120,16 @@ class OfAClosure(Attention):
         return q @ k.mT
 
 
+class OfVision(Attention):
+    def forward(self, x):
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        q, k = vision(q, k, COS, SIN)
+        return q @ k.mT
+
+
 LAUNCHED = {Alone: 1, ByName: 1, ByPosition: 1, OnACondition: 1, Twice: 2}
-APART = [TurnsOneBack, Scales, ByAVariable, OfAClosure]
+APART = [TurnsOneBack, Scales, ByAVariable, OfAClosure, OfVision]
 
 
 def run(model):
