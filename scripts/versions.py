@@ -220,7 +220,9 @@ def run_row(row: str, folder: Path) -> dict:
     return found | {"failures": failures}
 
 
-def test(python: str, environment: dict, tests: tuple[str, ...]) -> tuple[int, list[str]]:
+def test(
+    python: str, environment: dict, tests: tuple[str, ...]
+) -> tuple[int, list[str]]:
     """How many tests passed, and which failed."""
     options = ("-q", "--no-header", "--tb=line", "-p", "no:cacheprovider")
     said = subprocess.run(
@@ -257,26 +259,32 @@ def take(what: Table, doc: str) -> int:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--no-write", action="store_true")
     args = parser.parse_args()
-    kept = (
-        {}
-        if not what.results.exists()
-        else {each["row"]: each for each in json.loads(what.results.read_text())}
-    )
-    now, unavailable = {}, 0
+    kept = {}
+    if what.results.exists():
+        kept = {row["row"]: row for row in json.loads(what.results.read_text())}
+    failed = False
     for row in args.rows:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as temporary:
             try:
-                found = now[row] = what.run(row, args.folder or Path(temporary))
-                text = f"{found['passed']} passed, failed: {', '.join(found['failures']) or 'none'}"
+                found = what.run(row, args.folder or Path(temporary))
+                failures = found["failures"]
+                failed |= bool(failures)
+                text = (
+                    f"{found['passed']} passed, failed: {', '.join(failures) or 'none'}"
+                )
+                kept[row] = found
             except Unavailable as error:
-                text, unavailable = f"not run: {error}", unavailable + 1
+                failed = True
+                text = f"not run: {error}"
         print(f"{row}: {text} ({time.monotonic() - start:.0f} s)", flush=True)
+        if not args.no_write:
+            in_order = [kept[row] for row in what.rows if row in kept]
+            text = json.dumps(in_order, indent=1)
+            what.results.write_text(f"{text}\n", encoding="utf-8")
     if not args.no_write:
-        merged = [(kept | now)[row] for row in what.rows if row in kept | now]
-        what.results.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
         print("python -m scripts.tables --write puts this into the documentation")
-    return int(bool(unavailable) or any(each["failures"] for each in now.values()))
+    return int(failed)
 
 
 def main() -> int:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from hf_rmsnorm import count_launches, is_patched, use_backend
 
 RANKS = 2
-PATHS = [PYTHONPATH, os.environ.get("PYTHONPATH", "")]
 NORMS = 9  # of a tiny Qwen3
 
 
@@ -32,7 +31,7 @@ def run_ranks(work, tmp_path, monkeypatch, *args):
     # accelerate and DeepSpeed ask for them
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(20_000 + os.getpid() % 20_000))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in PATHS if path))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     # Forked, they have everything imported; a process that has used a GPU cannot be
     # forked.
     method = "fork"

@@ -9,4 +9,7 @@ HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parents[1]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = ROOT / "scripts"
-PYTHONPATH = os.pathsep.join([str(ROOT), str(HELPERS)])
+# What is asked for goes first: it may be another Triton.
+PYTHONPATH = os.pathsep.join(
+    filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(HELPERS)])
+)
