@@ -7,9 +7,9 @@ from functools import cache
 
 from torch.compiler import is_compiling
 from torch.nn import Module
-from torch.nn.modules.module import _has_any_global_hook
 
 from ..ops.direct import autocast_anywhere
+from .hooks import why_called
 from .source import CannotRewrite, guarded, wrappers
 from .subclass import derive, marked
 
@@ -41,27 +41,6 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
         return None
     launches, weight, bias = held
     return patched, launches, weight, bias
-
-
-def why_called(norm: Module) -> str:
-    """Why a norm has to be called as a module: what runs besides the forward of its
-    class; "" if nothing does.
-    """
-    if (
-        norm._forward_pre_hooks
-        or norm._forward_hooks
-        or norm._backward_hooks
-        or norm._backward_pre_hooks
-    ):
-        return "the norm has a hook, which sees what the norm is called with"
-    state = norm.__dict__
-    if "forward" in state or "_hf_hook" in state:
-        return "the norm's forward is wrapped, by accelerate for example"
-    if "parametrizations" in norm._modules:
-        return "the norm's weight is parametrized: a call computes it"
-    if _has_any_global_hook():
-        return "torch has a hook on every module"
-    return ""
 
 
 def fused_layer_class(base: type, fusion) -> type:

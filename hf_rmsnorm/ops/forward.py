@@ -110,6 +110,9 @@ def _why_not_modulated(x, weight, bias, gate, shift, factor, residual) -> str | 
     dtypes = {t.dtype for t in present(*others)} - {x.dtype}
     if dtypes:
         return f"x is {x.dtype}, and what is computed with it {dtypes.pop()}"
+    devices = {t.device for t in present(*others)} - {x.device}
+    if devices:
+        return f"x is on {x.device}, and what is computed with it on {devices.pop()}"
     if weight is not None and weight.dim() != 1:
         return "its weight is one of heads"
     if residual is not None and not (x.is_contiguous() and residual.is_contiguous()):

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..fused import watch
-from ..fused.layer import layer_part, why_called
+from ..fused.hooks import why_called
+from ..fused.layer import layer_part
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe, parameters_of
 from ..kernels.counting import counting_into
@@ -93,7 +94,7 @@ class LaunchCount(Counter):
             piece.launched += 1
         else:
             piece.missed += 1
-            piece.reason = reason or _why_not_launched(norms, x)
+            piece.reason = reason or _why_not_launched(what, norms, x)
         self._launched_before = launched
 
     def __str__(self) -> str:
@@ -176,7 +177,7 @@ def _parts_of(model: Module) -> dict[Module, str]:
     return parts
 
 
-def _why_not_launched(norms: list[Module], x) -> str:
+def _why_not_launched(what: str, norms: list[Module], x) -> str:
     """Why no kernel was launched for a piece with these patched norms, of x."""
     if chosen_backend() == "reference":
         return "use_backend('reference') is in force"
@@ -188,10 +189,10 @@ def _why_not_launched(norms: list[Module], x) -> str:
     if changed is not None:
         return changed[0]
     reason = ""
-    if isinstance(x, Tensor):
+    if what != watch.NORM:  # else it was called as a module
+        reason = next(filter(None, map(why_called, norms)), "")
+    if not reason and isinstance(x, Tensor):
         reason = _why_not_served(norm, recipe, x)
-    for norm in norms:
-        reason = reason or why_called(norm)
     return reason or recipe.notes() or UNKNOWN
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import Module
 
 from ..formula import NormSpec
+from ..fused.hooks import why_called
 from ..ops.backend import runs_on, where_norms_run
 from ..ops.settings import settings
 from ..paths import compact_paths, fitted
@@ -183,6 +184,9 @@ def _notes(entry: Entry) -> str:
     if recipe.numerics != "model":
         notes.append(f"as {SERVERS[recipe.numerics]} rounds")
     notes.append(recipe.memory_note())
+    why = why_called(entry.module)
+    if why and recipe.fuse_residual:
+        notes.append(f"computed by itself: {why}")
     if len(entry.paths) > 1:
         notes.append(f"one module at {len(entry.paths)} paths")
     notes.append(entry.note)

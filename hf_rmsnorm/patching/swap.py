@@ -7,6 +7,7 @@ import types
 
 from torch.nn import Module
 
+from ..fused.hooks import name_of
 from ..fused.layer import fused_layer_class, layer_part
 from ..fused.norm import fused_class, fused_part
 from ..fused.recipe import Recipe
@@ -34,9 +35,7 @@ def replaced_forward(module: Module) -> str | None:
     for forward in called:
         if _cells_of(types.CellType(forward), module, type(module).forward):
             return None
-    where = getattr(stored, "__module__", "?")
-    name = getattr(stored, "__qualname__", "?")
-    return f"{where}.{name}"
+    return name_of(stored)
 
 
 def why_not_run(norm: Module, recipe: Recipe) -> tuple[str, str] | None:

@@ -123,7 +123,9 @@ def tensor_parallel(rank, folder, family, order):
         assert step.ran["norm_forward"] == step.ran["norm_backward"] == count, family
         assert step.sent == plain.sent and not step.ran["sums"], family
     assert_as_accurate(step, plain, exact, family)
-    assert_generates(model, single)
+    pairs = (count - 5) // 2  # of q and k norms
+    assert_fuses_in_training(model, pairs, plain, exact)
+    assert_generates(model, single, pairs)
     assert unpatch_model(model) == count
     assert instance_forwards(model) == forwards
     assert_is_plain(model, plain)
@@ -137,13 +139,25 @@ def assert_is_plain(model, plain, **inputs):
     assert torch.equal(again.logits, plain.logits)
 
 
-def assert_generates(model, single):
-    """The tokens of one process. A sum is fused here: in training, what it reduces is a
-    tensor that is still on its way.
+def assert_fuses_in_training(model, pairs, plain, exact):
+    """Sums are fused, where `CommDebugMode` does not hook every module; and q and k norms
+    since the plan has hooked the gradients of their weights.
     """
+    with counted(model) as ran:
+        logits = model(input_ids=batch()).logits
+        loss_of(logits).backward()
+    assert ran["qk_norm_forward"] == ran["qk_norm_backward"] == pairs
+    assert ran["sums"] == 2
+    assert_gradients_as_accurate(gradients(model), plain.gradients, exact[1])
+    model.zero_grad()
+
+
+def assert_generates(model, single, pairs):
+    """The tokens of one process."""
     with counted(model) as ran, torch.no_grad():
         model(batch())
     assert ran["sums"] == 2
+    assert ran["qk_norm_forward"] == pairs
     how = {"max_new_tokens": 4, "do_sample": False}
     with use_backend("reference"):
         tokens = model.generate(batch()[:2], **how)

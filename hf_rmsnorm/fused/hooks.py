@@ -1,0 +1,137 @@
+"""What a call of a norm runs besides the forward of its class: hooks, and forwards that
+other code has set on the instance.
+"""
+
+import functools
+from types import FunctionType, MethodType
+
+import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook
+from torch import is_grad_enabled
+from torch.nn import Module
+from torch.nn.modules.module import _has_any_global_hook
+
+_ACCELERATE = "accelerate.hooks.add_hook_to_module"
+_DIFFUSERS = "diffusers.hooks.hooks.HookRegistry"
+# Of Transformers, around a norm whose weight's gradient is summed over the ranks. With
+# gradients its first call registers a hook of that gradient; else it does nothing.
+_SUMS_GRADIENTS = "transformers.distributed.tensor_parallel.ReplicatedWithGradAllReduce"
+
+
+def why_called(norm: Module) -> str:
+    """Why a norm has to be called as a module: what runs besides the forward of its
+    class, and may change what it gets or gives; "" if nothing does.
+    """
+    if (
+        norm._forward_pre_hooks
+        or norm._forward_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
+    ):
+        return "the norm has a hook, which sees what the norm is called with"
+    forward = norm.__dict__.get("forward")
+    if forward is not None:
+        wrapper = _wrapper(norm, forward)
+        if wrapper:
+            return f"the norm's forward is wrapped by {wrapper}"
+    if "parametrizations" in norm._modules:
+        return "the norm's weight is parametrized: a call computes it"
+    if _has_any_global_hook():
+        return "torch has a hook on every module"
+    return ""
+
+
+def _wrapper(norm: Module, forward) -> str:
+    """The first wrapper of a forward on the instance that is more than a call of the
+    class's forward, by its name; "" if there is none.
+    """
+    own = MethodType(type(norm).forward, norm)
+    while forward != own:
+        name = name_of(forward)
+        if name.startswith(_ACCELERATE) and forward.args == (norm,):
+            acting = _acting(norm._hf_hook, norm)
+            if acting:
+                return acting
+            forward = norm._old_forward
+        elif name.startswith(_SUMS_GRADIENTS):
+            if is_grad_enabled() and _registers(forward, norm):
+                return f"{name}, which is to hook the gradient of its weight"
+            forward = _variable(forward, "original_forward")
+        elif name.startswith(_DIFFUSERS) and "_diffusers_hook" in norm.__dict__:
+            hooks = norm._diffusers_hook.hooks.values()
+            return ", ".join(map(_class_name, hooks)) or name
+        else:
+            return name
+    return ""
+
+
+def _registers(wrapper: FunctionType, norm: Module) -> bool:
+    """Whether the next call of tensor parallelism's wrapper registers a hook."""
+    hooked = _variable(wrapper, "is_already_hooked")
+    for name, parameter in norm.named_parameters(recurse=False):
+        if parameter.requires_grad and hooked.get(name) is not parameter:
+            return True
+    return False
+
+
+def _acting(hook, norm: Module) -> str:
+    """The part of accelerate's hook that changes what a norm gets or gives, or that
+    loads its weight, by its name; "" if no part does.
+    """
+    kind = type(hook)
+    name = _class_name(hook)
+    if kind is SequentialHook:
+        return next(filter(None, (_acting(part, norm) for part in hook.hooks)), "")
+    if hook.no_grad:
+        return f"{name}, which switches gradients off"
+    if kind is ModelHook:
+        return ""
+    if kind is not AlignDevicesHook:
+        return name
+    if hook.offload:
+        return f"{name}, which loads its weight for each call"
+    if not _is_on(norm, hook.execution_device):
+        return f"{name}, which moves its input"
+    return ""
+
+
+def _is_on(norm: Module, device) -> bool:
+    """Whether a norm's parameters lie on a device. Then so does what is computed ahead
+    with them: no kernel takes tensors of two devices. A norm without any may be given
+    an input from anywhere.
+    """
+    parameters = list(norm.parameters(recurse=False))
+    if device is None or not parameters:
+        return False
+    device = torch.device(device)
+    for parameter in parameters:
+        is_there = device.index in (None, parameter.device.index)
+        if not is_there or parameter.device.type != device.type:
+            return False
+    return True
+
+
+def name_of(forward) -> str:
+    """The name of what runs first where a forward is called, and not of what that
+    wraps.
+    """
+    function = forward
+    if isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return _class_name(function)
+    # `functools.wraps` gives it the other names of what it wraps
+    code = function.__code__
+    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the latter
+    return f"{function.__globals__['__name__']}.{name}"
+
+
+def _class_name(instance) -> str:
+    return f"{type(instance).__module__}.{type(instance).__qualname__}"
+
+
+def _variable(function: FunctionType, name: str):
+    """The value of a variable that a function has from the function around it."""
+    at = function.__code__.co_freevars.index(name)
+    return function.__closure__[at].cell_contents
