@@ -12,6 +12,7 @@ from ..formula import NormSpec
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe
 from .converted import follow_conversion
+from .formula.probe import neutral_modes
 from .formula.recognise import class_name, recognise
 from .numerics import as_rounded_by
 from .swap import why_not_run
@@ -99,10 +100,11 @@ def make_plan(
     exclude = _globs("exclude", exclude, model, entries)
     for entry in entries:
         _choose(entry, include, exclude or [])
-    follow_conversion(model, entries)
-    for entry in entries:
-        if entry.recipe is not None:
-            _settle(entry, options)
+    with neutral_modes():  # in which the values of weights can be read
+        follow_conversion(model, entries)
+        for entry in entries:
+            if entry.recipe is not None:
+                _settle(entry, options)
     return entries
 
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _len_torch_function_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .refusals import Unusable
@@ -134,13 +136,23 @@ class AutocastNorms(TorchFunctionMode):
 
 @contextlib.contextmanager
 def neutral_modes() -> Iterator[None]:
-    """Whatever context the caller is in (inference mode, autocast, fake tensors, a
-    default device), probe in a plain one.
+    """A plain context for whatever is proven by running it, as the proof is kept:
+    outside of the caller's inference mode, autocast, default device, fake tensors and
+    other modes, and functorch transforms. Gradients are off.
     """
-    autocast = torch.autocast("cpu", enabled=False)
-    inference = torch.inference_mode(False)
-    device = torch.device("cpu")
-    with _disable_current_modes(), inference, torch.no_grad(), autocast, device:
+    contexts = (
+        temporarily_clear_interpreter_stack(),  # of functorch
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    )
+    with contextlib.ExitStack() as stack:
+        while _len_torch_function_stack():  # default devices are there too
+            stack.enter_context(_pop_mode_temporarily())
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ...fused.recipe import Recipe
+from ...fused.source import CannotRewrite
 from ...ops.backend import MAX_HIDDEN_SIZE
 from .fit import Fit
 from .probe import neutral_modes, own_values, true_shape
@@ -45,9 +46,12 @@ def recognise(module: Module) -> Verdict:
     if verdict is not None:
         return verdict if is_named else NOT_A_NORM
     key = _signature(module, values)
-    if key not in _known:
-        _known[key] = _examine(module, is_named)
-    return _known[key]
+    if key in _known:
+        return _known[key]
+    verdict, is_proven = _examine(module, is_named)
+    if is_proven:
+        _known[key] = verdict
+    return verdict
 
 
 def _is_named(module: Module) -> bool:
@@ -61,21 +65,33 @@ def class_name(module: Module) -> str:
     return getattr(module, "original_name", type(module).__name__)
 
 
-def _examine(module: Module, is_named: bool) -> Verdict:
+def _examine(module: Module, is_named: bool) -> tuple[Verdict, bool]:
+    """(the verdict, whether another try would give the same). An exception may have a
+    reason that passes.
+    """
     try:
         with neutral_modes():
-            return Verdict(Fit(module).recipe())
+            return Verdict(Fit(module).recipe()), True
     except Refused as error:
         verdict = Verdict(None, str(error), error.cure)
+        is_proven = _is_own(error)
         is_norm = is_named or isinstance(error, NotInFamily)
         if isinstance(error, NotPlain):
             is_norm = is_norm or _takes_root(module)
     except Exception as error:
         # Whatever a user's class does, the other norms are still to be served.
+        is_proven = False
         is_norm = is_named
         reason = f"it could not be examined: {type(error).__name__}: {error}"
         verdict = Verdict(None, reason, NotInFamily.cure)
-    return verdict if is_norm else NOT_A_NORM
+    return verdict if is_norm else NOT_A_NORM, is_proven
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether a refusal is this package's own, and not due to another exception."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, (Refused, CannotRewrite))
 
 
 def _takes_root(module: Module) -> bool:

@@ -2,6 +2,7 @@
 found by running them.
 """
 
+import contextlib
 import itertools
 import types
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from torch import Tensor
 from ...formula import Rotation
 from ...fused.attention import PAIR, RotaryCall, RotaryProof, rotary_proofs
 from ...reference import rotated
+from ..formula.probe import neutral_modes
 
 _COLUMNS = (  # of `Rotation`: reads_pairs, writes_pairs, tables
     (False, False, "all"),
@@ -47,14 +49,30 @@ def is_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
         case = called, in_part, dtypes_differ
         if case in proof.ways:
             continue
-        proof.ways[case] = None
-        for way in WAYS:
-            if _rotates(function, way, *case):
-                proof.ways[case] = way
-                break
-    whole = proof.ways[called, False, False]
-    part = proof.ways[called, True, False]
+        # a function of something else may raise anything, and another time nothing
+        with contextlib.suppress(Exception), neutral_modes(), torch.enable_grad():
+            proof.ways[case] = _way(function, *case)
+    whole = proof.ways.get((called, False, False))
+    part = proof.ways.get((called, True, False))
     return whole is not None or part is not None
+
+
+def _way(function: Callable, *case) -> Rotation | None:
+    """In which of `WAYS` a function rotates in a case; None if in none of them.
+
+    Raises:
+        Exception: in none of them, and the function has raised this.
+    """
+    raised = None
+    for way in WAYS:
+        try:
+            if _rotates(function, way, *case):
+                return way
+        except Exception as error:
+            raised = error
+    if raised is not None:
+        raise raised
+    return None
 
 
 def _rotates(
@@ -69,6 +87,9 @@ def _rotates(
     Args:
         in_part: the tables have fewer columns than q and k.
         dtypes_differ: the tables have another dtype.
+
+    Raises:
+        Exception: what the function raises.
     """
     if way.transposed and not (called.more or called.named):
         return False  # vision towers call such functions, on three dimensions
@@ -91,14 +112,13 @@ def _rotates(
             x = random(2, length, heads, head_dim, dtype=dtype)
             x = x if way.transposed else x.transpose(1, 2)
             inputs.append(x.requires_grad_())
+        results = _results(function, called, inputs, cos, sin)
         try:
-            with torch.enable_grad():
-                results = _results(function, called, inputs, cos, sin)
-                for x, y in zip(inputs, results, strict=True):
-                    expected = rotated(x, cos, sin, way)
-                    if not _same(x, y, expected):
-                        return False
-        except Exception:  # a function of something else may raise anything
+            for x, y in zip(inputs, results, strict=True):
+                expected = rotated(x, cos, sin, way)
+                if not _same(x, y, expected):
+                    return False
+        except Exception:  # it may return anything, and such tables may not be read so
             return False
     return True
 
