@@ -6,6 +6,7 @@ parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not ch
 """
 
 import inspect
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -67,8 +68,8 @@ class PatchedNorm:
         self.names = list(self.signature.parameters)[1:2]
         if recipe.gate is not None:
             self.names.append(recipe.gate)
-        keeps_output = recipe.keeps_output
-        self.launches = Launches(recipe.spec, recipe.suits, keeps_output=keeps_output)
+        self.paths = weakref.WeakKeyDictionary()  # of the modules, for errors
+        self.launches = _launches(self, recipe.spec)
         # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
         weight_is_last = recipe.spec.rounding == "before_weight"
         self.returns_dtype_of_x = recipe.numerics == "vllm" and weight_is_last
@@ -87,7 +88,17 @@ class PatchedNorm:
         """
         if spec is self.launches.spec:
             return self.launches
-        return _of_another_formula(self.recipe, spec)
+        return _launches_of_another_formula(self, spec)
+
+    def paths_of(self, weight: int) -> list[str]:
+        """The path of the module whose weight has this id; those of all modules if none
+        has it.
+        """
+        paths = dict(self.paths)
+        for module, path in paths.items():
+            if id(module._parameters.get(self.recipe.weight)) == weight:
+                return [path]
+        return list(paths.values())
 
     def is_ours(self, module: Module) -> bool:
         """Whether the module is still patched, and its class and that class's code as
@@ -276,9 +287,18 @@ def as_returned(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
     return y
 
 
-@lru_cache(1_024)
-def _of_another_formula(recipe: Recipe, spec: NormSpec) -> Launches:
-    return Launches(spec, recipe.suits, keeps_output=recipe.keeps_output)
+def _launches(norm: PatchedNorm, spec: NormSpec) -> Launches:
+    recipe = norm.recipe
+    return Launches(
+        spec,
+        recipe.suits,
+        keeps_output=recipe.keeps_output,
+        copies_input=bool(recipe.input_written),
+        paths_of=norm.paths_of,
+    )
+
+
+_launches_of_another_formula = lru_cache(1_024)(_launches)
 
 
 @lru_cache(1_024)
@@ -330,6 +350,13 @@ def recipe_of(module: Module) -> Recipe | None:
     if norm is None:
         return None
     return norm.recipe
+
+
+def note_path(module: Module, path: str) -> None:
+    """Note the path at which a patched module stands, for errors that name it."""
+    norm = getattr(type(module), "_hf_rmsnorm_norm", None)
+    if norm is not None:
+        norm.paths[module] = path
 
 
 def fusible_recipe(module: Module) -> Recipe | None:

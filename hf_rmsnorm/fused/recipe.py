@@ -61,6 +61,8 @@ class Recipe:
         memory_efficient: the kernels' backward is to read the norm's output instead of
             its input.
         input_needed: why it reads the input all the same; "" where it need not.
+        input_written: whose forward writes to the input in place, once the norm has read
+            it; "" if none is known to. In half precision the backward then reads a copy.
         fuse_residual: one launch may compute the norm with what surrounds it: a sum, a
             rotation, a modulation.
 
@@ -90,6 +92,7 @@ class Recipe:
     rounds_sum: bool = True
     memory_efficient: bool = False
     input_needed: str = ""
+    input_written: str = ""
     fuse_residual: bool = True
 
     def spec_of(self, module: Module) -> NormSpec | None:
@@ -225,14 +228,19 @@ class Recipe:
         return replace(self, memory_efficient=True, input_needed=needed)
 
     def memory_note(self) -> str:
-        """The tensor that the module saves for the backward under `memory_efficient`,
-        in words; "" without that.
+        """The tensor that the module saves for the backward, in words; "" where it is
+        its input, unless `memory_efficient` asks for another.
         """
-        if not self.memory_efficient:
-            return ""
         if self.keeps_output:
             return "keeps its output for backward, but not where one launch rotates or modulates it"
-        return f"keeps its input for backward: {self.input_needed}"
+        needed = self.input_needed
+        if self.input_written:
+            written = f"{self.input_written} writes to its input"
+            needed = " and ".join(filter(None, (needed, written)))
+            return f"keeps a copy of its input for backward in half precision: {needed}"
+        if self.memory_efficient:
+            return f"keeps its input for backward: {needed}"
+        return ""
 
 
 def parameters_of(module: Module, recipe: Recipe) -> tuple | None:

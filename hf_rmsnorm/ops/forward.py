@@ -4,12 +4,13 @@ autograd's graph.
 
 import torch
 
-from ..formula import NormSpec
+from ..formula import HALF_DTYPES, NormSpec
 from .backend import why_not
 from .direct import present
 from .from_output import serves_as_input
 from .gradients import norm_gradients
 from .launches import Launches
+from .launching import saved_tensors
 from .loading import kernels
 
 
@@ -31,7 +32,11 @@ class NormFunction(torch.autograd.Function):
             kept = y
             strides = y.stride()
             mean = None
+        elif launches.copies_input and kept.dtype in HALF_DTYPES:
+            # So does the model: in float32, which is no copy of a float32 x.
+            kept = kept.clone()
         ctx.kept = launches, strides, kept is y
+        ctx.weight = id(weight)
         x_of_factor = x if ctx.needs_input_grad[6] else None
         ctx.save_for_backward(kept, weight, bias, gate, rstd, mean, factor, x_of_factor)
         if h is None:
@@ -46,7 +51,9 @@ class NormFunction(torch.autograd.Function):
         _, need_x, *of_formula, need_shift, need_factor, need_residual = (
             ctx.needs_input_grad
         )
-        *saved, factor, x = ctx.saved_tensors  # once: a checkpoint gives them once
+        launches, _, _ = ctx.kept
+        # once: a checkpoint gives them once
+        *saved, factor, x = saved_tensors(ctx, launches)
         dx = dh
         dweight = dbias = dgate = dfactor = None
         if dy is not None:

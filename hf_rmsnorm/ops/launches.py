@@ -59,6 +59,10 @@ class Launches(KeptLaunches):
             ``1 + scale``, ``"multiply_after"`` the scale alone.
         keeps_output: the backward shall read the output, not x, where
             `serves_as_input`.
+        copies_input: the backward shall read a copy of x in half precision, as x may be
+            written to.
+        paths_of: ``paths_of(id(weight))`` names the norms that may have a weight, for
+            an error.
     """
 
     def __init__(
@@ -67,11 +71,15 @@ class Launches(KeptLaunches):
         suits: Callable | None = None,
         modulation: str = "modulate_after",
         keeps_output: bool = False,
+        copies_input: bool = False,
+        paths_of: Callable | None = None,
     ):
         super().__init__()
         self.spec = spec
         self.modulation = modulation
         self.keeps_output = keeps_output
+        self.copies_input = copies_input
+        self.paths_of = paths_of
         self.suits = suits
 
     def in_plain_torch(self, x, weight, bias, gate) -> Tensor:

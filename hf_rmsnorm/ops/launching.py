@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..kernels.failure import KernelUnavailable
 from .backend import give_up
-from .launches import MISSING, KeptLaunches, key_of
+from .launches import MISSING, KeptLaunches, Launches, key_of
 
 
 def by_kernel(
@@ -59,6 +59,31 @@ class OnCopies:
 
     def launch(self, operands: tuple):
         return self.inner.launch(self.prepare(operands))
+
+
+def saved_tensors(ctx, launches: Launches) -> tuple:
+    """What a forward has saved for its backward.
+
+    Args:
+        ctx: of the autograd function; its `weight` is the id of the norm's weight.
+
+    Raises:
+        RuntimeError: one was written to in place; the error names the norm.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        written = "modified by an inplace operation"
+        if launches.paths_of is None or written not in str(error):
+            raise
+        paths = launches.paths_of(ctx.weight)
+        which = ", ".join(map(repr, paths[:3]))
+        if len(paths) > 3:
+            which += ", ..."
+        raise RuntimeError(
+            f"{which}: what this norm keeps for its backward has been {written} since its forward. "
+            f"Where the model trains unpatched, leave it out: patch_model(model, exclude=[{which}])"
+        ) from error
 
 
 def require_unchanged(device, expected: dict) -> None:

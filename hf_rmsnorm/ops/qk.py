@@ -13,7 +13,7 @@ from .backend import serves_qk
 from .direct import any_requires_grad, row_major, starts_kernels
 from .gradients import gradients_of_all, needs_operators
 from .launches import Launches
-from .launching import OnCopies, by_kernel, require_unchanged
+from .launching import OnCopies, by_kernel, require_unchanged, saved_tensors
 from .loading import kernels
 
 
@@ -24,13 +24,14 @@ class _QKFunction(torch.autograd.Function):
         yq, yk, rstd = launch.launch(operands)
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, launch.way
+        ctx.weight = id(operands[2])
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
         launches, way = ctx.kept
         need = ctx.needs_input_grad[1:5]
-        saved = ctx.saved_tensors
+        saved = saved_tensors(ctx, launches)
         grads = None
         if not needs_operators():
             kind = "queries and keys, backward", need, way

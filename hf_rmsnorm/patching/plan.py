@@ -5,6 +5,7 @@ norms.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 
 from torch.nn import Module
 
@@ -14,6 +15,7 @@ from ..fused.recipe import Recipe
 from .converted import follow_conversion
 from .formula.probe import neutral_modes
 from .formula.recognise import class_name, recognise
+from .layers.writes import written_in
 from .numerics import as_rounded_by
 from .swap import why_not_run
 
@@ -33,6 +35,8 @@ class Entry:
         excluded: its own forward runs, as the globs say.
         required: it may not run its own forward.
         formula: what it computes once it is swapped.
+        input_written, output_written: the class whose forward writes to its input, or to
+            its output, in place once it has run; "" if none is known to.
     """
 
     module: Module
@@ -46,6 +50,8 @@ class Entry:
     excluded: bool = False
     required: bool = False
     formula: NormSpec | None = None
+    input_written: str = ""
+    output_written: str = ""
 
     @property
     def class_name(self) -> str:
@@ -81,12 +87,23 @@ class Options:
             what = f"numerics={wanted.numerics!r}: {error}, as {entry.paths[0]!r} is"
             raise ValueError(f"{what}: list it in exclude") from None
         fuses = wanted.fuse_residual
+        written = entry.input_written
+        if rounded.spec.functional:
+            written = ""  # torch's own norm keeps its input too
         plain = replace(
-            rounded, fuse_residual=fuses, memory_efficient=False, input_needed=""
+            rounded,
+            fuse_residual=fuses,
+            memory_efficient=False,
+            input_needed="",
+            input_written=written,
         )
-        if wanted.memory_efficient:
-            return plain.saving_memory(entry.module)
-        return plain
+        if not wanted.memory_efficient:
+            return plain
+        saving = plain.saving_memory(entry.module)
+        if entry.output_written:
+            needed = f"{entry.output_written} writes to its output"
+            saving = replace(saving, input_needed=saving.input_needed or needed)
+        return saving
 
 
 def make_plan(
@@ -100,6 +117,7 @@ def make_plan(
     exclude = _globs("exclude", exclude, model, entries)
     for entry in entries:
         _choose(entry, include, exclude or [])
+    _note_writes(model, entries)
     with neutral_modes():  # in which the values of weights can be read
         follow_conversion(model, entries)
         for entry in entries:
@@ -125,6 +143,22 @@ def list_norms(model: Module) -> list[Entry]:
         if verdict.recipe is not None or verdict.reason is not None:
             entries.append(Entry(module, names, *verdict))
     return entries
+
+
+def _note_writes(model: Module, entries: list[Entry]) -> None:
+    """Note of each norm which forward writes to its input or output."""
+    entry_of = {entry.module: entry for entry in entries}
+    writes_of = cache(written_in)  # most layers of a model are alike
+    for module in model.modules():
+        for name, child in module._modules.items():
+            entry = entry_of.get(child)
+            if entry is None or entry.recipe is None:
+                continue
+            writes = writes_of(type(module))
+            if name in writes.inputs:
+                entry.input_written = type(module).__name__
+            if name in writes.outputs:
+                entry.output_written = type(module).__name__
 
 
 def _globs(

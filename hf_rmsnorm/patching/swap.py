@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from ..fused.hooks import name_of
 from ..fused.layer import fused_layer_class, layer_part
-from ..fused.norm import fused_class, fused_part
+from ..fused.norm import fused_class, fused_part, note_path
 from ..fused.recipe import Recipe
 from ..fused.subclass import exchanged
 from . import registries
@@ -124,6 +124,7 @@ class Changes:
             what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
             cure = "let the class be subclassed; until then it runs its own forward"
             entry.leave(what, cure)
+        note_path(entry.module, entry.paths[0])
 
     def undo(self) -> None:
         """Give norms and layers the classes back that they had before."""

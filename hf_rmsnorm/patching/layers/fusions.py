@@ -183,7 +183,7 @@ def _fused(
     # Not of the wrappers around a norm or a layer: FSDP's forward would gather weights,
     # on one rank before another.
     is_wrapper = _inner(module) is not module
-    may_add = norms.of_rows or (unrounded and is_layer)
+    may_add = any(norms) or (unrounded and is_layer)
     if is_wrapper or not (may_add or may_rotate(type(module))):
         return None, ""
     other = replaced_forward(module)
@@ -212,12 +212,14 @@ def _norms_of(module: Module) -> Norms:
         recipe = fusible_recipe(norm)
         if recipe is None:
             continue
-        if recipe.is_of_rows:
-            of_rows.add(name)
         if recipe.is_simple:
             simple.add(name)
-            if _is_of_heads(norm, recipe):
-                of_heads.add(name)
+        if recipe.input_written:  # with a rotation or modulation no copy is kept
+            continue
+        if recipe.is_of_rows:
+            of_rows.add(name)
+        if recipe.is_simple and _is_of_heads(norm, recipe):
+            of_heads.add(name)
     return Norms(frozenset(simple), frozenset(of_rows), frozenset(of_heads))
 
 
