@@ -14,8 +14,8 @@ the run:
              first compared with float64 under the tests' tolerance policy, and marked where it fails
     host     what one call on one row costs the host
     llama, qwen3
-             batch-1 decode, an 8K-token prefill and a training step of a random 8-layer model, unpatched and patched
-             by turns, then with Liger's norms
+             batch-1 decode, an 8K-token prefill and a training step of a random 8-layer model, by turns unpatched,
+             patched, with all of Liger's kernels, and patched with Liger's MLP and loss
 
 Results go to $OUT/gpu_check.json, else to --out, else to
 scripts/results/<device>-<date>.json. They are written after every section. Exit code: 0

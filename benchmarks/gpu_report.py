@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks import tables as bench_tables
-from benchmarks.tables import cell, columns
+from benchmarks.tables import columns
 from hf_rmsnorm.cli.common import CliError, Result
 
 
@@ -83,39 +83,10 @@ def host(name: str, data: dict) -> list[str]:
 
 
 def model(name: str, data: dict) -> list[str]:
-    rows = [
-        (
-            f"{name}-shaped, 8 layers",
-            "variant",
-            "tokens/s",
-            "ms",
-            "speedup",
-            "peak GB",
-            "memory",
-            "beside unpatched",
-        )
-    ]
+    lines = []
     for phase, variants in data.get("phases", {}).items():
-        for variant, entry in variants.items():
-            keys = (
-                "tokens_equal",
-                "first_difference",
-                "max_abs_dlogit",
-                "top1_equal",
-                "abs_dloss",
-                "error",
-            )
-            notes = ", ".join(
-                f"{key} {cell(entry[key])}"
-                for key in keys
-                if entry.get(key) is not None
-            )
-            figures = [
-                entry.get(k)
-                for k in ("tokens_per_s", "ms", "speedup", "peak_gb", "memory_ratio")
-            ]
-            rows.append((phase, variant, *figures, notes))
-    lines = columns(rows)
+        title = f"{name}-shaped, 8 layers, {phase}"
+        lines += bench_tables.phase(title, variants)
     lines += [f"skipped, time ran out: {what}" for what in data.get("skipped", ())]
     if "liger" in data:
         lines.append(f"liger: {data['liger']}")

@@ -1,24 +1,30 @@
-"""End to end on random models of real layers' shape: decode, prefill, a training step,
-before and after the patch.
+"""End to end on random models of real layers' shape: decode, prefill and a training
+step of the unpatched and the patched model, with Liger, and with both.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
 from benchmarks.counting import build
 from benchmarks.shapes import ModelShape
-from hf_rmsnorm import patch_model, unpatch_model
+from benchmarks.speed import UNPATCHED, times_as_fast
+from benchmarks.variants import (
+    BOTH,
+    LIGER,
+    OURS,
+    Variant,
+    in_words,
+    timed_variants,
+)
 
-BEFORE, AFTER, PEER = "unpatched", "patch_model", "liger"
 LAYERS = 8
+LEAST_S = 30  # seconds that a phase takes on an H100
 SIZES = {
     "prompt": 128,
     "new_tokens": 128,
@@ -143,108 +149,79 @@ def compare(phase: str, expected, got) -> dict:
     return {"loss": got, "abs_dloss": abs(expected - got)}
 
 
-@contextmanager
-def liger_norms(name: str, model) -> Iterator[str]:
-    """The model with its norms, and nothing else, swapped for Liger's, or why not:
-    "norms swapped" or the reason.
-
-    The model keeps them. Liger also exchanges the classes in the model's module, where
-    the next model would find them: those are put back at the end.
-    """
-    space = vars(sys.modules[type(model).__module__])
-    before = dict(space)
-    try:
-        try:
-            from liger_kernel import transformers as liger
-
-            function = getattr(liger, f"apply_liger_kernel_to_{name}")
-            function(
-                rope=False, cross_entropy=False, fused_linear_cross_entropy=False,
-                swiglu=False, rms_norm=True, model=model,
-            )  # fmt: skip
-            said = "norms swapped"
-        except Exception as error:
-            # a peer may be missing or fail in any way it likes; which way is in the
-            # result
-            said = f"{type(error).__name__}: {error}"[:200]
-        yield said
-    finally:
-        space.update(before)
-
-
 class Rounds:
     """Measures the variants of one model, and fills ``data`` with medians, samples and
     the norms that were patched.
 
     Args:
-        left: seconds that are left; below 20 a measurement is skipped, and named.
-        save: called after each measurement.
+        variants: by name; "unpatched" is the first.
+        left: seconds that are left; below `LEAST_S` a phase is skipped, and named.
+        save: called after each phase.
     """
 
     def __init__(
         self,
         work: Workload,
+        variants: dict[str, Variant],
         data: dict,
         left: Callable[[], float],
         save: Callable[[], None],
     ):
-        self.work, self.data, self.left, self.save = work, data, left, save
-        self.results: dict = {}
+        self.work, self.variants, self.data = work, variants, data
+        self.left, self.save = left, save
 
-    def measure(self, phase: str, variant: str) -> None:
-        """Warm up, then the rounds. Ours alternates with the unpatched model; Liger's
-        patch cannot be undone.
-        """
-        names = [variant] if variant == PEER else [BEFORE, variant]
-        if self.left() < 20:
-            self.data["skipped"].append(f"{phase}: {' and '.join(names)}")
+    def measure(self, phase: str) -> None:
+        """Warm up, then the rounds. In each of them all variants take their turn."""
+        if self.left() < LEAST_S:
+            self.data["skipped"].append(phase)
             return
-        samples = {name: [] for name in names}
+        entries = self.data["phases"][phase]
+        results: dict = {}
+        failed: dict = {}
+        samples: dict[str, list[dict]] = {name: [] for name in self.variants}
         for turn in range(self.work.sizes["rounds"] + 1):
-            for name in names:
-                self._switch_to(name)
-                measured, result = getattr(self.work, phase)()
+            for name in list(samples):
+                try:
+                    measured, result = self._once(phase, name)
+                except Exception as error:
+                    if self.variants[name].liger is None:
+                        raise
+                    failed[name] = {"error": in_words(error)}
+                    del samples[name]
+                    continue
                 if turn == 0:
-                    self.results[phase, name] = result
+                    results[name] = result
                 else:
                     samples[name].append(measured)
-        for name in names:
-            self.data["phases"][phase][name] = self._entry(phase, name, samples[name])
+        for name, taken in samples.items():
+            entries[name] = _medians(taken) | {"samples": taken}
+            if name != UNPATCHED:
+                entries[name] |= compare(phase, results[UNPATCHED], results[name])
+                entries[name] |= _ratios(entries[name], entries[UNPATCHED])
+        entries |= failed
         self.save()
 
-    def _switch_to(self, variant: str) -> None:
-        model = self.work.model
-        if variant == BEFORE:
-            unpatch_model(model)
-        if variant == AFTER:
-            report = patch_model(model)
-            self.data["norms_swapped"] = len(report.swapped)
-            self.data["formulas"] = sorted(
-                {str(record.formula) for record in report.swapped}
-            )
+    def _once(self, phase: str, name: str) -> tuple:
+        with self.variants[name].of(self.work.model) as report:
+            if name == OURS:
+                self.data["norms_swapped"] = len(report.swapped)
+                formulas = {str(record.formula) for record in report.swapped}
+                self.data["formulas"] = sorted(formulas)
+            return getattr(self.work, phase)()
 
-    def _entry(self, phase: str, variant: str, samples: list[dict]) -> dict:
-        """Medians and samples; where the unpatched model was measured, also ratios to
-        it and its result compared.
-        """
-        medians = {
-            key: statistics.median(sample[key] for sample in samples)
-            for key in samples[0]
-        }
-        entry = {**medians, "samples": samples}
-        if variant == BEFORE or (phase, BEFORE) not in self.results:
-            return entry
-        entry |= compare(
-            phase, self.results[phase, BEFORE], self.results[phase, variant]
-        )
-        before = self.data["phases"][phase][BEFORE]
-        if "tokens_per_s" in medians:
-            entry["speedup"] = medians["tokens_per_s"] / before["tokens_per_s"]
-        else:
-            entry["speedup"] = before["ms"] / medians["ms"]
-        if "peak_gb" in medians:
-            entry["memory_ratio"] = medians["peak_gb"] / before["peak_gb"]
-        return entry
+
+def _medians(samples: list[dict]) -> dict:
+    return {
+        key: statistics.median(sample[key] for sample in samples) for key in samples[0]
+    }
+
+
+def _ratios(entry: dict, unpatched: dict) -> dict:
+    """Of medians: how many times as fast, and of which share of the memory."""
+    ratios = {"speedup": times_as_fast(entry, unpatched)}
+    if "peak_gb" in entry:
+        ratios["memory_ratio"] = entry["peak_gb"] / unpatched["peak_gb"]
+    return ratios
 
 
 def run_phases(
@@ -255,45 +232,46 @@ def run_phases(
     left: Callable[[], float] = lambda: math.inf,
     save: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Measure unpatched and patched, alternating by round; then Liger.
+    """Measure each variant of `benchmarks.variants`, alternating by round.
 
     Args:
         name: the model type, by which Liger knows its patch.
         data: filled with ``phases`` (by phase and variant: medians, samples,
-            ``speedup``), ``skipped``, and the norms that were patched.
+            ``speedup``), ``skipped``, ``liger`` (what of it, or why not), and the norms
+            that were patched.
         left, save: as in `Rounds`.
 
     Returns:
         What failed of this package, in words.
     """
     model = work.model
+    variants, liger = timed_variants(name)
     data |= {
         "sizes": work.sizes,
         "dtype": str(model.dtype).removeprefix("torch."),
         "skipped": [],
+        "liger": liger,
     }
     data["layers"] = model.config.num_hidden_layers
     data["parameters"] = sum(p.numel() for p in model.parameters())
     data["phases"] = {phase: {} for phase in phases}
-    rounds = Rounds(work, data, left, save)
+    rounds = Rounds(work, variants, data, left, save)
     for phase in phases:
-        rounds.measure(phase, AFTER)
-    unpatch_model(model)
-    failures = (
-        []
-        if data.get("norms_swapped") or data["skipped"]
-        else ["patch_model swapped no norm"]
-    )
-    with liger_norms(name, model) as data["liger"]:
-        for phase in phases if data["liger"] == "norms swapped" else ():
-            try:
-                rounds.measure(phase, PEER)
-            except Exception as error:  # as in `liger_norms`
-                data["phases"][phase][PEER] = {
-                    "error": f"{type(error).__name__}: {error}"[:300]
-                }
-                save()
+        rounds.measure(phase)
+    failures = []
+    if not data.get("norms_swapped") and not data["skipped"]:
+        failures.append("patch_model swapped no norm")
+    for phase, entries in data["phases"].items():
+        failures += broken_together(phase, entries)
     return failures
+
+
+def broken_together(where: str, entries: dict) -> list[str]:
+    """That Liger ran by itself and failed together with this package."""
+    error = entries.get(BOTH, {}).get("error")
+    if error is None or "error" in entries.get(LIGER, {}):
+        return []
+    return [f"{where}, with Liger's MLP and loss: {error}"]
 
 
 def run(

@@ -6,6 +6,8 @@ import io
 import shutil
 import sys
 
+from benchmarks.speed import UNPATCHED, speed_words
+
 
 def cell(value) -> str:
     """Floats with three digits that matter, None as a dash."""
@@ -220,21 +222,45 @@ def _layers(result: dict) -> list[str]:
     return [table("decode, and bytes saved for backward in bf16", rows)]
 
 
+_COMPARED = (
+    "tokens_equal",
+    "first_difference",
+    "max_abs_dlogit",
+    "top1_equal",
+    "abs_dloss",
+    "error",
+)
+
+
+def phase(title: str, variants: dict[str, dict]) -> list[str]:
+    """What benchmarks/models.py measured of one phase, as aligned lines."""
+    rows = [
+        (
+            title,
+            "tokens/s",
+            "ms",
+            "x unpatched (rounds)",
+            "peak GB",
+            "memory",
+            "beside unpatched",
+        )
+    ]
+    for variant, entry in variants.items():
+        notes = [f"{k} {cell(entry[k])}" for k in _COMPARED if entry.get(k) is not None]
+        speed = None
+        if "speedup" in entry:
+            speed = speed_words(entry, variants[UNPATCHED])
+        figures = entry.get("tokens_per_s"), entry.get("ms"), speed
+        memory = entry.get("peak_gb"), entry.get("memory_ratio")
+        rows.append((variant, *figures, *memory, ", ".join(notes)[:120]))
+    return columns(rows)
+
+
 def _models(result: dict) -> list[str]:
     made = _layers(result)
     for name, data in result["models"].items():
-        rows = [("variant", "tokens/s", "ms", "x unpatched", "peak GB", "")]
-        for variant, entry in data["phases"].get(result["phase"], {}).items():
-            figures = [
-                entry.get(k) for k in ("tokens_per_s", "ms", "speedup", "peak_gb")
-            ]
-            rows.append((variant, *figures, entry.get("error", "")[:60]))
-        made.append(
-            table(
-                f"{name}, {data['layers']} layers, {data['dtype']}: {result['phase']}",
-                rows,
-            )
-        )
+        title = f"{name}, {data['layers']} layers, {data['dtype']}: {result['phase']}"
+        made += phase(title, data["phases"].get(result["phase"], {}))
         made.append(f"liger: {data['liger']}")
     return made
 

@@ -5,6 +5,8 @@ paths with stubbed clocks.
 import json
 import runpy
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from places import ROOT
 from processes import python
 from ptx.driver import NEEDED, reads_ptx
 
-from benchmarks import compact, kernels, layer_table, models, peers, tables
+from benchmarks import compact, kernels, layer_table, models, peers, tables, variants
 from benchmarks.__main__ import main
 from benchmarks.counting import decoded_layer
 from benchmarks.shapes import SHAPES, TINY
@@ -131,9 +133,43 @@ def test_models_before_and_after(phase, unit):
     sizes = {"prompt": 4, "new_tokens": 3, "prefill": 6}
     sizes |= {"batch": 1, "length": 5, "rounds": 1}
     found = models.run(TINY, phase, sizes, 2, "cpu", torch.bfloat16)
-    variants = found["tiny"]["phases"][phase]
-    assert variants["unpatched"][unit] > 0 and variants["patch_model"]["speedup"] > 0
+    entries = found["tiny"]["phases"][phase]
+    assert entries["unpatched"][unit] > 0 and entries["patch_model"]["speedup"] > 0
     assert found["tiny"]["norms_swapped"] == 9 and found["tiny"]["layers"] == 2
+    assert list(entries) == ["unpatched", "patch_model"]
+    assert "liger_kernel" in found["tiny"]["liger"], "why it was not measured"
+
+
+def test_the_variants_of_a_model_take_turns_and_a_failing_peer_drops_out():
+    """Liger's own failure is named; that it fails together with this package alone
+    makes the run fail.
+    """
+    turns = []
+
+    class Turns(variants.Variant):
+        @contextmanager
+        def of(self, model):
+            name = next(name for name, other in made.items() if other is self)
+            turns.append(name)
+            if name == failing:
+                raise RuntimeError("no such kernel")
+            yield SimpleNamespace(swapped=[])
+
+    made = {name: Turns(v.ours, v.liger) for name, v in variants.TIMED.items()}
+    work = SimpleNamespace(sizes={"rounds": 2}, model=None)
+    work.prefill = lambda: ({"ms": float(len(turns))}, torch.zeros(3))
+    for failing in (variants.LIGER, variants.BOTH):
+        turns.clear()
+        data = {"phases": {"prefill": {}}, "skipped": []}
+        models.Rounds(work, made, data, lambda: 60, lambda: None).measure("prefill")
+        entries = data["phases"]["prefill"]
+        rest = [name for name in made if name != failing]
+        assert turns == [*made, *rest, *rest]
+        assert entries[failing] == {"error": "RuntimeError: no such kernel"}
+        failures = models.broken_together("prefill", entries)
+        assert len(failures) == (failing == variants.BOTH)
+        shown = "\n".join(tables.phase("prefill", entries))
+        assert "no such kernel" in shown and " to " in shown
 
 
 def test_zeros_on_every_side_do_not_pass_the_gate():
