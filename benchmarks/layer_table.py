@@ -5,12 +5,23 @@ those of the documentation.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.speed import UNPATCHED, speed_words, times_as_fast
 
 RESULTS = Path(__file__).resolve().parents[1] / "scripts/results"
 GPU = "nvidia-h100-80gb-hbm3-2026-11-25.json"  # the newest with Liger
-NEWEST = "nvidia-h200-2026-11-26.json"
-VARIANTS = {"eager": "Hugging Face", "liger": "Liger", "hf_rmsnorm": "hf-rmsnorm"}
+VARIANTS = {
+    "eager": "Hugging Face",
+    "liger": "Liger",
+    "hf_rmsnorm": "hf-rmsnorm",
+    "hf_rmsnorm_memory_efficient": "hf-rmsnorm with memory_efficient",
+    "hf_rmsnorm_liger": "hf-rmsnorm with Liger's MLP and loss",
+    "hf_rmsnorm_memory_efficient_liger": "memory_efficient with Liger's MLP and loss",
+}
+IN_SHORT = ("eager", "liger", "hf_rmsnorm", "hf_rmsnorm_liger")
 COUNTED = (
     "kernels, decoding",
     "kernels, prefill",
@@ -25,7 +36,13 @@ SPEEDS = {
 }
 # of a result of `python -m benchmarks gpu`
 SECTIONS = {"Llama-3.1-8B": "llama", "Qwen3-8B": "qwen3"}
-IN_A_GPU_RESULT = {"eager": "unpatched", "liger": "liger", "hf_rmsnorm": "patch_model"}
+IN_A_GPU_RESULT = {
+    "eager": UNPATCHED,
+    "liger": "liger",
+    "hf_rmsnorm": "patch_model",
+    "hf_rmsnorm_liger": "patch_model_liger",
+}
+NORMS_ALONE = "norms swapped"  # of Liger, in the results of 2026-11
 NOTE = (
     "Moved: bytes that norms, residual sums and the rotary embedding read and write. "
     "Kept: activations that training keeps. Liger fuses the MLP too."
@@ -37,32 +54,31 @@ def committed() -> dict:
     return json.loads((RESULTS / "layer.json").read_text(encoding="utf-8"))
 
 
-def models_table(data: dict, names: list[str] | None = None) -> list[str]:
+def models_table(
+    data: dict, names: Iterable[str] = (), variants: Iterable[str] = VARIANTS
+) -> list[str]:
     """The lines of a table with a row for each model and variant, and of a note;
     `names`: of these models alone.
 
     It has speeds where one of the models was measured on a GPU.
     """
     names = names or list(data["models"])
-    speeds, device = gpu_speeds(GPU)
-    timed = any(name in speeds for name in names)
+    speeds = gpu_speeds()
+    timed = any(name in SECTIONS for name in names)
     header = ["one decoder layer, bf16", *COUNTED]
     note = NOTE
     if timed:
         header += SPEEDS.values()
-        note += (
-            f" Speed: over Hugging Face, eight layers, one {device}; Liger's speed is "
-            "that of its norms, its other columns of all its kernels."
-        )
+        note += f" {_speed_note(speeds)}"
     rows = []
     for name in names:
-        for variant, words in VARIANTS.items():
+        for variant in variants:
             counts = data["models"][name].get(variant)
             if counts is None:
                 continue
-            cells = [f"{name}, {words}", *_counted(counts)]
+            cells = [f"{name}, {VARIANTS[variant]}", *_counted(counts)]
             if timed:
-                cells += speeds.get(name, {}).get(variant, [""] * len(SPEEDS))
+                cells += _ranges(speeds, name, variant)
             rows.append(cells)
     return [*_table(header, rows), "", note]
 
@@ -93,34 +109,105 @@ def row_table(data: dict) -> list[str]:
     return _table(header, rows)
 
 
-def newest_speeds() -> list[str]:
-    """The lines of a table with the speeds of the newest result of a GPU."""
-    speeds, device = gpu_speeds(NEWEST)
-    header = [f"over Hugging Face, eight layers, {device}", *SPEEDS.values()]
-    rows = [[name, *speeds[name]["hf_rmsnorm"]] for name in SECTIONS]
-    return _table(header, rows)
+@dataclass(frozen=True)
+class Speed:
+    """A variant of a model in one result of a GPU.
 
-
-def gpu_speeds(file: str) -> tuple[dict, str]:
-    """By model and variant the speeds over Hugging Face in the result of a GPU, and the
-    name of that GPU.
+    Attributes:
+        device: such as H100.
+        liger: what the result says that it measured of Liger.
+        phases: by phase the entries of the variant and of the unpatched model.
     """
-    result = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-    models = {}
-    for name, section in SECTIONS.items():
-        phases = result["sections"][section]["data"]["phases"]
-        models[name] = {
-            variant: [_speed(phases[phase].get(theirs)) for phase in SPEEDS]
-            for variant, theirs in IN_A_GPU_RESULT.items()
-        }
-    return models, result["environment"]["device"]
+
+    model: str
+    variant: str
+    device: str
+    liger: str
+    phases: dict[str, tuple[dict, dict]]
+
+    @property
+    def of_its_norms_alone(self) -> bool:
+        return self.variant == "liger" and self.liger == NORMS_ALONE
+
+    @property
+    def words(self) -> str:
+        """The variant, as a reader knows it."""
+        if self.of_its_norms_alone:
+            return "Liger's norms alone"
+        return VARIANTS[self.variant]
+
+
+def gpu_speeds() -> list[Speed]:
+    """What the committed results of GPUs have; of Liger with all its kernels, unless
+    its norms alone were measured.
+    """
+    found = []
+    for path in sorted(RESULTS.glob("nvidia-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        for name, section in SECTIONS.items():
+            data = result["sections"][section]["data"]
+            for variant, theirs in IN_A_GPU_RESULT.items():
+                phases = _compared(data["phases"], theirs)
+                if phases:
+                    device = result["environment"]["device"].split()[1]
+                    found.append(Speed(name, variant, device, data["liger"], phases))
+    whole = [s for s in found if s.variant == "liger" and not s.of_its_norms_alone]
+    return [speed for speed in found if not (whole and speed.of_its_norms_alone)]
+
+
+def _compared(phases: dict, variant: str) -> dict[str, tuple[dict, dict]]:
+    entries = {}
+    for phase in SPEEDS:
+        measured = phases.get(phase, {}).get(variant, {"error": "not measured"})
+        if "error" not in measured:
+            entries[phase] = measured, phases[phase][UNPATCHED]
+    return entries
+
+
+def _ranges(speeds: list[Speed], model: str, variant: str) -> list[str]:
+    """For each phase the medians' range over all results."""
+    chosen = [s for s in speeds if (s.model, s.variant) == (model, variant)]
+    return [
+        _range([times_as_fast(*s.phases[phase]) for s in chosen if phase in s.phases])
+        for phase in SPEEDS
+    ]
+
+
+def _range(ratios: list[float]) -> str:
+    if not ratios:
+        return ""
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def _speed_note(speeds: list[Speed]) -> str:
+    devices = " and ".join(dict.fromkeys(speed.device for speed in speeds))
+    note = f"Speed: over Hugging Face, medians, eight layers, {devices}."
+    if any(speed.of_its_norms_alone for speed in speeds):
+        note += " Liger's speed is that of its norms alone, its other columns of all its kernels."
+    return note
+
+
+def speeds_table() -> list[str]:
+    """The lines of a table with each model's speeds in each result of a GPU."""
+    header = ["over Hugging Face: median (rounds)", *SPEEDS.values()]
+    rows = []
+    for speed in gpu_speeds():
+        if speed.variant == "eager":
+            continue
+        cells = [f"{speed.model}, {speed.words}, {speed.device}"]
+        for phase in SPEEDS:
+            entries = speed.phases.get(phase)
+            cells.append(speed_words(*entries) if entries else "")
+        rows.append(cells)
+    return _table(header, rows)
 
 
 TABLES = {
     "layer": lambda: models_table(committed()),
-    "layer in short": lambda: models_table(committed(), list(SECTIONS)),
+    "layer in short": lambda: models_table(committed(), SECTIONS, IN_SHORT),
     "layer row": lambda: row_table(committed()),
-    "newest speeds": newest_speeds,
+    "speeds": speeds_table,
 }
 
 
@@ -137,9 +224,3 @@ def _counted(counts: dict) -> list[str]:
         f"{counts['saved_bytes_per_token'] / 1000:.0f} kB",
         f"{counts['equal_to_eager']:.0%}",
     ]
-
-
-def _speed(measured: dict | None) -> str:
-    if measured is None or "error" in measured:
-        return ""
-    return f"{measured.get('speedup', 1.0):.2f}"

@@ -53,7 +53,9 @@ def memory() -> list[str]:
     for section, model in (("llama", "LLaMA"), ("qwen3", "Qwen3")):
         phase = sections[section]["data"]["phases"]["train"]
         cells.append((model, *(f"{phase[name]['peak_gb']:.1f}" for name in names)))
-    return rows(" | ".join(["peak GB of a training step", *names.values()]), cells)
+    return rows(
+        " | ".join(["peak GB of a training step, H100", *names.values()]), cells
+    )
 
 
 def kernels() -> list[str]:
