@@ -1,17 +1,18 @@
-"""Count what one decoder layer does: Hugging Face eager, Liger and this package; needs
-no GPU.
+"""Count what one decoder layer does: Hugging Face eager, Liger, this package, and both
+together; needs no GPU.
 
 Each layer has its published size and random bfloat16 weights. It runs on a CPU: 64
 tokens, then one more behind them. Liger is applied by its own
-`apply_liger_kernel_to_*(model=...)` with its defaults, so it fuses the MLP too. A torch
-operator counts as one kernel, which reads its inputs once and writes its outputs once.
-Views and allocations are free. A Triton kernel is compiled for an H100 (sm_90), and its
-PTX is executed. Each byte that a launch reads counts once, and so does each that it
-writes. Bytes moved are those of norms, residual sums and rotary embedding, over 64.
-Bytes kept are the storages that autograd saves in the layer, without parameters and the
-tables of the rotary embedding. Equal bits: the share of the elements of the layer's
-output, for 64 tokens, that equal those of eager on the same CPU. Instructions and
-sectors (32 bytes) are those of the PTX, for one row.
+`apply_liger_kernel_to_*(model=...)` with its defaults, so it fuses the MLP too;
+together with this package without its norms and its rotary embedding. A torch operator
+counts as one kernel, which reads its inputs once and writes its outputs once. Views and
+allocations are free. A Triton kernel is compiled for an H100 (sm_90), and its PTX is
+executed. Each byte that a launch reads counts once, and so does each that it writes.
+Bytes moved are those of norms, residual sums and rotary embedding, over 64. Bytes kept
+are the storages that autograd saves in the layer, without parameters and the tables of
+the rotary embedding. Equal bits: the share of the elements of the layer's output, for
+64 tokens, that equal those of eager on the same CPU. Instructions and sectors (32
+bytes) are those of the PTX, for one row.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ and patched by this package.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,10 +17,20 @@ from benchmarks.counting import saved_bytes
 from benchmarks.models import random_model
 from benchmarks.shapes import ModelShape
 from benchmarks.traffic import Traffic
-from hf_rmsnorm import patch_model, unpatch_model, use_backend
+from benchmarks.variants import ALL_KERNELS, MLP_AND_LOSS, Variant
+from hf_rmsnorm import use_backend
 
 CACHE = "past_key_values"
 EAGER, LIGER, OURS = "eager", "liger", "hf_rmsnorm"
+LESS_MEMORY = {"memory_efficient": True}
+VARIANTS = {  # the first is what others are compared with
+    EAGER: Variant(),
+    OURS: Variant(ours={}),
+    f"{OURS}_memory_efficient": Variant(ours=LESS_MEMORY),
+    LIGER: Variant(liger=ALL_KERNELS),
+    f"{OURS}_liger": Variant(ours={}, liger=MLP_AND_LOSS),
+    f"{OURS}_memory_efficient_liger": Variant(ours=LESS_MEMORY, liger=MLP_AND_LOSS),
+}
 
 
 @dataclass(frozen=True)
@@ -122,39 +131,17 @@ def watched(traffic: Traffic) -> Iterator[Traffic]:
         machine.watch = None
 
 
-@contextmanager
-def liger_defaults(model: nn.Module) -> Iterator[None]:
-    """The model with all that Liger swaps by default.
-
-    The model keeps it. What Liger exchanges in the model's module is put back at the
-    end.
-    """
-    from liger_kernel import transformers as liger
-
-    space = vars(sys.modules[type(model).__module__])
-    before = dict(space)
-    try:
-        getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")(model=model)
-        yield
-    finally:
-        space.update(before)
-
-
 def count_layer(shape: ModelShape, tokens: int, liger: bool) -> dict[str, dict]:
     """By name of the variant, what one layer does; `liger`: Liger can be imported."""
     torch.manual_seed(0)
     subject = Subject(shape, tokens)
     outputs = {}
-    variants = {}
-    variants[EAGER], outputs[EAGER] = subject.count()
-    patch_model(subject.model)
-    with use_backend("triton"):
-        variants[OURS], outputs[OURS] = subject.count()
-    unpatch_model(subject.model)
-    if liger:
-        with liger_defaults(subject.model):
-            variants[LIGER], outputs[LIGER] = subject.count()
-    for name, output in outputs.items():
-        equal = (output == outputs[EAGER]).double().mean().item()
-        variants[name]["equal_to_eager"] = round(equal, 6)
-    return variants
+    counted = {}
+    for name, variant in VARIANTS.items():
+        if variant.liger is not None and not liger:
+            continue
+        with use_backend("triton"), variant.of(subject.model):
+            counted[name], outputs[name] = subject.count()
+        equal = (outputs[name] == outputs[EAGER]).double().mean().item()
+        counted[name]["equal_to_eager"] = round(equal, 6)
+    return counted
