@@ -1,9 +1,10 @@
 """Measures what this package promises: times, host costs, memory, machine code. Run it
 from the root of a checkout.
 
-    python -m benchmarks gpu                 everything that only a GPU can tell, in one call of under nine minutes
+    python -m benchmarks gpu                 everything that only a GPU can tell, in one call of under ten minutes
     python -m benchmarks host                time that the host spends on a call; needs no GPU
     python -m benchmarks ratios              the same of one norm and layer, for the installed Triton alone
+    python -m benchmarks train               a training run, unpatched, patched, with Liger, and with both
     python -m benchmarks layer               kernels and bytes of one decoder layer, and Liger's; needs no GPU
     python -m benchmarks cpu                 time that a patch costs where no kernel runs
     python -m benchmarks COMMAND --help

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks import host, models
+from benchmarks import host, models, training
 from benchmarks.kernels import time_case
 from benchmarks.peers import OURS, Case, other_libraries
 from benchmarks.shapes import SHAPES, TINY
@@ -58,6 +58,11 @@ def run(name: str, section) -> None:
         run_kernels(section)
     elif name == "host":
         run_host(section)
+    elif name == "train":
+        section.failures += training.run(
+            section.device, section.data, section.dry_run,
+            left=section.left, save=section.save,
+        )  # fmt: skip
     else:
         run_model(name, section)
 

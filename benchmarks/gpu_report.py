@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benchmarks import plot
 from benchmarks import tables as bench_tables
 from benchmarks.tables import columns
 from hf_rmsnorm.cli.common import CliError, Result
@@ -14,16 +15,31 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "file", metavar="FILE", type=Path, help="what `python -m benchmarks gpu` wrote"
     )
+    parser.add_argument(
+        "--plot",
+        metavar="PNG",
+        type=Path,
+        help="also draw the losses of its training runs (needs matplotlib)",
+    )
 
 
 def run(args) -> Result:
     try:
         result = json.loads(args.file.read_text(encoding="utf-8"))
+        if args.plot is not None:
+            _draw(result, args.plot)
         return Result(result, tables(result))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(
             f"{args.file} is no result of gpu: {type(error).__name__}: {error}"
         ) from error
+
+
+def _draw(result: dict, picture: Path) -> None:
+    data = result["sections"].get("train", {}).get("data", {})
+    if not data.get("models"):
+        raise CliError("nothing to draw: the result has no training runs")
+    plot.save_losses(data, result["environment"]["device"], picture)
 
 
 def tables(result: dict) -> str:
@@ -97,4 +113,8 @@ def _peers(data: dict) -> list[str]:
     return [f"{peer}: {version}" for peer, version in data.get("peers", {}).items()]
 
 
-PRINTERS = {"tests": tests, "kernels": kernels, "host": host}
+def train(name: str, data: dict) -> list[str]:
+    return bench_tables.training(data)
+
+
+PRINTERS = {"tests": tests, "kernels": kernels, "host": host, "train": train}

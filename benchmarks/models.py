@@ -197,7 +197,7 @@ class Rounds:
             entries[name] = _medians(taken) | {"samples": taken}
             if name != UNPATCHED:
                 entries[name] |= compare(phase, results[UNPATCHED], results[name])
-                entries[name] |= _ratios(entries[name], entries[UNPATCHED])
+                entries[name] |= ratios(entries[name], entries[UNPATCHED])
         entries |= failed
         self.save()
 
@@ -216,7 +216,7 @@ def _medians(samples: list[dict]) -> dict:
     }
 
 
-def _ratios(entry: dict, unpatched: dict) -> dict:
+def ratios(entry: dict, unpatched: dict) -> dict:
     """Of medians: how many times as fast, and of which share of the memory."""
     ratios = {"speedup": times_as_fast(entry, unpatched)}
     if "peak_gb" in entry:

@@ -1,5 +1,5 @@
-"""Pictures of results: bandwidth against size with the copy as the roof; on a CPU the
-host costs.
+"""Pictures of results: bandwidth against size with the copy as the roof; host costs;
+the losses of training runs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,20 @@ def save_figure(plt, figure, file: Path) -> None:
 
 
 def draw(plt, result: dict):
-    """A figure of a "kernels" or "host" result with something to draw. `plt` is
-    matplotlib.pyplot.
+    """A figure of a "kernels", "host" or "train" result with something to draw. `plt`
+    is matplotlib.pyplot.
     """
-    return (
-        _bandwidth(plt, result) if result["bench"] == "kernels" else _host(plt, result)
-    )
+    if result["bench"] == "kernels":
+        return _bandwidth(plt, result)
+    if result["bench"] == "train":
+        return _losses(plt, result, result["device"])
+    return _host(plt, result)
+
+
+def save_losses(data: dict, device: str | None, file: Path) -> None:
+    """Draw the losses of training runs, which benchmarks/training.py measured."""
+    plt = load_matplotlib()
+    save_figure(plt, _losses(plt, data, device), file)
 
 
 def _bandwidth(plt, result: dict):
@@ -110,4 +118,35 @@ def _host(plt, result: dict):
         axes.set(xlabel="host us per call", title=case)
         axes.legend(fontsize=7)
     figure.suptitle(result["device"] or "CPU, launches stubbed")
+    return figure
+
+
+# The last is drawn on top: this package's line, thin on the unpatched model's wide one.
+_LINES = {
+    "liger": {"color": "#bf8700", "label": "Liger"},
+    "patch_model_liger": {
+        "color": "#1a7f37",
+        "label": "hf-rmsnorm with Liger's MLP and loss",
+    },
+    "unpatched": {"color": "#c0c7cf", "linewidth": 4, "label": "Hugging Face"},
+    "patch_model": {"color": "#0969da", "linewidth": 1, "label": "hf-rmsnorm"},
+}
+
+
+def _losses(plt, data: dict, device: str | None):
+    models = data["models"]
+    size = (6 * len(models), 4)
+    figure, grid = plt.subplots(
+        1, len(models), figsize=size, squeeze=False, layout="constrained"
+    )
+    for axes, (name, entries) in zip(grid[0], models.items(), strict=True):
+        for variant, style in _LINES.items():
+            if "losses" in entries.get(variant, {}):
+                axes.plot(entries[variant]["losses"], **style)
+        axes.set(xlabel="step", ylabel="loss", title=name)
+        axes.legend(fontsize=7)
+    where = device or "CPU"
+    if data["rehearsal"]:
+        where = f"REHEARSAL of tiny models, {where}: it shows nothing"
+    figure.suptitle(f"Training on this repository's text, {where}")
     return figure

@@ -265,9 +265,43 @@ def _models(result: dict) -> list[str]:
     return made
 
 
+def training(result: dict) -> list[str]:
+    """The tables of what benchmarks/training.py measured."""
+    made = []
+    for name, entries in result.get("models", {}).items():
+        rows = [
+            (
+                f"{name}, trained",
+                "tokens/s (least to most)",
+                "x unpatched",
+                "peak GB",
+                "memory",
+                "first loss",
+                "last",
+                "most beside unpatched",
+                "",
+            )
+        ]
+        for variant, entry in entries.items():
+            if "error" in entry:
+                rows.append((variant, *[None] * 7, entry["error"][:90]))
+                continue
+            speeds = (entry[f"tokens_per_s{at}"] for at in ("", "_min", "_max"))
+            speed = "{:.0f} ({:.0f} to {:.0f})".format(*speeds)
+            keys = ("speedup", "peak_gb", "memory_ratio")
+            figures = (entry.get(key) for key in keys)
+            losses = entry["losses"][0], entry["losses"][-1], entry.get("max_abs_dloss")
+            rows.append((variant, speed, *figures, *losses, ""))
+        made += columns(rows)
+    if result.get("rehearsal"):
+        made.append("a rehearsal of tiny models: speeds and losses mean nothing")
+    made += [f"skipped, time ran out: {what}" for what in result.get("skipped", ())]
+    return [*made, f"liger: {result['liger']}"] if "liger" in result else made
+
+
 _TABLES = {
     "kernels": kernels,
     "host": lambda result: host(result) + _layers(result),
     "generate": _models,
-    "train": _models,
+    "train": training,
 }

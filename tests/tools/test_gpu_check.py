@@ -15,7 +15,7 @@ from benchmarks import gpu_check as gpu_check_module
 from benchmarks.__main__ import main
 
 # llama runs what qwen3 does, on norms that qwen3 has too.
-REHEARSED = ("tests", "kernels", "host", "qwen3")
+REHEARSED = ("tests", "kernels", "host", "qwen3", "train")
 nightly = pytest.mark.nightly
 
 
@@ -56,7 +56,8 @@ def test_it_prints_tables_and_prints_them_again(rehearsal, tmp_path):
         "RMSNorm 6x64",
         "host us per call",
         "qwen3-shaped",
-        "speedup",
+        "x unpatched",
+        "Qwen3, trained",
     ):
         assert word in done.stdout
     path = tmp_path / "saved.json"
@@ -139,6 +140,7 @@ def test_a_bad_section_fails_the_run_but_not_the_other_sections(
         ),
         (["gpu", "--budget", "long"], "invalid float value"),
         (["gpu-report", "missing.json"], "missing.json"),
+        (["gpu-report", str(RESULTS[0]), "--plot", "x.png"], "has no training runs"),
     ],
 )
 def test_bad_arguments_get_one_line(capsys, arguments, message):
