@@ -108,4 +108,4 @@ def _start_executor() -> None:
     from triton.runtime import driver
 
     # as Liger's rotary embedding and backward write
-    driver.active.machine.in_place = True
+    driver.active.machine.lenient = True

@@ -18,3 +18,4 @@ def driver():
     yield driver.active
     driver.active.launches = None
     driver.active.machine.blurred = False
+    driver.active.machine.lenient = False

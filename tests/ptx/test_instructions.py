@@ -103,7 +103,7 @@ def test_arithmetic_of_halves_rounds_once(name, operator):
 
 @parametrize(
     ("name", "expected"),
-    [("eq", [1, 1, 0, 0]), ("neu", [0, 0, 1, 1])],
+    [("eq", [1, 1, 0, 0]), ("neu", [0, 0, 1, 1]), ("ltu", [0, 0, 1, 0])],
 )
 def test_halves_are_compared_as_numbers(name, expected):
     """-0 equals 0, and NaN differs from itself."""

@@ -398,10 +398,17 @@ OF_HALVES = {
     "neg": (1, np.negative),
     "fma": (3, _product_and_sum),
 }
+
+
+def _less_or_nan(a, b):
+    return ~np.greater_equal(a, b)
+
+
 COMPARED = {
     "eq": np.equal,
     "neu": np.not_equal,
     "lt": np.less,
+    "ltu": _less_or_nan,
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,

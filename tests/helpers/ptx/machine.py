@@ -29,12 +29,13 @@ class Machine:
     Args:
         blurred: what hardware only approximates is an ulp off, one way, the other or
             not at all.
-        in_place: a launch may write to what it reads.
+        lenient: for kernels of others: a launch may write to what it reads, to some
+            elements of a tensor, and a program again to what it wrote.
         watch: called after each launch with the bytes that it moved.
     """
 
     blurred: bool = False
-    in_place: bool = False
+    lenient: bool = False
     watch: Callable | None = None
 
     def launch(self, kernel, grid, shared, arguments):
@@ -47,7 +48,7 @@ class Machine:
         Raises:
             Fault: the kernel did what it must not; the message names the statement.
         """
-        windows, values = _memory_and_values(kernel, arguments)
+        windows, values = _memory_and_values(kernel, arguments, self.lenient)
         if self.watch is not None:
             for window in windows.values():
                 window.keep_what_is_read()
@@ -63,11 +64,8 @@ class Machine:
                 memory = Shared(len(some), shared, kernel.threads)
                 run = _Run(kernel, grid, some, memory, windows, values, self.blurred)
                 run.run()
-            others = windows.values()
-            if self.in_place:
-                others = ()
             for window in windows.values():
-                window.close(others)
+                window.close(windows.values())
         except Fault as fault:
             raise Fault(f"{kernel.name}: {fault}") from None
         if self.watch is not None:
@@ -80,13 +78,13 @@ class Machine:
         return written
 
 
-def _memory_and_values(kernel, arguments):
+def _memory_and_values(kernel, arguments, lenient):
     """({number: memory of a tensor}, {parameter: value}) of a launch."""
     windows = {}
     values = {}
     for number, value in enumerate(arguments):
         if hasattr(value, "data_ptr"):
-            windows[number] = Window(value, number)
+            windows[number] = Window(value, number, lenient)
             value = windows[number].address
         kind, name = kernel.params[number]
         if kind == "f32":
