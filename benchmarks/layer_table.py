@@ -5,7 +5,7 @@ those of the documentation.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,19 +137,34 @@ class Speed:
         return VARIANTS[self.variant]
 
 
+def gpu_results() -> Iterator[tuple[str, dict[str, dict]]]:
+    """Of each committed result of a GPU its name, such as H100, and its sections."""
+    for path in sorted(RESULTS.glob("nvidia-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        device = result["environment"]["device"].split()[1]
+        sections = result["sections"].items()
+        yield device, {name: section["data"] for name, section in sections}
+
+
+def range_words(figures: list[float], digits: int) -> str:
+    """Such as "1.02 to 1.25", or the one figure that there is."""
+    if not figures:
+        return ""
+    least, most = (f"{f(figures):.{digits}f}" for f in (min, max))
+    return least if least == most else f"{least} to {most}"
+
+
 def gpu_speeds() -> list[Speed]:
     """What the committed results of GPUs have; of Liger with all its kernels, unless
     its norms alone were measured.
     """
     found = []
-    for path in sorted(RESULTS.glob("nvidia-*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
+    for device, sections in gpu_results():
         for name, section in SECTIONS.items():
-            data = result["sections"][section]["data"]
+            data = sections.get(section, {})
             for variant, theirs in IN_A_GPU_RESULT.items():
-                phases = _compared(data["phases"], theirs)
+                phases = _compared(data.get("phases", {}), theirs)
                 if phases:
-                    device = result["environment"]["device"].split()[1]
                     found.append(Speed(name, variant, device, data["liger"], phases))
     whole = [s for s in found if s.variant == "liger" and not s.of_its_norms_alone]
     return [speed for speed in found if not (whole and speed.of_its_norms_alone)]
@@ -167,17 +182,11 @@ def _compared(phases: dict, variant: str) -> dict[str, tuple[dict, dict]]:
 def _ranges(speeds: list[Speed], model: str, variant: str) -> list[str]:
     """For each phase the medians' range over all results."""
     chosen = [s for s in speeds if (s.model, s.variant) == (model, variant)]
-    return [
-        _range([times_as_fast(*s.phases[phase]) for s in chosen if phase in s.phases])
-        for phase in SPEEDS
-    ]
-
-
-def _range(ratios: list[float]) -> str:
-    if not ratios:
-        return ""
-    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return least if least == most else f"{least} to {most}"
+    cells = []
+    for phase in SPEEDS:
+        entries = [s.phases[phase] for s in chosen if phase in s.phases]
+        cells.append(range_words([times_as_fast(*pair) for pair in entries], 2))
+    return cells
 
 
 def _speed_note(speeds: list[Speed]) -> str:

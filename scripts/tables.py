@@ -59,7 +59,7 @@ def memory() -> list[str]:
 
 
 def kernels() -> list[str]:
-    """Microseconds of single kernels on a GPU, forward and backward together."""
+    """Microseconds of single kernels on each GPU, forward and backward together."""
     cases = {
         "RMSNorm 8192x4096": "RMSNorm, 8,192 x 4,096",
         "add + RMSNorm 8192x4096": "residual sum + RMSNorm, 8,192 x 4,096",
@@ -68,22 +68,20 @@ def kernels() -> list[str]:
         "LayerNorm 8192x4096": "LayerNorm, 8,192 x 4,096",
         "RMSNorm 1x4096": "RMSNorm, 1 x 4,096",
     }
-    taken = {
-        case["case"]: case["implementations"]
-        for case in result(GPU)["sections"]["kernels"]["data"]["cases"]
-    }
 
-    def time(case: str, name: str) -> str:
-        return (
-            f"{taken[case][name]['forward+backward']['us']:,.1f}"
-            if name in taken[case]
-            else ""
-        )
+    def time(implementations: dict, name: str) -> str:
+        if name not in implementations:
+            return ""
+        return f"{implementations[name]['forward+backward']['us']:,.1f}"
 
     names = ("hf_rmsnorm", "hf_eager", "F.rms_norm", "torch.compile", "liger")
-    cells = [
-        (words, *(time(case, name) for name in names)) for case, words in cases.items()
-    ]
+    cells = []
+    for name, words in cases.items():
+        for device, sections in layer_table.gpu_results():
+            for case in sections.get("kernels", {}).get("cases", ()):
+                if case["case"] == name:
+                    taken = (time(case["implementations"], n) for n in names)
+                    cells.append((f"{words}, {device}", *taken))
     return rows(
         "bfloat16 | hf-rmsnorm | Hugging Face | F.rms_norm | torch.compile | Liger",
         cells,
@@ -91,12 +89,17 @@ def kernels() -> list[str]:
 
 
 def host() -> list[str]:
-    """Microseconds that a call keeps the host busy."""
-    cases = result(GPU)["sections"]["host"]["data"]["cases"]
+    """Microseconds that a call keeps the host busy: medians, over all results."""
+    found = [
+        sections["host"]["cases"]
+        for _, sections in layer_table.gpu_results()
+        if "host" in sections
+    ]
 
-    def least(case: str, name: str) -> list[str]:
+    def medians(case: str, name: str) -> list[str]:
+        entries = [cases[case][name] for cases in found if name in cases[case]]
         return [
-            f"{cases[case][name][mode]['us_min']:.1f}"
+            layer_table.range_words([entry[mode]["us"] for entry in entries], 1)
             for mode in ("inference", "forward+backward")
         ]
 
@@ -107,7 +110,11 @@ def host() -> list[str]:
         "`F.rms_norm`": "F.rms_norm",
     }
     cells = [
-        (words, *least("RMSNorm 1x1x64", name), *least("add + RMSNorm 1x1x64", name))
+        (
+            words,
+            *medians("RMSNorm 1x1x64", name),
+            *medians("add + RMSNorm 1x1x64", name),
+        )
         for words, name in names.items()
     ]
     return rows(
