@@ -103,7 +103,8 @@ class HfRmsNormCallback(TrainerCallback):
         self._say(args, state)
         reasons = [norm.reason for norm in self.report.skipped]
         if any("liger_kernel" in reason for reason in reasons):
-            cure = "liger_kernel_config={'rms_norm': False} keeps its other kernels"
+            config = {"rms_norm": False, "rope": False}
+            cure = f"liger_kernel_config={config} keeps its other kernels"
             logger.warning(f"use_liger_kernel took norms: {cure}")
         if self._recentre_wanted:
             self._recentre = Recentre(model)

@@ -32,10 +32,10 @@ def build(family):
     return tiny_models.build(family, dtype=torch.bfloat16)
 
 
-def add_liger(model):
+def add_liger(model, rope=False):
     """Liger's MLP and loss: all that it swaps by default but norms and rotary."""
     patch = getattr(liger, f"apply_liger_kernel_to_{model.config.model_type}")
-    patch(model=model, rms_norm=False, rope=False)
+    patch(model=model, rms_norm=False, rope=rope)
 
 
 def run(model):
@@ -87,6 +87,20 @@ def test_both_work_together_in_either_order(family, liger_is_last):
     assert all(torch.equal(left[name], of_liger[name]) for name in left)
     assert all(torch.equal(gradients_left[p], g) for p, g in gradients_of_liger.items())
     assert "Liger" in both.model.layers[0].mlp._get_name(), "Liger's patch stays"
+
+
+@torch.no_grad()
+def test_liger_rotates_where_it_has_taken_the_rotary_embedding(family):
+    """It exchanges a function that the fused attention looks up at each call."""
+    both = build(family)
+    patch_model(both)
+    alone = build(family)
+    add_liger(both, rope=True)
+    add_liger(alone, rope=True)
+    with use_backend("triton"), count_launches(both) as launches:
+        logits = both(ids).logits
+    assert torch.equal(logits, alone(ids).logits)
+    assert launches.total() > 0 and "not fused" in str(launches)
 
 
 def test_norms_that_liger_has_taken_are_named(family):
