@@ -92,11 +92,12 @@ class PatchedNorm:
 
     def paths_of(self, weight: int) -> list[str]:
         """The path of the module whose weight has this id; those of all modules if none
-        has it.
+        has it. Copies of a module have none.
         """
         paths = dict(self.paths)
         for module, path in paths.items():
-            if id(module._parameters.get(self.recipe.weight)) == weight:
+            held = module._parameters.get(self.recipe.weight)
+            if held is not None and id(held) == weight:
                 return [path]
         return list(paths.values())
 

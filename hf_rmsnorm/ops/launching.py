@@ -77,12 +77,13 @@ def saved_tensors(ctx, launches: Launches) -> tuple:
         if launches.paths_of is None or written not in str(error):
             raise
         paths = launches.paths_of(ctx.weight)
-        which = ", ".join(map(repr, paths[:3]))
+        which = ", ".join(map(repr, paths[:3])) or "a norm"
         if len(paths) > 3:
             which += ", ..."
+        exclude = f"[{which}]" if paths else "its path"
         raise RuntimeError(
             f"{which}: what this norm keeps for its backward has been {written} since its forward. "
-            f"Where the model trains unpatched, leave it out: patch_model(model, exclude=[{which}])"
+            f"Where the model trains unpatched, leave it out: patch_model(model, exclude={exclude})"
         ) from error
 
 

@@ -2,6 +2,9 @@
 unpatched where their source shows the write, and else an error names the norm.
 """
 
+import copy
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -163,6 +166,21 @@ def test_a_write_that_the_source_does_not_show_is_an_error_that_exclude_cures():
     assert "modified by an inplace operation" in str(error.value.__cause__)
     patch_model(model, exclude=["2.block.norm", "0.*"])
     step(model, x)
+
+
+def test_where_no_weight_tells_which_norm_it_is_all_are_named():
+    layers = nn.Sequential(ParentWrites(), ParentWrites())
+    for layer in layers:
+        layer.block.norm = nn.RMSNorm(64, elementwise_affine=False)
+    model, x = train(layers, torch.bfloat16)
+    patch_model(model)
+    with pytest.raises(RuntimeError, match="^'0.block.norm', '1.block.norm': what"):
+        step(model, x)
+    other = copy.deepcopy(model)
+    del layers, layer, model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="^a norm: what"):
+        step(other, x)
 
 
 def test_another_error_of_a_backward_is_torchs_own():
