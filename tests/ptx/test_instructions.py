@@ -195,6 +195,15 @@ def test_wide_integers():
     assert got[:2].tolist() == [3 * 2**23 - 1, -3 * 2**23]
 
 
+def test_wide_halves():
+    statements = """
+        mov.b32 {%rs1, %rs2}, %r20;
+        mul.wide.u16 %r9, %rs1, %rs2;
+        """
+    got = computed(statements, integers(0x4000_FFFF))
+    assert got[0] == 0x4000 * 0xFFFF
+
+
 def test_shuffles_stay_in_their_warp():
     body = """
         shfl.sync.bfly.b32 %r9, %r1, 16, 31, -1;

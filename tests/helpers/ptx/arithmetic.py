@@ -238,6 +238,11 @@ def _wide_product(a, b):
     return np.multiply(a, b, dtype=u64)
 
 
+@instruction("mul.wide.u16", "hh")
+def _wide_product_of_halves(a, b):
+    return np.multiply(a, b, dtype=u32)
+
+
 @instruction("mad.wide.s32", "ssq")
 def _wide_signed_sum(a, b, c):
     return _wide_signed_product(a, b) + c
