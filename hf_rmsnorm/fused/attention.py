@@ -2,7 +2,7 @@
 with their norms if they have any.
 
 A forward calls these functions once it was compiled again from its own source, by
-`patching.layers.qk`. The norms wait for the rotation: only transposes stand between,
+`patching.layers.qk` or `rotations`. The norms wait for the rotation: only transposes stand between,
 and those do not move the last dimension, along which both work. A norm that has a hook
 is called at its own place, because the hook sees its input there.
 """
@@ -48,8 +48,8 @@ class RotaryProof(NamedTuple):
     Args:
         code, defaults: those that were run.
         ways: in which way it rotates; None if in none that is known. The key is a
-            `RotaryCall`, and two answers: fewer columns rotate than there are; the
-            tables have another dtype.
+            `RotaryCall`, and two answers: the tables have fewer columns than q; they
+            have another dtype.
     """
 
     code: CodeType
@@ -85,7 +85,7 @@ class Waiting(NamedTuple):
 
 def waiting(*norms) -> Waiting | None:
     """The norms, if all may be computed where the forward rotates; None if one has to
-    be called at its own place, as it has a hook.
+    be called at its own place, as `operands_ahead` says.
     """
     ahead = tuple(map(operands_ahead, norms))
     if None not in ahead:

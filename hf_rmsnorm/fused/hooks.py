@@ -11,11 +11,14 @@ from torch import is_grad_enabled
 from torch.nn import Module
 from torch.nn.modules.module import _has_any_global_hook
 
-_ACCELERATE = "accelerate.hooks.add_hook_to_module"
-_DIFFUSERS = "diffusers.hooks.hooks.HookRegistry"
-# Of Transformers, around a norm whose weight's gradient is summed over the ranks. With
-# gradients its first call registers a hook of that gradient; else it does nothing.
-_SUMS_GRADIENTS = "transformers.distributed.tensor_parallel.ReplicatedWithGradAllReduce"
+# Modules and functions: Python 3.10 does not tell in which class a function stands.
+_ACCELERATE = "accelerate.hooks", "new_forward"
+_DIFFUSERS = "diffusers.hooks.hooks", "new_forward"
+_TENSOR_PARALLEL = "transformers.distributed.tensor_parallel", "tp_forward"
+# A variable of the one of these that sums the gradient of a norm's weight over the
+# ranks. With gradients its first call registers a hook of that gradient; else it does
+# nothing.
+_HOOKED = "is_already_hooked"
 
 
 def why_called(norm: Module) -> str:
@@ -48,16 +51,17 @@ def _wrapper(norm: Module, forward) -> str:
     own = MethodType(type(norm).forward, norm)
     while forward != own:
         name = name_of(forward)
-        if name.startswith(_ACCELERATE) and forward.args == (norm,):
+        origin = _origin(forward)
+        if origin == _ACCELERATE and forward.args == (norm,):
             acting = _acting(norm._hf_hook, norm)
             if acting:
                 return acting
             forward = norm._old_forward
-        elif name.startswith(_SUMS_GRADIENTS):
+        elif origin == _TENSOR_PARALLEL and _HOOKED in forward.__code__.co_freevars:
             if is_grad_enabled() and _registers(forward, norm):
                 return f"{name}, which is to hook the gradient of its weight"
             forward = _variable(forward, "original_forward")
-        elif name.startswith(_DIFFUSERS) and "_diffusers_hook" in norm.__dict__:
+        elif origin == _DIFFUSERS and "_diffusers_hook" in norm.__dict__:
             hooks = norm._diffusers_hook.hooks.values()
             return ", ".join(map(_class_name, hooks)) or name
         else:
@@ -67,7 +71,7 @@ def _wrapper(norm: Module, forward) -> str:
 
 def _registers(wrapper: FunctionType, norm: Module) -> bool:
     """Whether the next call of tensor parallelism's wrapper registers a hook."""
-    hooked = _variable(wrapper, "is_already_hooked")
+    hooked = _variable(wrapper, _HOOKED)
     for name, parameter in norm.named_parameters(recurse=False):
         if parameter.requires_grad and hooked.get(name) is not parameter:
             return True
@@ -115,16 +119,30 @@ def name_of(forward) -> str:
     """The name of what runs first where a forward is called, and not of what that
     wraps.
     """
+    function = _function_of(forward)
+    if not isinstance(function, FunctionType):
+        return _class_name(function)
+    module, name = _origin(forward)
+    qualified = getattr(function.__code__, "co_qualname", name)  # not in Python 3.10
+    return f"{module}.{qualified}"
+
+
+def _origin(forward) -> tuple[str, str]:
+    """The module and the name of the function that runs first; `functools.wraps` gives
+    it the other names of what it wraps.
+    """
+    function = _function_of(forward)
+    if not isinstance(function, FunctionType):
+        return "", ""
+    return function.__globals__["__name__"], function.__code__.co_name
+
+
+def _function_of(forward):
+    """What a partial or a bound method calls."""
     function = forward
     if isinstance(function, functools.partial):
         function = function.func
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, FunctionType):
-        return _class_name(function)
-    # `functools.wraps` gives it the other names of what it wraps
-    code = function.__code__
-    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the latter
-    return f"{function.__globals__['__name__']}.{name}"
+    return getattr(function, "__func__", function)
 
 
 def _class_name(instance) -> str:

@@ -126,7 +126,7 @@ class Recipe:
                 changed.append(f"it has a {name} now")
         return changed
 
-    # Dynamo traces no cached property, and it traces these three.
+    # Dynamo traces no cached property, and it traces some of these.
     @property
     def replaces(self) -> bool:
         """Whether the module computes something else than its own forward, which is

@@ -108,7 +108,7 @@ class Kernel:
         if launchers.slow_because(start.device):
             options = self.options(start)
             return lambda operands: variant[grid](*operands, *tail, **options)
-        if launchers.KNOWN and launchers.is_plain(run):
+        if launchers.KNOWN and launchers.has_c_launcher(run):
             start.on = launchers.by_launcher(start, compiled, run)
         call = compiled[grid]
         return lambda operands: call(*operands, *tail)

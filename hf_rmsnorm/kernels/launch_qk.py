@@ -37,7 +37,8 @@ def _tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def _arguments(cos: Tensor, strided: dict[str, Tensor]) -> dict:
-    """The arguments that all kernels of heads have in common, by name.
+    """The arguments that all kernels of heads have in common, and what the forward has
+    besides where it is none of a rotation alone; by name.
 
     Args:
         strided: by their names in the kernel, the tensors of which it takes strides.
@@ -98,7 +99,9 @@ class _Forward:
         named: dict,
         aligned: bool,
     ) -> None:
-        """Args: results: meta tensors with the strides and the dtypes."""
+        """Bind the kernel to outputs with the strides and dtypes of `results`, which
+        are meta tensors.
+        """
         q, k, *_ = operands
         yq, yk = results
         self.empty_yq = allocator(q, yq)
@@ -250,8 +253,8 @@ class Rotary(_Forward):
     """The rotary embedding of queries and keys with this layout, or its backward.
 
     Args:
-        operands: (q, k, cos, sin), as `QKForward` takes them; for a backward with the
-            gradients of the results.
+        operands: (q, k, cos, sin), as `QKForward` takes them, or transposed as the way
+            says; for a backward with the gradients of the results.
         results: meta tensors with the strides and the dtype of the results.
         aligned: the operands start at multiples of 16 bytes.
         back: this is a backward.

@@ -23,7 +23,7 @@ KNOWN = VERSION.startswith(("3.4.", "3.5.", "3.6.", "3.7.", "3.8.", "3.9."))
 SCRATCH = None, None  # memory of the kernel, and of its profile
 PROGRAMS = 4  # of the probe
 STRIDE = 2**33 + 1
-_hooks = triton.knobs.runtime
+_knobs = triton.knobs.runtime
 _trying = threading.Lock()
 # by device, why its kernels are started by the dispatch, "" where they are not
 _tried: dict[torch.device, str] = {}
@@ -73,7 +73,7 @@ def _difference(device: torch.device) -> str:
     found = torch.zeros_like(expected)
     grid = (PROGRAMS, 1, 1)
     tail = (None, PROGRAMS, STRIDE, 0.5, PROGRAMS, STRIDE)
-    # which Triton 3.9 asks for
+    # Triton 3.9 warns if it is not said
     options = {"enable_fp_fusion": False}
     probe[grid](expected, *tail, **options)
     try:
@@ -87,7 +87,7 @@ def _difference(device: torch.device) -> str:
     return "a direct launch computes something else"
 
 
-def is_plain(run) -> bool:
+def has_c_launcher(run) -> bool:
     """Whether a launcher of Triton's is the one for NVIDIA, of a kernel that needs no
     memory besides its operands.
     """
@@ -119,8 +119,8 @@ def by_launcher(careful, compiled, run) -> Callable[[tuple], None]:
     in_one_tuple = hasattr(run, "kernel_signature")
 
     def launch(operands: tuple) -> None:
-        before = _hooks.launch_enter_hook
-        after = _hooks.launch_exit_hook
+        before = _knobs.launch_enter_hook
+        after = _knobs.launch_exit_hook
         watched = getattr(before, "calls", before) or getattr(after, "calls", after)
         if watched or counting.active or current() != here:
             with_care(operands)

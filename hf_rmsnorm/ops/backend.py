@@ -110,7 +110,9 @@ def _leave(device: torch.device) -> None:
 
 
 def left_alone(x: Tensor) -> bool:
-    """Whether no kernel runs on x's device. Each forward on a CPU asks this first."""
+    """Whether the default backend leaves x's device to plain torch. Each forward on a CPU
+    asks this first.
+    """
     if chosen.backend != "auto" or type(x) is not Tensor:
         return False
     device = x.device

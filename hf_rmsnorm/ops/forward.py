@@ -33,7 +33,8 @@ class NormFunction(torch.autograd.Function):
             strides = y.stride()
             mean = None
         elif launches.copies_input and kept.dtype in HALF_DTYPES:
-            # So does the model: in float32, which is no copy of a float32 x.
+            # The unpatched norm saves x in float32: a copy of a half-precision x, and a
+            # float32 x itself.
             kept = kept.clone()
         ctx.kept = launches, strides, kept is y
         ctx.weight = id(weight)

@@ -21,7 +21,7 @@ def add(layer: Module, base: type) -> None:
         return
     try:
         metadata = table.get(base)
-    except ValueError:  # it is not there either
+    except ValueError:  # the layer's own class is not there
         return
     cls = type(layer)
     if cls not in _added:

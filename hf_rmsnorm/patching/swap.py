@@ -21,7 +21,7 @@ def replaced_forward(module: Module) -> str | None:
 
     The forward of the class would not run. The hooks of accelerate and diffusers do not
     count, and neither do wrappers around the module's own forward, as in Transformers'
-    tensor parallelism: `set_recipe` exchanges the forward that they call.
+    tensor parallelism: `_change_class` exchanges the forward that they call.
     """
     stored = module.__dict__.get("forward")
     if stored is None:
@@ -103,7 +103,7 @@ def fuse_again(layer: Module, fusion) -> None:
 class Changes:
     """What one call changes in a model, and how to undo it.
 
-    To begin with no layer is fused, as its norms may change.
+    First each layer loses its fusion, as its norms may change.
     """
 
     def __init__(self, model: Module):

@@ -22,12 +22,12 @@ _COLUMNS = (  # of `Rotation`: reads_pairs, writes_pairs, tables
     (True, True, "first"),
     (True, False, "first"),
 )
-_ROUNDINGS = (False, False), (True, False), (False, True)  # once, joined
+_RESULTS = (False, False), (True, False), (False, True)  # once, joined
 WAYS = [
-    Rotation(*rounding, *columns, transposed)
+    Rotation(*result, *columns, transposed)
     for transposed in (False, True)
     for columns in _COLUMNS
-    for rounding in _ROUNDINGS
+    for result in _RESULTS
 ]
 _DTYPES = torch.float32, torch.bfloat16, torch.float16
 _SIZES = (5, 8), (7, 64)  # length and head_dim
@@ -92,7 +92,7 @@ def _rotates(
         Exception: what the function raises.
     """
     if way.transposed and not (called.more or called.named):
-        return False  # vision towers call such functions, on three dimensions
+        return False  # called so, it gets three dimensions, which no kernel serves
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape, dtype):

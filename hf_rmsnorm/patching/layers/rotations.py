@@ -20,8 +20,8 @@ from .rotary import is_rotary
 
 
 def may_rotate(cls: type) -> bool:
-    """Whether a forward names a function beside its class. No source is read: every
-    module of a model is asked.
+    """Whether a forward uses a Python function of its file by name. No source is read:
+    every module of a model is asked.
     """
     forward = inspect.unwrap(getattr(cls, "forward", None))
     if type(forward) is not FunctionType:

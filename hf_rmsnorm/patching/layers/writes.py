@@ -103,7 +103,7 @@ class _Walk(ast.NodeVisitor):
             self.uses[name] = users
 
     def visit_For(self, node: ast.For | ast.While) -> None:
-        for _ in range(2):  # a write may come before the norm that has read
+        for _ in range(2):  # a write may stand above the norm that has read
             self.generic_visit(node)
 
     visit_While = visit_For

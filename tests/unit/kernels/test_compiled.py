@@ -169,7 +169,7 @@ def test_hooks_and_counters_are_told_of_a_launch(load, monkeypatch):
     start.on(("partials", "out"))
     for name in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:
-            patch.setattr(launchers._hooks, name, lambda about: None)
+            patch.setattr(launchers._knobs, name, lambda about: None)
             start.on((name, "out"))
         assert made.calls[-1] == ("compiled", (1, 1, 1), (name, "out", *start.tail))
     with count_launches() as launches:
