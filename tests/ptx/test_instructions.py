@@ -258,3 +258,27 @@ def test_matrices_are_read_as_four_lanes_a_row():
         """
     of_a_warp = list(range(32))
     assert launch(body).tolist() == 2 * of_a_warp
+
+
+def test_transposed_matrices_are_read_by_columns():
+    """Thread l of a warp gets rows 2 (l % 4) and the next of column l / 4. Here each
+    half of a word has the number of the thread that stored it.
+    """
+    body = """
+        shl.b32 %r9, %r1, 16;
+        or.b32 %r9, %r9, %r1;
+        st.shared.b32 [%r2], %r9;
+        bar.sync 0;
+        and.b32 %r5, %r1, 7;
+        shl.b32 %r6, %r5, 4;
+        ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%r9}, [%r6];
+        st.global.b32 [%rd5], %r9;
+        """
+    expected = []
+    for thread in range(32):
+        word = thread // 4 // 2  # of the column, in a row of four
+        row = thread % 4 * 2
+        low = 4 * row + word
+        high = 4 * (row + 1) + word
+        expected.append(high << 16 | low)
+    assert launch(body).tolist() == 2 * expected

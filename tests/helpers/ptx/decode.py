@@ -249,6 +249,10 @@ class Kernel:
     def _matrix(self, made, parts, act):
         self._memory(made, parts, act, "matrix", "", "32")
 
+    def _transposed_matrix(self, made, parts):
+        self._matrix(made, parts, "ld")
+        made.act = "ld_transposed"
+
     def _shuffle(self, made, parts, mode):
         target, source, lane, clamp, members = parts
         if int(clamp, 0) != 31 or int(members, 0) not in ALL_LANES:
@@ -296,6 +300,7 @@ ACTIONS = {
     r"ld\.param\.(\w+)": Kernel._param,
     rf"(ld|st)\.(global|shared)(?:::cta)?{CACHING}(?:\.v([248]))?\.[bufs](16|32|64)": Kernel._memory,
     r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared(?:::cta)?\.b16": Kernel._matrix,
+    r"ldmatrix\.sync\.aligned\.m8n8\.x[124]\.trans\.shared(?:::cta)?\.b16": Kernel._transposed_matrix,
     r"shfl\.sync\.(bfly|idx)\.b32": Kernel._shuffle,
     r"cp\.async\.c[ag]\.shared\.global(?:\.L2::\w+)?": Kernel._copy,
     r"cp\.async\.commit_group": Kernel._commit,

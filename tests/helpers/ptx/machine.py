@@ -365,11 +365,7 @@ class _Run:
         address = self._address(instruction.sources[0], mask, offset)
         if space != "matrix":
             return [(address, slots)]
-        self._together(mask, 32, "warp")
-        rows = address.reshape(-1, 32)
-        unaligned = rows % 16
-        if unaligned.any():
-            raise Fault("misaligned: a row of a matrix in shared memory")
+        rows = self._rows_of_matrices(instruction, mask)
         lane = np.arange(32)
         row = lane // 4
         within = lane % 4 * 4
@@ -379,6 +375,17 @@ class _Run:
             accesses.append((places.ravel(), (slot,)))
             row = row + 8  # of the next matrix
         return accesses
+
+    def _rows_of_matrices(self, instruction, mask):
+        """The addresses of rows of 8 elements that the lanes of each warp give."""
+        _, offset, *_ = instruction.numbers
+        address = self._address(instruction.sources[0], mask, offset)
+        self._together(mask, 32, "warp")
+        rows = address.reshape(-1, 32)
+        unaligned = rows % 16
+        if unaligned.any():
+            raise Fault("misaligned: a row of a matrix in shared memory")
+        return rows
 
     def _ld(self, instruction, mask):
         space, _, width, count = instruction.numbers
@@ -391,6 +398,30 @@ class _Run:
             else:
                 values, poison = self.shared.load(address, width, count, lanes, text)
             self._put_some(slots, values, mask, poison)
+
+    def _ld_transposed(self, instruction, mask):
+        """Of each matrix of 8 by 8 a lane gets two elements of a column, from two rows."""
+        rows = self._rows_of_matrices(instruction, mask)
+        lanes = self._among(mask)
+        lane = np.arange(32)
+        row = lane % 4 * 2
+        column = lane // 4 * 2  # in bytes
+        for slot in instruction.targets:
+            halves = []
+            poison = np.False_
+            for each in (row, row + 1):
+                places = rows[:, each] + column.astype(np.uint32)
+                values, unset = self.shared.load(
+                    places.ravel(), 2, 1, lanes, instruction.text
+                )
+                halves.append(values.astype(np.uint32))
+                if unset is not None:
+                    poison = poison | unset
+            low, high = halves
+            if not np.any(poison):
+                poison = None
+            self._put_some([slot], high << 16 | low, mask, poison)
+            row = row + 8  # of the next matrix
 
     def _st(self, instruction, mask):
         space, _, width, count = instruction.numbers

@@ -36,7 +36,8 @@ def test_training_under_autocast_launches_what_plain_training_launches(family, d
     assert launches == plain
     patch_model(model, fuse_residual=False)
     more, expected, alone = step(model, dtype)
-    assert more.total() >= launches.total()
+    rotations = launches["rotary_forward"] + launches["rotary_backward"]
+    assert more.total() >= launches.total() - rotations
     # fused is what the norms alone are
     torch.testing.assert_close(states, expected, rtol=0, atol=0)
     for name, gradient in alone.items():
