@@ -47,6 +47,7 @@ class RotaryProof(NamedTuple):
 
     Args:
         code, defaults: those that were run.
+        reads: the functions that it calls, as (namespace, name, function, code).
         ways: in which way it rotates; None if in none that is known. The key is a
             `RotaryCall`, and two answers: the tables have fewer columns than q; they
             have another dtype.
@@ -54,9 +55,14 @@ class RotaryProof(NamedTuple):
 
     code: CodeType
     defaults: tuple | None
+    reads: tuple
     ways: dict
 
     def still_holds(self, function: Callable) -> bool:
+        """Whether the function, and those that it calls, are what was run."""
+        for namespace, name, called, code in self.reads:
+            if namespace.get(name) is not called or called.__code__ is not code:
+                return False
         return function.__code__ is self.code and function.__defaults__ is self.defaults
 
 

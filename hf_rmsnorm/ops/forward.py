@@ -10,7 +10,7 @@ from .direct import present
 from .from_output import serves_as_input
 from .gradients import norm_gradients
 from .launches import Launches
-from .launching import saved_tensors
+from .launching import checkpointed_version, saved_tensors
 from .loading import kernels
 
 
@@ -38,6 +38,7 @@ class NormFunction(torch.autograd.Function):
             kept = kept.clone()
         ctx.kept = launches, strides, kept is y
         ctx.weight = id(weight)
+        ctx.version = checkpointed_version(kept)
         x_of_factor = x if ctx.needs_input_grad[6] else None
         ctx.save_for_backward(kept, weight, bias, gate, rstd, mean, factor, x_of_factor)
         if h is None:

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from ..kernels.failure import KernelUnavailable
 from .backend import give_up
 from .launches import MISSING, KeptLaunches, Launches, key_of
@@ -61,30 +64,50 @@ class OnCopies:
         return self.inner.launch(self.prepare(operands))
 
 
+WRITTEN = "modified by an inplace operation"
+
+
+def checkpointed_version(t: Tensor) -> int | None:
+    """The version of a tensor that `torch.utils.checkpoint` will compute again, whose
+    hooks keep autograd from looking for a write; None of any other.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return None
+    return t._version
+
+
 def saved_tensors(ctx, launches: Launches) -> tuple:
     """What a forward has saved for its backward.
 
     Args:
-        ctx: of the autograd function; its `weight` is the id of the norm's weight.
+        ctx: of the autograd function; its `weight` is the id of the norm's weight, its
+            `version` the `checkpointed_version` of the first tensor.
 
     Raises:
         RuntimeError: one was written to in place; the error names the norm.
     """
     try:
-        return ctx.saved_tensors
+        saved = ctx.saved_tensors
     except RuntimeError as error:
-        written = "modified by an inplace operation"
-        if launches.paths_of is None or written not in str(error):
+        if launches.paths_of is None or WRITTEN not in str(error):
             raise
-        paths = launches.paths_of(ctx.weight)
-        which = ", ".join(map(repr, paths[:3])) or "a norm"
-        if len(paths) > 3:
-            which += ", ..."
-        exclude = f"[{which}]" if paths else "its path"
-        raise RuntimeError(
-            f"{which}: what this norm keeps for its backward has been {written} since its forward. "
-            f"Where the model trains unpatched, leave it out: patch_model(model, exclude={exclude})"
-        ) from error
+        raise _written(ctx, launches) from error
+    if ctx.version is not None and saved[0]._version > ctx.version:
+        raise _written(ctx, launches)
+    return saved
+
+
+def _written(ctx, launches: Launches) -> RuntimeError:
+    paths = [] if launches.paths_of is None else launches.paths_of(ctx.weight)
+    which = ", ".join(map(repr, paths[:3])) or "a norm"
+    if len(paths) > 3:
+        which += ", ..."
+    exclude = f"[{which}]" if paths else "its path"
+    return RuntimeError(
+        f"{which}: what this norm keeps for its backward has been {WRITTEN} since its forward. "
+        f"Where the model trains unpatched, leave it out: patch_model(model, exclude={exclude})"
+    )
 
 
 def require_unchanged(device, expected: dict) -> None:

@@ -13,7 +13,13 @@ from .backend import serves_qk
 from .direct import any_requires_grad, row_major, starts_kernels
 from .gradients import gradients_of_all, needs_operators
 from .launches import Launches
-from .launching import OnCopies, by_kernel, require_unchanged, saved_tensors
+from .launching import (
+    OnCopies,
+    by_kernel,
+    checkpointed_version,
+    require_unchanged,
+    saved_tensors,
+)
 from .loading import kernels
 
 
@@ -25,6 +31,7 @@ class _QKFunction(torch.autograd.Function):
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, launch.way
         ctx.weight = id(operands[2])
+        ctx.version = checkpointed_version(operands[0])
         return yq, yk
 
     @staticmethod

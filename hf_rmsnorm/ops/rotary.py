@@ -44,10 +44,11 @@ def _by_formula(launch, operands: tuple) -> list:
     def formula(*tensors):
         return [rotated(x, cos, sin, launch.way) for x in tensors]
 
-    # at any q and k: it is linear
+    # At any q and k, as it is linear; not made like the gradients, which may be batched.
     inputs = []
-    for dy, x in zip(gradients, launch.inputs, strict=True):
-        inputs.append(torch.zeros_like(dy, dtype=x.dtype, requires_grad=True))
+    for x in launch.inputs:
+        zeros = torch.zeros(x.shape, dtype=x.dtype, device=cos.device)
+        inputs.append(zeros.requires_grad_())
     return gradients_of_all(formula, inputs, gradients, (True, True))
 
 

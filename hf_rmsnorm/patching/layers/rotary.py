@@ -14,6 +14,7 @@ from ...formula import Rotation
 from ...fused.attention import PAIR, RotaryCall, RotaryProof, rotary_proofs
 from ...reference import rotated
 from ..formula.probe import neutral_modes
+from .rotary_code import functions_read
 
 _COLUMNS = (  # of `Rotation`: reads_pairs, writes_pairs, tables
     (False, False, "all"),
@@ -35,7 +36,8 @@ _SIZES = (5, 8), (7, 64)  # length and head_dim
 
 def is_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
     """Whether a function that is called so rotates as `reference.rotated` does in one of
-    `WAYS`, to the bit; the function is run to see.
+    `WAYS`, to the bit. The function is run to see, once its source shows that it takes
+    every input through the same steps.
     """
     if type(function) is not types.FunctionType:
         return False
@@ -43,7 +45,10 @@ def is_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
         return False
     proof = rotary_proofs.get(function)
     if proof is None or not proof.still_holds(function):
-        proof = RotaryProof(function.__code__, function.__defaults__, {})
+        reads = functions_read(function)
+        if reads is None:
+            return False
+        proof = RotaryProof(function.__code__, function.__defaults__, reads, {})
         rotary_proofs[function] = proof
     for in_part, dtypes_differ in itertools.product((False, True), repeat=2):
         case = called, in_part, dtypes_differ

@@ -151,6 +151,19 @@ def of_a_batch_mapped(model):
     return [torch.func.vmap(logits)(torch.stack((embeddings, 2 * embeddings)))]
 
 
+def jacobian(model):
+    embeddings = model.get_input_embeddings()(IDS[:1, :3]).detach()
+
+    def logits(x):
+        return model(inputs_embeds=x, use_cache=False).logits[0, -1, :5]
+
+    return [torch.autograd.functional.jacobian(logits, embeddings, vectorize=True)]
+
+
+def test_a_batch_of_gradients_at_once():
+    assert_same(jacobian, both(dtype=torch.float32), ["rotary_forward"])
+
+
 @pytest.mark.parametrize("how", [compiled, of_a_batch_mapped])
 def test_what_sees_operators_sees_the_models_own(how):
     assert_same(how, both(dtype=torch.float32), [])
@@ -185,6 +198,24 @@ def test_a_function_that_takes_its_place_is_called(other, monkeypatch):
     for piece in pieces:
         assert (piece.launched, piece.missed) == (0, 1)
         assert "it was exchanged" in piece.reason
+
+
+def test_a_function_that_it_calls_is_exchanged(monkeypatch):
+    models = both()
+    turned = modeling_llama.rotate_half
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -turned(x))
+    logits, pieces = pieces_of(models[0])
+    expected, _ = pieces_of(models[1])
+    assert torch.equal(logits, expected)
+    assert all("it was exchanged" in piece.reason for piece in pieces)
+    later, pieces = pieces_of(patched_anew())
+    assert torch.equal(later, expected)
+
+
+def patched_anew():
+    model = tiny_models.build("llama", torch.bfloat16)
+    patch_model(model)
+    return model
 
 
 def cast_k(module, args, output):

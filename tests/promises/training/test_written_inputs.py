@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
@@ -166,6 +167,27 @@ def test_a_write_that_the_source_does_not_show_is_an_error_that_exclude_cures():
     assert "modified by an inplace operation" in str(error.value.__cause__)
     patch_model(model, exclude=["2.block.norm", "0.*"])
     step(model, x)
+
+
+def checkpointed(model, x):
+    with use_backend("triton"):
+        y = checkpoint(lambda x: model(x * 1), x, use_reentrant=False)
+    y.float().sum().backward()
+
+
+def test_such_a_write_is_an_error_under_checkpointing_too():
+    """Whose hooks keep autograd from looking for it. The last write of all is not run
+    again, and does no harm.
+    """
+    layers = nn.Sequential(ParentWrites(), ParentWrites())
+    model, x = train(layers, torch.bfloat16)
+    patch_model(model)
+    with pytest.raises(RuntimeError, match="^'0.block.norm': what this norm keeps"):
+        checkpointed(model, x)
+    for cls in (AddsApart, AddsInPlace, WritesBefore, ParentWrites):
+        model, x = train(nn.Sequential(AddsApart(), cls()), torch.bfloat16)
+        patch_model(model)
+        checkpointed(model, x)
 
 
 def test_where_no_weight_tells_which_norm_it_is_all_are_named():

@@ -43,6 +43,23 @@ def with_a_closure():
 
 
 inner = with_a_closure()
+calls = []
+stepping = rotary
+
+
+def counting(q, k, cos, sin):
+    calls.append(q)
+    return rotary(q, k, cos, sin)
+
+
+def by_length(q, k, cos, sin):
+    if q.shape[-2] > 7:
+        return rotary(q, k, cos, -sin)
+    return rotary(q, k, cos, sin)
+
+
+def clamped(q, k, cos, sin):
+    return rotary(q.clamp(-8, 8), k, cos, sin)
 
 
 class Alone(Attention):
@@ -128,6 +145,16 @@ class OfVision(Attention):
         return q @ k.mT
 
 
+class BySteps(Attention):
+    """Rotates by a function that a test puts here."""
+
+    def forward(self, x):
+        q = self.q_proj(x).transpose(1, 2)
+        k = self.k_proj(x).transpose(1, 2)
+        q, k = stepping(q, k, COS, SIN)
+        return q @ k.mT
+
+
 LAUNCHED = {Alone: 1, ByName: 1, ByPosition: 1, OnACondition: 1, Twice: 2}
 APART = [TurnsOneBack, Scales, ByAVariable, OfAClosure, OfVision]
 
@@ -153,6 +180,15 @@ def test_a_call_that_is_proven_is_one_launch(cls):
     assert all(map(torch.equal, results, expected))
     rotating = [words for words in fused(report) if "launch" in words]
     assert len(rotating) == (cls in LAUNCHED)
+
+
+@pytest.mark.parametrize("function", [counting, by_length, clamped])
+def test_a_function_of_more_than_arithmetic_is_not_even_run(function, monkeypatch):
+    monkeypatch.setitem(globals(), "stepping", function)
+    calls.clear()
+    report = patch_model(nn.Sequential(BySteps()))
+    assert not calls
+    assert not [words for words in fused(report) if "launch" in words]
 
 
 def test_the_other_branch_of_a_forward():
