@@ -55,6 +55,22 @@ def run(model):
     return {"logits": logits, "first": seen[0], "loss": loss.detach()}, gradients
 
 
+def assert_equal(results, expected):
+    for name, value in results.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def with_both(family, liger_is_last):
+    """(a model with both, the report of its patch)."""
+    both = build(family)
+    if not liger_is_last:
+        add_liger(both)
+    report = patch_model(both)
+    if liger_is_last:
+        add_liger(both)
+    return both, report
+
+
 @pytest.mark.parametrize("liger_is_last", ORDERS.values(), ids=ORDERS)
 def test_both_work_together_in_either_order(family, liger_is_last):
     plain, exact = build(family), build(family).double()
@@ -64,12 +80,7 @@ def test_both_work_together_in_either_order(family, liger_is_last):
     add_liger(alone)
     of_liger, gradients_of_liger = run(alone)
 
-    both = build(family)
-    if not liger_is_last:
-        add_liger(both)
-    report = patch_model(both)
-    if liger_is_last:
-        add_liger(both)
+    both, report = with_both(family, liger_is_last)
     assert str(report) == str(patch_model(plain)), "Liger hides no norm and no sum"
     assert not report.skipped and len(report.swapped) >= 5
 
@@ -77,15 +88,14 @@ def test_both_work_together_in_either_order(family, liger_is_last):
         got, gradients = run(both)
     assert launches.total() > 0
     assert torch.equal(got["first"], expected["first"]), "Liger is not in it yet"
-    for name, value in got.items():
-        assert torch.equal(value, of_liger[name]), name
+    assert_equal(got, of_liger)
     for path, exact_one in exact_gradients.items():
         assert_as_accurate(gradients[path], gradients_of_liger[path], exact_one, path)
 
     assert unpatch_model(both) == len(report.swapped)
     left, gradients_left = run(both)
-    assert all(torch.equal(left[name], of_liger[name]) for name in left)
-    assert all(torch.equal(gradients_left[p], g) for p, g in gradients_of_liger.items())
+    assert_equal(left, of_liger)
+    assert_equal(gradients_left, gradients_of_liger)
     assert "Liger" in both.model.layers[0].mlp._get_name(), "Liger's patch stays"
 
 
