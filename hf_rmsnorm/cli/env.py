@@ -2,7 +2,6 @@
 versions of all packages.
 """
 
-import os
 import platform
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +19,8 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
+    from ..ops.backend import interprets
+
     installed = versions()
     names = _device_names()
     devices = [{"name": name, **_tried(device)} for device, name in names.items()]
@@ -28,7 +29,7 @@ def run(args) -> Result:
         "versions": installed,
         "launches": launches,
         "platform": platform.platform(),
-        "triton_interpret": _interprets(),
+        "triton_interpret": interprets(),
         "devices": devices,
     }
     lines = ["{device} ({name}): {reason}".format(**record) for record in devices]
@@ -92,10 +93,6 @@ def _launches(devices: list[dict]) -> str:
     return "; ".join(dict.fromkeys(paths)) or launch_path()
 
 
-def _interprets() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def _tried(device: str) -> dict:
     """`runs_on` a device, and ``"compiles"``: whether a kernel does, None if none is
     compiled.
@@ -103,7 +100,7 @@ def _tried(device: str) -> dict:
     import torch
 
     from .. import rms_norm, use_backend
-    from ..ops.backend import runs_on
+    from ..ops.backend import interprets, runs_on
 
     record = runs_on(device) | {"compiles": None}
     if record["backend"] != "triton":
@@ -116,7 +113,7 @@ def _tried(device: str) -> dict:
         failure = "; ".join(str(error).splitlines())
         record["reason"] = f"plain PyTorch ({failure})"
         return record | {"backend": "original", "compiles": False}
-    if not _interprets():
+    if not interprets():
         record["compiles"] = True
         record["reason"] += "; one was compiled and ran"
     return record

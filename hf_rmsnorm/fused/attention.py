@@ -2,9 +2,9 @@
 with their norms if they have any.
 
 A forward calls these functions once it was compiled again from its own source, by
-`patching.layers.qk` or `rotations`. The norms wait for the rotation: only transposes stand between,
-and those do not move the last dimension, along which both work. A norm that has a hook
-is called at its own place, because the hook sees its input there.
+`patching.layers.qk` or `rotations`. The norms wait for the rotation: only transposes
+stand between, and those do not move the last dimension, along which both work. A norm
+that has a hook is called at its own place, because the hook sees its input there.
 """
 
 import weakref

@@ -37,8 +37,7 @@ def _tiles(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def _arguments(cos: Tensor, strided: dict[str, Tensor]) -> dict:
-    """The arguments that all kernels of heads have in common, and what the forward has
-    besides where it is none of a rotation alone; by name.
+    """The arguments of a kernel of heads, by name. Those of a rotation alone are off.
 
     Args:
         strided: by their names in the kernel, the tensors of which it takes strides.

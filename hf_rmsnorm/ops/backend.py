@@ -37,13 +37,18 @@ _left: dict[tuple, str] = {}
 _failing = threading.Lock()
 
 
+def interprets() -> bool:
+    """Whether Triton's interpreter runs the kernels, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @cache
 def _device_refusal(device_type: str, index: int | None) -> str | None:
     if find_spec("triton") is None:
         return "triton is not installed"
     if device_type == "meta":
         return "meta tensors hold no data"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interprets():
         return None
     if device_type == "cuda":
         if torch.version.hip is None:
@@ -134,7 +139,7 @@ def runs_on(device: torch.device | str) -> dict:
     if refusal is not None:
         backend = "original"
         reason = f"plain PyTorch ({refusal})"
-    elif os.environ.get("TRITON_INTERPRET") == "1":
+    elif interprets():
         reason = "Triton kernels in Triton's interpreter, exact but slow"
     else:
         launches = launch_path(device)
@@ -152,7 +157,7 @@ def launch_path(device: torch.device | None = None) -> str:
     from ..kernels import launchers
 
     version = launchers.VERSION
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interprets():
         return "by Triton's interpreter"
     if launchers.KNOWN:
         return DIRECT

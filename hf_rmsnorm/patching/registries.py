@@ -1,7 +1,8 @@
 """Tables in other libraries that hold a layer's exact class, where a fused layer has a
 subclass.
 
-diffusers' caches ask such a table what a block returns, and refuse an unknown class.
+A cache of diffusers asks such a table what a block returns. It refuses a class that is
+not there.
 """
 
 import sys
