@@ -50,7 +50,6 @@ def _wrapper(norm: Module, forward) -> str:
     """
     own = MethodType(type(norm).forward, norm)
     while forward != own:
-        name = name_of(forward)
         origin = _origin(forward)
         if origin == _ACCELERATE and forward.args == (norm,):
             acting = _acting(norm._hf_hook, norm)
@@ -59,13 +58,14 @@ def _wrapper(norm: Module, forward) -> str:
             forward = norm._old_forward
         elif origin == _TENSOR_PARALLEL and _HOOKED in forward.__code__.co_freevars:
             if is_grad_enabled() and _registers(forward, norm):
+                name = name_of(forward)
                 return f"{name}, which is to hook the gradient of its weight"
             forward = _variable(forward, "original_forward")
         elif origin == _DIFFUSERS and "_diffusers_hook" in norm.__dict__:
             hooks = norm._diffusers_hook.hooks.values()
-            return ", ".join(map(_class_name, hooks)) or name
+            return ", ".join(map(_class_name, hooks)) or name_of(forward)
         else:
-            return name
+            return name_of(forward)
     return ""
 
 
