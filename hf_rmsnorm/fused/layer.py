@@ -34,7 +34,7 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
     joins = patched.joins_restricted if restricted else patched.joins
     if not joins or why_called(norm):
         return None
-    if patched.recipe.not_under_autocast and autocast_anywhere():
+    if patched.recipe.autocast and autocast_anywhere():
         return None
     held = patched.held_by(norm)
     if held is None:

@@ -8,7 +8,6 @@ parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not ch
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
@@ -19,10 +18,11 @@ from torch.nn import Module
 from ..formula import NormSpec
 from ..ops import fused_norm, resolve_backend
 from ..ops.backend import compiles_original, left_alone
+from ..ops.direct import autocast_anywhere
 from ..ops.launches import Launches
 from ..ops.norm import run
 from ..ops.unrounded import norm_of_summands
-from .recipe import Recipe, parameters_of, shapes_fit
+from .recipe import Recipe, changed, parameters_of, shapes_fit
 from .subclass import derive, marked
 from .summands import summands_of
 from .watch import NORM, note, watchers
@@ -228,6 +228,11 @@ def _read_any(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
     x = norm.recipe.rows_of(x)
     if x is None:
         return None
+    if norm.recipe.autocast and autocast_anywhere():
+        cast = norm.recipe.under_autocast(x, weight, bias, spec)
+        if cast is None:
+            return None
+        x, weight, bias, spec = cast
     operands = x, weight, bias, gate, None, None, None
     return norm.launches_for(spec), operands
 
@@ -240,13 +245,13 @@ def _formula_of(
     if gate is not None and not isinstance(gate, Tensor):
         return None
     if recipe.gate is not None and gate is None:
-        return _changed(spec, gate=None) if recipe.gate_optional else None
+        return changed(spec, gate=None) if recipe.gate_optional else None
     if norm.rounds_by_dtypes(x, weight):
         # multiplied in the weight's dtype, and rounded to x's behind that
         eps = torch.finfo(x.dtype).eps
         is_coarser = torch.finfo(weight.dtype).eps > eps
         rounding = "weight_dtype" if is_coarser else "once"
-        return _changed(spec, rounding=rounding)
+        return changed(spec, rounding=rounding)
     return spec
 
 
@@ -300,11 +305,6 @@ def _launches(norm: PatchedNorm, spec: NormSpec) -> Launches:
 
 
 _launches_of_another_formula = lru_cache(1_024)(_launches)
-
-
-@lru_cache(1_024)
-def _changed(spec: NormSpec, **changes) -> NormSpec:
-    return replace(spec, **changes)
 
 
 def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict):

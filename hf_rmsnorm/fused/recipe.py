@@ -4,7 +4,7 @@ keeps the operands.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -14,9 +14,10 @@ from torch.nn import Module
 from ..formula import NormSpec
 from ..ops import input_needed
 from ..ops.backend import autocasts_functional
-from ..ops.direct import autocast_anywhere, present
+from ..ops.direct import autocast_enabled, present
 
 InputLayout = Literal["last", "channels_first"]
+AutocastWay = Literal["torch", "off", "lowered", "own"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,11 @@ class Recipe:
             if any.
         only_float32: in half precision the module rounds in an order that no `NormSpec`
             has.
-        not_under_autocast: under autocast, of any type of device, the module may
-            compute something else.
+        autocast: what it computes while autocast is on for a type of device, as (type,
+            way). ``"torch"``: what torch's own norm does. ``"off"``: the formula, as
+            without autocast. ``"lowered"``: the formula of operands that it has cast to
+            autocast's dtype (`NemotronLayerNorm1P`). ``"own"``: unknown, as on all
+            types that are not named. Empty where it is ``"torch"`` on all types.
         row_major: the output is contiguous whatever the strides of the input.
         as_rms: the module's own forward computes something else, a LayerNorm where a
             converted checkpoint says RMSNorm: it is never run, and where no kernel
@@ -84,7 +88,7 @@ class Recipe:
     layout: InputLayout = "last"
     dims: tuple[int, ...] | None = None
     only_float32: bool = False
-    not_under_autocast: bool = False
+    autocast: tuple[tuple[str, AutocastWay], ...] = ()
     row_major: bool = False
     as_rms: bool = False
     numerics: str = "model"
@@ -137,7 +141,7 @@ class Recipe:
     @property
     def restricted(self) -> bool:
         """Whether more than the operands' shapes decides if a call can be served."""
-        return self.restricts_input or self.not_under_autocast
+        return self.restricts_input or bool(self.autocast)
 
     @property
     def restricts_input(self) -> bool:
@@ -165,6 +169,27 @@ class Recipe:
         """
         lays_out = self.row_major and self.numerics == "model"
         return self.is_of_rows and not (self.restricts_input or lays_out)
+
+    def under_autocast(self, x: Tensor, weight, bias, spec: NormSpec) -> tuple | None:
+        """(x, weight, bias, formula) under the autocast that is on now: autocast
+        changes nothing more about them. None if the module itself has to compute it.
+        """
+        device_type = x.device.type
+        ways = dict(self.autocast)
+        way = ways.pop(device_type, "own")
+        if way == "own" or any(map(autocast_enabled, ways)):
+            return None
+        if way == "torch" or not autocast_enabled(device_type):
+            return x, weight, bias, spec
+        dtype = None
+        if way == "lowered":
+            dtype = torch.get_autocast_dtype(device_type)
+        x, weight, bias, spec = cast_operands(x, weight, bias, spec, dtype)
+        if spec.functional:
+            # as rows that torch's own norms give; they see autocast, this does not
+            x = x.contiguous()
+            spec = changed(spec, functional=False)
+        return x, weight, bias, spec
 
     def fits(self, x: Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
@@ -196,8 +221,6 @@ class Recipe:
             return None
         if self.only_float32 and x.dtype != torch.float32:
             return None
-        if self.not_under_autocast and autocast_anywhere():
-            return None
         if self.layout == "channels_first":
             return x.movedim(1, -1)
         return x
@@ -211,8 +234,10 @@ class Recipe:
             notes.append("over dimension 1")
         if self.only_float32:
             notes.append("in float32 only: in half precision it runs its own forward")
-        if self.not_under_autocast:
+        if "own" in dict(self.autocast).values():
             notes.append("under autocast it runs its own forward")
+        elif self.autocast:
+            notes.append("under autocast no sum is fused with it")
         if self.other_input is not None:
             notes.append(f"calls that give {self.other_input!r} run its own forward")
         if self.as_rms:
@@ -241,6 +266,29 @@ class Recipe:
         if self.memory_efficient:
             return f"keeps its input for backward: {needed}"
         return ""
+
+
+def cast_operands(
+    x: Tensor, weight, bias, spec: NormSpec, dtype: torch.dtype | None
+) -> tuple:
+    """(x, weight, bias, formula) of a norm that adds its offset to the weight, and then
+    casts all of them to a dtype; None for no cast.
+    """
+    if spec.weight_offset:
+        weight = weight + spec.weight_offset
+        spec = changed(spec, weight_offset=0.0)
+    if dtype is None:
+        return x, weight, bias, spec
+    if weight is not None:
+        weight = weight.to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
+    return x.to(dtype), weight, bias, spec
+
+
+@lru_cache(1_024)
+def changed(spec: NormSpec, **changes) -> NormSpec:
+    return replace(spec, **changes)
 
 
 def parameters_of(module: Module, recipe: Recipe) -> tuple | None:

@@ -18,7 +18,7 @@ from ..fused.recipe import Recipe, parameters_of
 from ..kernels.counting import counting_into
 from ..ops import chosen_backend
 from ..ops.backend import why_not
-from ..ops.direct import present
+from ..ops.direct import autocast_anywhere, present
 from ..paths import fitted
 from .api import check_module
 from .report import alike, group_lines
@@ -202,6 +202,8 @@ def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
     rows = recipe.rows_of(x)
     parameters = parameters_of(norm, recipe)
     if rows is None or parameters is None:
+        return ""
+    if recipe.autocast and autocast_anywhere():
         return ""
     gate = None
     if spec.gate is not None:

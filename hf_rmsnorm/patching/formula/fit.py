@@ -3,6 +3,7 @@ for bit.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ...formula import GATES, ROUNDINGS, NormSpec
-from ...fused.recipe import Recipe
+from ...fused.recipe import AutocastWay, Recipe, cast_operands
 from ...reference import reference_norm
 from .check import prove
 from .closeness import affine, close
 from .inputs import ALL_BF16, ALL_FP32, Dtypes, Trial
-from .probe import OPEN_GATE, AutocastNorms
+from .probe import AUTOCAST_DEVICES, OPEN_GATE, OnDevice, autocast
 from .refusals import NotInFamily, Unusable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,6 +59,7 @@ class Fit(Trial):
         if recipe.gate is not None:
             takes_both = self._agrees_in(recipe, MIXED_GATES)
             recipe = replace(recipe, one_gate_dtype=not takes_both)
+        recipe = self._find_under_autocast(recipe)
         recipe = self._with_settings(recipe)
         recipe = prove(self, recipe)
         if self.head_dim is not None:
@@ -131,16 +133,11 @@ class Fit(Trial):
         return None
 
     def _find_functional(self, recipe: Recipe) -> Recipe:
-        """Whether it calls torch's own norm, and what that is under autocast."""
-        self.in_dtype(BF16)
-        x = self.normal(4, self.size).bfloat16()
-        with AutocastNorms() as norms:
-            y = self.run(x)
-        functional = norms.called and not self.gate_required
-        recipe = with_spec(recipe, functional=functional)
-        casts = y.dtype != FP32 or self.code.switches_autocast_off
-        differs = self.code.asks_autocast or (functional and casts)
-        return replace(recipe, not_under_autocast=differs)
+        """Whether it calls torch's own norm."""
+        with OnDevice("cpu") as device:
+            self.run(self.normal(4, self.size))
+        functional = device.calls_norm and not self.gate_required
+        return with_spec(recipe, functional=functional)
 
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
         """eps as the module's own output on rows of about that magnitude tells it, to
@@ -251,6 +248,50 @@ class Fit(Trial):
                 return gated
         # a call that gives it runs the module's own forward
         return replace(recipe, other_input=self.gate)
+
+    def _find_under_autocast(self, recipe: Recipe) -> Recipe:
+        """The recipe with what the module computes under autocast, on each type of
+        device.
+        """
+        if not (recipe.spec.functional or self.code.asks_autocast):
+            return recipe  # autocast casts nothing in arithmetic of float32
+        ways = []
+        for device_type in AUTOCAST_DEVICES:
+            ways.append((device_type, self._way_under_autocast(recipe, device_type)))
+        if all(way == "torch" for _, way in ways):
+            return recipe
+        return replace(recipe, autocast=tuple(ways))
+
+    def _way_under_autocast(self, recipe: Recipe, device_type: str) -> AutocastWay:
+        if recipe.gate is not None or not self.code.is_plain_under_autocast:
+            return "own"
+        for way in ("torch", "off", "lowered"):
+            with contextlib.suppress(Unusable):
+                if self._computes_so(recipe, device_type, way):
+                    return way
+        return "own"
+
+    def _computes_so(self, recipe: Recipe, device_type: str, way: AutocastWay) -> bool:
+        """Whether this is what the module computes while autocast is on there."""
+        every = [ALL_FP32]
+        if not recipe.only_float32:
+            every += SAME_DTYPES
+        for dtypes, dtype in itertools.product(every, (BF16, FP16)):
+            self.draw_tensors(uneven=True)
+            tensors = self.in_dtype(dtypes.weight)
+            x = self.rows(1024, half=True).to(dtypes.x)
+            weight = tensors.get(recipe.weight)
+            bias = tensors.get(recipe.bias)
+            with autocast(device_type, dtype), OnDevice(device_type):
+                y = self.run(x)
+                expected = reference_norm(x, weight, bias, recipe.spec)
+            if way != "torch":
+                to = dtype if way == "lowered" else None
+                operands = cast_operands(x, weight, bias, recipe.spec, to)
+                expected = reference_norm(*operands)
+            if not self.is_equal(y, expected, x, bias, recipe.spec):
+                return False
+        return True
 
     def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
         x = self.rows(1024, half=True)

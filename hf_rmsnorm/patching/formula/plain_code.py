@@ -41,6 +41,13 @@ LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
 # Answered for all types of device, or for one, by functions of torch; some files wrap
 # them under the same names.
 AUTOCAST_QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled")
+# What a forward may call where it finds autocast on.
+AUTOCAST_FUNCTIONS = [
+    torch.get_autocast_dtype,
+    torch.get_autocast_gpu_dtype,
+    torch.get_autocast_cpu_dtype,
+    torch.amp.autocast_mode._cast,
+]
 
 
 # The kinds of an expression: what its value depends on.
@@ -59,9 +66,11 @@ class Code:
     Attributes:
         attributes: names of the module's attributes that it reads; they hold its own
             tensors and plain values.
-        asks_autocast: it asks whether autocast is on. What it computes then is not
-            read.
-        switches_autocast_off: for a part of what it computes.
+        asks_autocast: it asks whether autocast is on.
+        is_plain_under_autocast: it is plain arithmetic too where autocast is on, on
+            each type of device by itself.
+        any_autocast: what is read is both that with autocast on and that with it off.
+            Else it counts as off.
 
     Raises:
         NotPlain: it is not plain arithmetic, or its source cannot be read.
@@ -71,8 +80,18 @@ class Code:
         self.module = module
         self.attributes: set[str] = set()
         self.asks_autocast = False
-        self.switches_autocast_off = False
+        self.any_autocast = False
         self.read_method("forward", type(module).__mro__)
+        self.is_plain_under_autocast = not self.asks_autocast or self._reads_any()
+
+    def _reads_any(self) -> bool:
+        """Read the forward again, with what it does under autocast."""
+        self.any_autocast = True
+        try:
+            self.read_method("forward", type(self.module).__mro__)
+        except NotPlain:
+            return False
+        return True
 
     def read_method(self, name: str, classes: Iterable[type]) -> None:
         """Read the method that the first of these classes has under that name."""
@@ -178,7 +197,6 @@ class _Body(ast.NodeVisitor):
             is_off = self._is_autocast_off(item.context_expr)
             if not is_off or item.optional_vars is not None:
                 raise _refusal("enters", item.context_expr)
-        self.code.switches_autocast_off = True
         self.read(node.body)
 
     def _is_autocast_off(self, context: ast.expr) -> bool:
@@ -263,11 +281,7 @@ class _Body(ast.NodeVisitor):
         return self.visit(node.body if answer else node.orelse)
 
     def _answer(self, test: ast.expr) -> bool | None:
-        """What a condition is for every input; None where that is not known here.
-
-        Autocast counts as off: the recipe of a norm that asks for it serves no call
-        under autocast.
-        """
+        """What a condition is for every input; None where that is not known here."""
         if isinstance(test, ast.BoolOp):
             answers = [self._answer(part) for part in test.values]
             deciding = isinstance(test.op, ast.Or)
@@ -297,7 +311,7 @@ class _Body(ast.NodeVisitor):
         name = ast.unparse(test.func).rpartition(".")[2]
         if name in AUTOCAST_QUESTIONS:
             self.code.asks_autocast = True
-            return False
+            return None if self.code.any_autocast else False
         if called is torch.jit.is_scripting:
             return False
         text = ast.unparse(test)
@@ -369,7 +383,7 @@ class _Body(ast.NodeVisitor):
         self.visit(node.value)
         if node.attr == "shape":
             return SHAPE
-        if node.attr in ("device", "type"):
+        if node.attr in ("device", "type") and not self.code.any_autocast:
             return TENSOR
         return CONSTANT
 
@@ -388,6 +402,8 @@ class _Body(ast.NodeVisitor):
         function = node.func
         text = ast.unparse(function)
         name = text.rpartition(".")[2]
+        if self.code.any_autocast and name in AUTOCAST_QUESTIONS:
+            return CONSTANT
         arguments = list(node.args)
         for keyword in node.keywords:
             if keyword.arg in REFUSED_KEYWORDS:
@@ -437,7 +453,7 @@ class _Body(ast.NodeVisitor):
         elif text.startswith("ACT2FN["):
             # Transformers' table of gates, of which the module names one
             self._check_condition(function.slice)
-        elif called is not None and called in FUNCTIONS:
+        elif self._is_listed(called):
             return
         elif called is not None:
             self.code.read_function(called, text, owner)
@@ -445,6 +461,13 @@ class _Body(ast.NodeVisitor):
             self._number(function.value)
         else:
             raise _refusal("calls", function)
+
+    def _is_listed(self, called) -> bool:
+        if called is None:
+            return False
+        if self.code.any_autocast and called in AUTOCAST_FUNCTIONS:
+            return True
+        return called in FUNCTIONS
 
     def _resolve(self, node: ast.expr):
         """Return the value of a name of the file, or of an attribute of one; None if it

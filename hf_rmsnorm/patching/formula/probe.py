@@ -4,6 +4,7 @@ nothing of the user's.
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -14,12 +15,15 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
+from ...ops.direct import autocast_enabled
 from .refusals import Unusable
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 MODULE_STATE = set(vars(Module()))  # what every module's instance holds
 TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+AUTOCAST_DEVICES = ("cpu", "cuda")  # that norms are tried on
 OPEN_GATE = 64.0  # there silu is the identity, sigmoid one
 
 
@@ -118,20 +122,45 @@ class Probe:
         return x
 
 
-class AutocastNorms(TorchFunctionMode):
-    """Has torch's own norms return float32, as they do under autocast on an
-    accelerator, and notes whether one is called.
+class OnDevice(TorchFunctionMode):
+    """Has tensors on the CPU say that they are on another type of device, and torch's
+    own norms cast to float32 as they do there while autocast is on.
+
+    Attributes:
+        calls_norm: whether one of torch's own norms was called.
     """
 
-    called = False
+    def __init__(self, device_type: str):
+        super().__init__()
+        self.device = torch.device(device_type)
+        self.calls_norm = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        y = func(*args, **kwargs)
-        if func in TORCH_NORMS and y.dtype != torch.float32:
-            self.called = True
-            y = y.float()
-        return y
+        if func == Tensor.device.__get__:
+            return self.device
+        if func in TORCH_NORMS:
+            self.calls_norm = True
+            if self.device.type != "cpu" and autocast_enabled(self.device.type):
+                args, kwargs = tree_map_only(Tensor, Tensor.float, (args, kwargs))
+        return func(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast to a dtype on a type of device, which need not be there; None switches
+    it off.
+    """
+    was_on = torch.is_autocast_enabled(device_type)
+    before = torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, dtype is not None)
+    torch.set_autocast_dtype(device_type, dtype or before)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no such device
+            yield
+    finally:
+        torch.set_autocast_enabled(device_type, was_on)
+        torch.set_autocast_dtype(device_type, before)
 
 
 @contextlib.contextmanager
@@ -145,7 +174,7 @@ def neutral_modes() -> Iterator[None]:
         _disable_current_modes(),
         torch.inference_mode(False),
         torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
+        *[autocast(device_type, None) for device_type in AUTOCAST_DEVICES],
         torch.device("cpu"),
     )
     with contextlib.ExitStack() as stack:

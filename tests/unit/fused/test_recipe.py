@@ -9,6 +9,8 @@ from torch import nn
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.recipe import Recipe, parameters_of, shapes_fit
 
+BF16, FP32 = torch.bfloat16, torch.float32
+OWN = (("cpu", "own"), ("cuda", "own"))
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 RECIPE = Recipe(SPEC, weight="weight", eps="eps", eps_value=1e-6)
 
@@ -47,8 +49,29 @@ def test_which_rows_a_call_normalises():
     assert Recipe(SPEC, layout="channels_first").rows_of(x).shape == (2, 4, 3)
     assert Recipe(SPEC, dims=(2,)).rows_of(x) is None
     assert Recipe(SPEC, only_float32=True).rows_of(x.half()) is None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert Recipe(SPEC, not_under_autocast=True).rows_of(x) is None
+
+
+@pytest.mark.parametrize(
+    "way, dtype", [("torch", FP32), ("off", FP32), ("lowered", BF16), ("own", None)]
+)
+def test_what_autocast_makes_of_a_call(way, dtype):
+    spec = NormSpec(True, 1e-5, weight_offset=1.0, functional=True)
+    recipe = Recipe(spec, weight="weight", autocast=(("cpu", way), ("cuda", "own")))
+    x, weight = torch.ones(2, 4), torch.full((4,), 0.25)
+    with torch.autocast("cpu", BF16):
+        cast = recipe.under_autocast(x, weight, None, spec)
+    if dtype is None:
+        assert cast is None
+        return
+    x, weight, bias, spec = cast
+    assert x.dtype == weight.dtype == dtype and bias is None
+    assert (weight + spec.weight_offset == 1.25).all()
+    assert spec.functional == (way == "torch")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert recipe.under_autocast(x, weight, None, spec) is None
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +98,7 @@ X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
     [
         ({"dims": (3, 4)}, X, X[0]),
         ({"only_float32": True}, X, HALF),
-        ({"not_under_autocast": True}, X, None),
+        ({"autocast": OWN}, X, None),
         ({"layout": "channels_first"}, X, None),
     ],
     ids=["dims", "float32", "autocast", "channels first"],
@@ -189,9 +212,10 @@ def test_what_keeps_its_output():
         ({"only_float32": True}, "in float32 only"),
         ({"other_input": "mask"}, "calls that give 'mask'"),
         (
-            {"as_rms": True, "not_under_autocast": True},
+            {"as_rms": True, "autocast": OWN},
             "under autocast it runs its own forward; as the converted",
         ),
+        ({"autocast": (("cpu", "off"),)}, "under autocast no sum"),
     ],
 )
 def test_what_a_report_says_of_it(how, said):

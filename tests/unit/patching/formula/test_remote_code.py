@@ -2,20 +2,22 @@
 regime of autocast: off, in bfloat16, in float16.
 """
 
-import contextlib
+from unittest.mock import patch
 
 import pytest
 import remote_norms
 import torch
+import torch.nn.functional as F
 from reports import report_on
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 from hf_rmsnorm import count_launches, use_backend
+from hf_rmsnorm.patching.formula.probe import OnDevice, autocast
 
 # of the older functions of torch that such code calls
 pytestmark = pytest.mark.filterwarnings("ignore:.*autocast.*deprecated")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OWN = "under autocast it runs its own forward"
+APART = "under autocast no sum is fused with it"
 CLASSES = (*remote_norms.ALL, NemotronLayerNorm1P)
 CAST_THEMSELVES = (*remote_norms.CAST_THEMSELVES, NemotronLayerNorm1P)
 
@@ -28,41 +30,46 @@ def made(cls):
     return norm.requires_grad_(False)
 
 
-@contextlib.contextmanager
-def autocast(dtype):
-    """Of the CPU, and what a norm hears of CUDA's where it asks without naming a type."""
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", dtype is not None)
-    torch.set_autocast_dtype("cuda", dtype or before)
-    try:
-        with torch.autocast("cpu", dtype or BF16, enabled=dtype is not None):
-            yield
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", before)
-
-
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_a_norm_of_other_code_has_its_bits_in_every_regime(cls):
-    norm = made(cls)
-    (record,) = report_on(norm).swapped
-    casts = cls in CAST_THEMSELVES
-    assert (OWN in record.notes) == casts
+def inputs_of(norm):
+    """The norm in each dtype, as (x, dtype of autocast or None)."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(6, remote_norms.SIZE, generator=generator)
     for dtype in (FP32, BF16, FP16):
-        x = rows.to(dtype)
         norm.to(dtype)
         for regime in (None, BF16, FP16):
-            with autocast(regime):
-                expected = cls.forward(norm, x)
-                with use_backend("reference"):
-                    y = norm(x)
-                with count_launches() as launches:
-                    norm(x)
-            torch.testing.assert_close(y, expected, rtol=2e-7, atol=2e-7)
-            runs_own = casts and regime is not None
-            assert launches.total() == (not runs_own), (dtype, regime)
+            yield rows.to(dtype), regime
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_a_norm_of_other_code_has_its_bits_and_a_kernel_in_every_regime(cls):
+    norm = made(cls)
+    (record,) = report_on(norm).swapped
+    assert (APART in record.notes) == (cls in CAST_THEMSELVES)
+    for x, regime in inputs_of(norm):
+        with autocast("cpu", regime):
+            expected = cls.forward(norm, x)
+            with use_backend("reference"):
+                y = norm(x)
+            with count_launches() as launches:
+                launched = norm(x)
+        torch.testing.assert_close(y, expected, rtol=2e-7, atol=2e-7)
+        assert launched.dtype == y.dtype and launches.total() == 1, (x.dtype, regime)
+
+
+@pytest.mark.parametrize("cls", CAST_THEMSELVES, ids=lambda cls: cls.__name__)
+def test_a_norm_that_casts_under_autocast_is_proven_as_a_gpu_runs_it(cls):
+    norm = made(cls)
+    assert report_on(norm).swapped
+    for x, regime in inputs_of(norm):
+        if regime is None:
+            continue
+        with OnDevice("cuda"), autocast("cuda", regime), use_backend("reference"):
+            expected = cls.forward(norm, x)
+            with patch.object(F, "layer_norm") as own:
+                y = norm(x)
+        # a float32 result of torch's own norm has other last bits than the formula's
+        torch.testing.assert_close(y, expected, rtol=2e-7, atol=2e-7)
+        assert not own.called
 
 
 def test_autocast_of_another_device_counts_for_a_norm_that_asks_without_naming_one():
