@@ -233,7 +233,6 @@ def test_offsets_beyond_two_to_the_31(stride):
     assert error <= ulp(largest, BF16)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @parametrize("dtype", (BF16, FP16))
 def test_a_norm_that_casts_under_autocast_launches_there(dtype):
     norm = NemotronLayerNorm1P(512).to(DEVICE)
@@ -252,6 +251,7 @@ def test_a_norm_that_casts_under_autocast_launches_there(dtype):
 
 
 @real_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_launches_on_the_device_of_its_tensors():
     fused, _ = fuse(make("llama", 512, BF16))
     x, dy = rows_and_gradient(64, 512)
