@@ -20,7 +20,7 @@ from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.attention import norm_and_rotate, waiting
 from hf_rmsnorm.fused.sums import add_and_norm
-from hf_rmsnorm.patching.layers.rotary import is_rotary
+from hf_rmsnorm.patching.layers.rotary import prove_rotary
 from hf_rmsnorm.reference import reference_norm
 
 EPS = 1e-6
@@ -253,7 +253,7 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
 
     elif tables:
         rotate = rotary()
-        if not is_rotary(rotate):
+        if not prove_rotary(rotate):
             raise RuntimeError("no kernel computes the rotary embedding of Qwen3")
 
         def call(q, k):

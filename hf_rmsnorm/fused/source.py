@@ -33,9 +33,9 @@ class CannotRewrite(Exception):
     """Why a forward cannot be compiled again from its source."""
 
 
-def forward_source(cls: type) -> tuple:
-    """(the innermost function behind `cls.forward`, its definition, which is shared:
-    copy it to change it).
+def forward_source(cls: type) -> tuple[ast.FunctionDef, str]:
+    """(the definition of the innermost function behind `cls.forward`, for the caller to
+    change; its first parameter, mostly "self", "" if it has none).
 
     Raises:
         CannotRewrite: the source is not there, or does more than a function compiled
@@ -49,7 +49,7 @@ def forward_source(cls: type) -> tuple:
         raise CannotRewrite(
             "its forward has a decorator that is made of more than names and constants"
         )
-    return function, definition
+    return copy.deepcopy(definition), name_of_self(function)
 
 
 @functools.lru_cache(maxsize=1_024)  # the layers of a model are many of the same
@@ -174,20 +174,19 @@ def call(function: str, where: ast.AST, *arguments) -> ast.Call:
 
 
 def compiled_again(
-    cls: type, change: Callable, helpers: Mapping[str, Callable]
+    cls: type, definition: ast.FunctionDef, helpers: Mapping[str, Callable]
 ) -> Callable:
-    """`cls.forward`, compiled from its own source once ``change(definition, name of
-    self)`` has been made to it.
+    """`cls.forward`, compiled from a changed definition.
 
     Args:
-        change: returns the definition to compile.
-        helpers: functions that the changed source calls, by name.
+        definition: what `forward_source` gave, changed.
+        helpers: functions that it calls now, by name.
 
     Raises:
-        CannotRewrite: as in `forward_source`.
+        CannotRewrite: it cannot be compiled.
     """
-    function, definition = forward_source(cls)
-    definition = change(copy.deepcopy(definition), name_of_self(function))
+    function = inspect.unwrap(cls.forward)
+    definition = copy.deepcopy(definition)
     # Defaults may use names of the class's body: the original's are set below, and so
     # are annotations, which this flag leaves alone.
     flags = __future__.annotations.compiler_flag

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from torch.nn import Module
 
 from ..fused.norm import recipe_of
+from .entries import Entry, FusedLayer
 from .layers.fusions import fuse_layers
 from .numerics import NUMERICS
-from .plan import Entry, Globs, Options, make_plan
-from .report import FusedLayer, PatchReport, report_on
+from .plan import Globs, Options, make_plan
+from .report import PatchReport, report_on
 from .swap import Changes, set_recipe, unfuse, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are

@@ -24,6 +24,7 @@ from ..record import (
     own_names,
     trained_as_rms,
 )
+from .entries import Entry
 
 STAYS = "stays the LayerNorm that it is: "
 TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
@@ -237,7 +238,7 @@ def _record_of(module: Module):
     return getattr(config, RECORD_KEY, None)
 
 
-def follow_conversion(model: Module, entries: list) -> None:
+def follow_conversion(model: Module, entries: list[Entry]) -> None:
     """Give the norms of a converted model the formulas that its record says."""
     conversion = conversion_of(model)
     if conversion is None:

@@ -9,59 +9,17 @@ from functools import cache
 
 from torch.nn import Module
 
-from ..formula import NormSpec
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe
 from .converted import follow_conversion
+from .entries import Entry
 from .formula.probe import neutral_modes
-from .formula.recognise import class_name, recognise
+from .formula.recognise import recognise
 from .layers.writes import written_in
 from .numerics import as_rounded_by
 from .swap import why_not_run
 
 Globs = str | Iterable[str] | None
-
-
-@dataclass
-class Entry:
-    """One norm of a model, and what becomes of it.
-
-    Attributes:
-        recipe: how it is computed; None where its own forward runs.
-        reason, cure: why that runs, and how a user may change it.
-        note: on the norm that is computed, for the report.
-        before: the recipe by which an earlier call has swapped it, if one has.
-        stays: it was swapped, and this call does not name it.
-        excluded: its own forward runs, as the globs say.
-        required: it may not run its own forward.
-        formula: what it computes once it is swapped.
-        input_written, output_written: the class whose forward writes to its input, or to
-            its output, in place once it has run; "" if none is known to.
-    """
-
-    module: Module
-    paths: list[str]
-    recipe: Recipe | None = None
-    reason: str | None = None
-    cure: str = ""
-    note: str = ""
-    before: Recipe | None = None
-    stays: bool = False
-    excluded: bool = False
-    required: bool = False
-    formula: NormSpec | None = None
-    input_written: str = ""
-    output_written: str = ""
-
-    @property
-    def class_name(self) -> str:
-        return class_name(self.module)
-
-    def leave(self, reason: str, cure: str = "") -> None:
-        """Have its own forward run."""
-        self.recipe = None
-        self.reason = reason
-        self.cure = cure
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ..fused.norm import fused_class, fused_part, note_path
 from ..fused.recipe import Recipe
 from ..fused.subclass import exchanged
 from . import registries
+from .entries import Entry
 
 
 def replaced_forward(module: Module) -> str | None:
@@ -112,8 +113,8 @@ class Changes:
             self.layers.append((layer, unfuse(layer)))
         self.norms: list[tuple[Module, Recipe | None]] = []
 
-    def carry_out(self, entry) -> None:
-        """Do to a norm what its `plan.Entry` says, or leave it with the reason."""
+    def carry_out(self, entry: Entry) -> None:
+        """Do to a norm what its entry says, or leave it with the reason."""
         if entry.recipe is None and not entry.excluded:
             return
         self.norms.append((entry.module, entry.before))

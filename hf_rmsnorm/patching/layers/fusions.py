@@ -3,10 +3,9 @@ q and k in one launch, and why others do not.
 """
 
 import ast
-import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
@@ -14,9 +13,9 @@ from torch.nn import Module
 
 from ...fused.norm import fusible_recipe
 from ...fused.recipe import Recipe
-from ...fused.source import CannotRewrite, compiled_again, forward_source, name_of_self
+from ...fused.source import CannotRewrite, compiled_again, forward_source
 from ...ops.backend import MAX_HEAD_DIM
-from ..report import FusedLayer
+from ..entries import FusedLayer
 from ..swap import fuse, replaced_forward
 from .calls import FUNCTIONS
 from .qk import fuse_qk
@@ -51,30 +50,31 @@ class Fusion:
         rotates_alone: one without norms.
         keeps_bits: the fusion changes no bit of what the module returns.
         unrounded: other sums keep their summands, for norms that read them unrounded.
+        forward: that of the class in which it was found.
+        definition: of that forward, changed to compute it.
     """
 
     norms: Norms
     words: str
+    forward: Callable = field(compare=False)
+    definition: ast.FunctionDef = field(compare=False)
     rotates: bool = False
     rotates_alone: bool = False
     keeps_bits: bool = True
     unrounded: bool = False
 
     def rewrite(self, base: type) -> Callable:
-        """The forward of a class with this fusion."""
+        """The forward of a class with this fusion.
 
-        def change(definition: ast.FunctionDef, itself: str) -> ast.FunctionDef:
-            simple, of_rows, of_heads = self.norms
-            if self.rotates:
-                fuse_qk(definition, base, itself, of_heads)
-                fuse_rotations(definition, base, itself)
-            else:
-                fuse_sums(definition, base, itself, simple, of_rows)
-            if self.unrounded:
-                keep_summands(definition, itself)
-            return definition
-
-        return compiled_again(base, change, FUNCTIONS)
+        Raises:
+            CannotRewrite: the class has another forward now, which does not show it.
+        """
+        fusion = self
+        if base.forward is not self.forward:
+            fusion = find_fusion(base, self.norms, self.unrounded)
+        if fusion != self:
+            raise CannotRewrite("its forward is another now")
+        return compiled_again(base, fusion.definition, FUNCTIONS)
 
 
 def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
@@ -87,9 +87,8 @@ def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
     Raises:
         CannotRewrite: the forward has no source that can be compiled again.
     """
-    function, definition = forward_source(cls)
-    definition = copy.deepcopy(definition)
-    itself = name_of_self(function)
+    definition, itself = forward_source(cls)
+    shown = cls.forward, definition
     pieces = fuse_sums(definition, cls, itself, norms.simple, norms.of_rows)
     is_modulated = any("*" in piece for piece in pieces)
     keeps = unrounded and keep_summands(definition, itself)
@@ -97,14 +96,14 @@ def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
         pieces.append("+ what reads it")
     if pieces:
         words = _in_words(pieces, is_modulated)
-        return Fusion(norms, words, keeps_bits=not keeps, unrounded=keeps)
+        return Fusion(norms, words, *shown, keeps_bits=not keeps, unrounded=keeps)
     normed = fuse_qk(definition, cls, itself, norms.of_heads)
     alone = fuse_rotations(definition, cls, itself)
     pieces = normed + alone
     if not pieces:
         return None
     words = _in_words(pieces, True)
-    return Fusion(norms, words, True, bool(alone), keeps_bits=not normed)
+    return Fusion(norms, words, *shown, True, bool(alone), keeps_bits=not normed)
 
 
 def _in_words(pieces: list[str], in_one_launch: bool) -> str:

@@ -7,16 +7,27 @@
 
 import ast
 import inspect
-from types import FunctionType
+from types import CodeType, FunctionType
+from typing import NamedTuple
 
-from ...fused.modulated import HELPERS
 from ...fused.source import CannotRewrite, definition_of
 from .statements import is_product, is_sum, names_in, only_computes
 
 
-def is_helper(node: ast.expr, cls: type, itself: str) -> bool:
-    """Whether a function or method only scales and shifts its first argument; notes
-    which of them shift.
+class Helper(NamedTuple):
+    """A function that only scales and shifts its first argument.
+
+    Args:
+        shifts: it does both.
+    """
+
+    code: CodeType
+    shifts: bool
+
+
+def find_helper(node: ast.expr, cls: type, itself: str) -> Helper | None:
+    """The function or method that a forward calls, if it only scales and shifts its
+    first argument.
 
     Args:
         node: what the forward calls.
@@ -30,26 +41,26 @@ def is_helper(node: ast.expr, cls: type, itself: str) -> bool:
         case ast.Name(name):
             function = inspect.unwrap(cls.forward).__globals__.get(name)
         case _:
-            return False
+            return None
     if not isinstance(function, FunctionType):
-        return False
+        return None
     try:
         definition = definition_of(function.__code__)
     except CannotRewrite:
-        return False
+        return None
     *body, last = definition.body
     parameters = definition.args.args[skipped:]
     if not parameters or not isinstance(last, ast.Return) or last.value is None:
-        return False
+        return None
     product = _only_product(definition, parameters[0].arg)
     if product is None:
-        return False
+        return None
     for part in [*body, last.value]:
         if not only_computes(part, _calls_nothing):
-            return False
+            return None
     sums = filter(is_sum, ast.walk(definition))
-    HELPERS[function.__code__] = any(total.left is product for total in sums)
-    return True
+    shifts = any(total.left is product for total in sums)
+    return Helper(function.__code__, shifts)
 
 
 def _calls_nothing(call: ast.Call) -> bool:

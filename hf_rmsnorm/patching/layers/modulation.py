@@ -20,9 +20,9 @@ import copy
 import itertools
 from collections.abc import Set
 
-from ...fused.modulated import OnePlusScale, later, modulated
+from ...fused.modulated import HELPERS, OnePlusScale, later, modulated
 from .calls import call, is_later, is_modulated
-from .helpers import is_helper
+from .helpers import find_helper
 from .statements import (
     Replace,
     Statements,
@@ -86,7 +86,9 @@ class Modulations(ast.NodeTransformer):
         for other in [*others, *node.keywords]:
             if not self._computes(other):
                 return node
-        if is_helper(node.func, self.cls, self.itself):
+        found = find_helper(node.func, self.cls, self.itself)
+        if found is not None:
+            HELPERS[found.code] = found.shifts
             helper = copy.deepcopy(node.func)
             node.args[0] = call(later, norm, norm.args[0], norm.func, helper)
         return node

@@ -45,7 +45,7 @@ from ...fused.attention import (
     waiting,
 )
 from .calls import call
-from .rotary import is_rotary
+from .rotary import prove_rotary
 from .statements import (
     FACTS,
     Replace,
@@ -82,7 +82,7 @@ def fuse_qk(
     if is_pair and len(rotations) > 1:
         return []
     rotary = inspect.unwrap(cls.forward).__globals__.get(name)
-    if not is_rotary(rotary, PAIR if is_pair else ONE):
+    if not prove_rotary(rotary, PAIR if is_pair else ONE):
         return []
     pieces = []
     for rotation in rotations:

@@ -34,10 +34,13 @@ _DTYPES = torch.float32, torch.bfloat16, torch.float16
 _SIZES = (5, 8), (7, 64)  # length and head_dim
 
 
-def is_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
-    """Whether a function that is called so rotates as `reference.rotated` does in one of
-    `WAYS`, to the bit. The function is run to see, once its source shows that it takes
-    every input through the same steps.
+def prove_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
+    """Note in `rotary_proofs` how a function that is called so rotates: as
+    `reference.rotated` does in one of `WAYS`, to the bit. The function is run to see,
+    once its source shows that it takes every input through the same steps.
+
+    Returns:
+        Whether it rotates so.
     """
     if type(function) is not types.FunctionType:
         return False

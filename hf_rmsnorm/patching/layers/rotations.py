@@ -16,7 +16,7 @@ from types import FunctionType
 
 from ...fused.attention import RotaryCall, rotate_together
 from .calls import call
-from .rotary import is_rotary
+from .rotary import prove_rotary
 
 
 def may_rotate(cls: type) -> bool:
@@ -48,7 +48,7 @@ def fuse_rotations(definition: ast.FunctionDef, cls: type, itself: str) -> list[
                 ) as rotated,
             ) if (q, k) == (of_q, of_k):
                 called = _called(more, rotated.keywords)
-                if called is None or not is_rotary(functions.get(name), called):
+                if called is None or not prove_rotary(functions.get(name), called):
                     continue
                 names.append(name)
                 operands = itself, rotated.func, *rotated.args

@@ -212,7 +212,13 @@ def doubled(definition, itself):
     returned.elts[0] = source.call(
         "other", total, total.left, total.right, ast.Name(itself, ast.Load())
     )
-    return definition
+
+
+def compiled_again(other):
+    """`Placed.forward` with `other` in the place of its last sum."""
+    definition, itself = source.forward_source(Placed)
+    doubled(definition, itself)
+    return source.compiled_again(Placed, definition, {"other": other})
 
 
 class Ambient(nn.Module):
@@ -236,9 +242,7 @@ class Dunder(nn.Module):
 def test_an_exchanged_expression_runs_where_it_stands():
     lines, first = inspect.getsourcelines(Placed.forward)
     given = []
-    forward = source.compiled_again(
-        Placed, doubled, {"other": lambda *args: given.append(args) or 5.0}
-    )
+    forward = compiled_again(lambda *args: given.append(args) or 5.0)
     module, x = Placed(), torch.ones(2)
     assert forward(module, x)[0] == 5.0 and torch.equal(
         forward(module, x)[1], 3 * x - 1.0
@@ -250,14 +254,11 @@ def test_an_exchanged_expression_runs_where_it_stands():
 
     # In a traceback it is the line that everybody reads.
     with pytest.raises(RuntimeError, match=str(first + len(lines) - 1)):
-        source.compiled_again(Placed, doubled, {"other": failing})(module, x)
+        compiled_again(failing)(module, x)
 
 
 def test_a_forward_compiled_again_is_known_by_its_own_name_defaults_and_annotations():
-    forward, own = (
-        source.compiled_again(Placed, doubled, {"other": None}),
-        Placed.forward,
-    )
+    forward, own = compiled_again(None), Placed.forward
     for name in (
         "__name__",
         "__qualname__",
@@ -286,9 +287,7 @@ def test_a_forward_that_looks_at_its_variables_is_not_compiled_again():
 
 
 def test_names_by_which_a_forward_may_see_that_it_is_another():
-    assert source.forward_source(Ambient)[
-        0
-    ] is Ambient.forward and source.forward_source(Dunder)
+    assert source.forward_source(Ambient) and source.forward_source(Dunder)
     with pytest.raises(source.CannotRewrite, match="private name"):
         source.forward_source(Mangled)
 
