@@ -109,6 +109,7 @@ def make_proxy(
     if not isinstance(source, PretrainedConfig):
         folder = Path(source)
     errors = {}  # the first at each step
+    last = ""
     for factor, narrow in _candidates(cls, config, shapes):
         step = "make"
         try:
@@ -117,7 +118,11 @@ def make_proxy(
             arguments = _arguments(model, inputs)
             run(model, arguments)
         except MISFITS as error:
-            errors.setdefault(step, one_line(error))
+            words = one_line(error)
+            if words == last:
+                break  # it is not about the widths
+            last = words
+            errors.setdefault(step, words)
             continue
         is_own = inputs is None
         narrow = plain(narrow)
