@@ -18,9 +18,10 @@ from .common import (
     add_count,
     add_device,
     add_model,
-    announce,
     pick_device,
+    progress_bar,
 )
+from .plot import add_plot, draw_times
 
 ROUNDS = 5  # of each side
 PROMPT = 64  # tokens of the prompt
@@ -38,6 +39,7 @@ def add_arguments(parser) -> None:
         "--dtype", choices=DTYPES, help="the weights' dtype (default: as stored)"
     )
     add_device(parser)
+    add_plot(parser, "the times")
 
 
 def run(args) -> Result:
@@ -68,12 +70,24 @@ def run(args) -> Result:
         "swapped": len(patch_model(model).swapped),
     }
     if model.can_generate() and not model.config.is_encoder_decoder:
-        announce("generating")
         data |= _generate(model, ids, args.new_tokens)
     if not args.no_train:
-        announce("training")
         data |= _train(model, ids.repeat(args.batch, 1))
+    if args.plot:
+        draw_times(
+            args.plot, f"{source.name}, {data['dtype']} on {device}", _times(data)
+        )
     return Result(data, _text(data))
+
+
+def _times(data: dict) -> dict[str, list[float]]:
+    """Milliseconds by phase, of the original and of the patched model."""
+    times = {}
+    if "token_ids" in data:
+        times["generate, a token"] = [1e3 / n for n in data["tokens_per_second"]]
+    if "losses" in data:
+        times["train, a step"] = data["step_ms"]
+    return times
 
 
 def greedy(model, ids, count: int) -> list[int]:
@@ -93,7 +107,11 @@ def _generate(model, ids, new_tokens: int) -> dict:
 
     prompt = ids[:, : prompt_length(model.config, PROMPT, new_tokens)]
     count = min(new_tokens, max_positions(model.config) - prompt.shape[1])
-    tokens, seconds = _in_turn(model, lambda: greedy(model, prompt, count))
+
+    def generated() -> list[int]:
+        return greedy(model, prompt, count)
+
+    tokens, seconds = _in_turn(model, "generating", generated)
     return {
         "new_tokens": count,
         "tokens_per_second": [count / median for median in seconds],
@@ -116,12 +134,12 @@ def _train(model, batch) -> dict:
         return loss.item()
 
     model.train()
-    losses, seconds = _in_turn(model, step)
+    losses, seconds = _in_turn(model, "training", step)
     milliseconds = [1e3 * median for median in seconds]
     return {"batch": list(batch.shape), "losses": losses, "step_ms": milliseconds}
 
 
-def _in_turn(model, call) -> tuple[list, list[float]]:
+def _in_turn(model, what: str, call) -> tuple[list, list[float]]:
     """(the results, the median seconds) of `call`, each of the original and the patched
     model.
     """
@@ -130,15 +148,18 @@ def _in_turn(model, call) -> tuple[list, list[float]]:
     from .. import patch_model, unpatch_model
 
     results = []
+    switches = (unpatch_model, patch_model)
     seconds = [[], []]
-    for _ in range(ROUNDS + 1):
-        results = []
-        for times, switch in zip(seconds, (unpatch_model, patch_model), strict=True):
-            switch(model)
-            torch.manual_seed(0)  # of dropout
-            start = time.perf_counter()
-            results.append(call())  # which waits for the GPU, as it returns numbers
-            times.append(time.perf_counter() - start)
+    with progress_bar(2 * (ROUNDS + 1), what, "run") as bar:
+        for _ in range(ROUNDS + 1):
+            results = []
+            for times, switch in zip(seconds, switches, strict=True):
+                switch(model)
+                torch.manual_seed(0)  # of dropout
+                start = time.perf_counter()
+                results.append(call())  # which waits for the GPU, as it returns numbers
+                times.append(time.perf_counter() - start)
+                bar.update()
     # the first run compiles kernels and fills caches
     return results, [statistics.median(times[1:]) for times in seconds]
 

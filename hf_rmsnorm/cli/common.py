@@ -10,9 +10,9 @@ from threading import Timer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES |= {name: name for name in DTYPES.values()}
-
-
-PATIENCE = 2.0  # seconds
+# seconds
+PATIENCE = 2.0
+A_MINUTE = 60.0
 
 
 class CliError(ValueError):
@@ -43,10 +43,18 @@ def say(text: str) -> None:
         sys.stdout = None
 
 
-def announce(step: str) -> None:
-    """Print the current step on stderr, if that is a terminal."""
-    if sys.stderr.isatty():
-        print(step, file=sys.stderr)
+def progress_bar(total: int, what: str, unit: str):
+    """A bar of tqdm on stderr, with the time that remains; elsewhere than on a terminal
+    a line for each minute of long work.
+    """
+    from tqdm import tqdm
+
+    shows = {"mininterval": 0, "leave": False, "dynamic_ncols": True}
+    if not sys.stderr.isatty():
+        shows = {"mininterval": A_MINUTE, "delay": A_MINUTE}
+    scaled = unit == "B"
+    shows |= {"unit": unit, "unit_scale": scaled, "miniters": 1, "file": sys.stderr}
+    return tqdm(total=total, desc=what, **shows)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ..paths import fitted
-from .common import CliError, Result, announce_if_slow, say
+from .common import CliError, Result, announce_if_slow, progress_bar, say
 
 # How the package's errors name an option of the functions, and the command's word.
 OPTIONS = {
@@ -143,36 +143,34 @@ def _carry_out(args, **options) -> Result:
     """The result of a conversion; on a terminal its stages and its progress are shown."""
     from .. import conversion
 
-    def progress(tensors: int, done: int, total: int) -> None:
-        if shows:
-            end = "\n" if done == total else ""
-            print(
-                f"\r{tensors} tensors, {done / total:.0%} written",
-                end=end,
-                file=sys.stderr,
-                flush=True,
-            )
-
-    shows = sys.stderr.isatty()
     log = logging.getLogger("hf_rmsnorm.conversion")
     stages = logging.StreamHandler(sys.stderr)
-    if shows:
+    if sys.stderr.isatty():
         log.setLevel(logging.INFO)
         log.addHandler(stages)
-    try:
-        done = conversion.convert_checkpoint(
-            args.src,
-            args.dst,
-            prompts=args.prompt,
-            verify="full" if args.full_verify else not args.no_verify,
-            restart=args.restart,
-            progress=progress,
-            **options,
-        )
-    except conversion.VerificationFailed as error:
-        verification = error.verification.to_dict()
-        data = {"src": args.src, "published": False, "verification": verification}
-        return Result(data, _as_options(str(error)), 3)
-    finally:
-        log.removeHandler(stages)
+    with progress_bar(0, "writing", "B") as bar:
+
+        def progress(tensors: int, done: int, total: int) -> None:
+            bar.total = total
+            bar.set_description(f"writing, {tensors} tensors", refresh=False)
+            bar.update(done - bar.n)
+            if done == total:  # the lines on its verification follow
+                bar.close()
+
+        try:
+            done = conversion.convert_checkpoint(
+                args.src,
+                args.dst,
+                prompts=args.prompt,
+                verify="full" if args.full_verify else not args.no_verify,
+                restart=args.restart,
+                progress=progress,
+                **options,
+            )
+        except conversion.VerificationFailed as error:
+            verification = error.verification.to_dict()
+            data = {"src": args.src, "published": False, "verification": verification}
+            return Result(data, _as_options(str(error)), 3)
+        finally:
+            log.removeHandler(stages)
     return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))

@@ -16,10 +16,13 @@ from .common import (
     add_count,
     add_device,
     add_model,
-    announce,
     interpret_on_cpu,
     pick_device,
+    progress_bar,
 )
+from .plot import add_plot, draw_errors
+
+STEPS = 6  # of each dtype: loading, the layers, and four of `verify_equivalence`
 
 
 def add_arguments(parser) -> None:
@@ -58,6 +61,7 @@ def add_arguments(parser) -> None:
         help="the order of rounding: model, vllm, sglang or torch (default: model)",
     )
     add_device(parser)
+    add_plot(parser, "the error behind each layer beside the original's own")
     parser.add_argument(
         "--verbose", action="store_true", help="print every number and every norm"
     )
@@ -74,13 +78,19 @@ def run(args) -> Result:
     passed = True
     records = []
     texts = []
-    for dtype in _dtypes(args):
-        report, said = _verify(args, source, dtype, device)
-        passed = passed and report.passed
-        records.append({**report.to_dict(), "conversion": said})
-        texts.append(f"{source.name} in {report.dtype}: {report.to_text(args.verbose)}")
-        if said:
-            texts.append(said)
+    layers = {}
+    dtypes = _dtypes(args)
+    with progress_bar(STEPS * len(dtypes), "loading", "step") as bar:
+        for dtype in dtypes:
+            report, layers[dtype], said = _verify(args, source, dtype, device, bar)
+            passed = passed and report.passed
+            records.append({**report.to_dict(), "conversion": said})
+            name = f"{source.name} in {report.dtype}"
+            texts.append(f"{name}: {report.to_text(args.verbose)}")
+            if said:
+                texts.append(said)
+    if args.plot:
+        draw_errors(args.plot, f"{source.name} on {device}", layers)
     (ran,) = where_norms_run([where])
     texts.append(f"The norms ran on {ran}.")
     data = {
@@ -104,13 +114,19 @@ def _dtypes(args) -> list[str]:
     return [DTYPES.get(dtype, dtype)]
 
 
-def _verify(args, source, dtype: str, device) -> tuple:
-    """(the report in one dtype, a note on a converted model or "")."""
+def _verify(args, source, dtype: str, device, bar) -> tuple:
+    """(the report in one dtype, the errors behind its layers for a plot, a note on a
+    converted model or "").
+    """
     from .. import patch_model, verify_equivalence
     from ..patching.converted import conversion_of
+    from ..verification.layer_errors import errors_by_layer
     from ..verification.recorded import as_recorded
 
-    announce(f"loading {source.name}")
+    def step(what: str) -> None:
+        bar.set_description(f"{dtype}: {what}", refresh=False)
+        bar.update()  # the step before is done
+
     model = models.load_model(source, dtype, device)
     conversion = conversion_of(model)
     trained = conversion is not None and conversion.trained
@@ -118,16 +134,22 @@ def _verify(args, source, dtype: str, device) -> tuple:
     if trained:  # its own forward computes LayerNorm
         pair = (as_recorded(model), model)
         patch_model(model)
+    inputs = _inputs(args, source, model)
+    layers = []
+    step("layers")
+    if args.plot:
+        layers = errors_by_layer(*pair, inputs, args.numerics)
     report = verify_equivalence(
         *pair,
-        inputs=_inputs(args, source, model),
+        inputs=inputs,
         max_new_tokens=args.max_new_tokens,
         norms=not trained,
         backward=not (trained or args.no_backward),
         numerics=args.numerics,
-        progress=lambda what: announce(f"{dtype}: {what}"),
+        progress=step,
     )
-    return report, _told_of(conversion)
+    step("done")
+    return report, layers, _told_of(conversion)
 
 
 def _inputs(args, source, model):

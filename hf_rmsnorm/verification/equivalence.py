@@ -119,7 +119,7 @@ def verify_equivalence(
         if norms:
             by_norm.modules = _norms(reference, candidate)
             by_layer.modules = _fused_layers(candidate)
-        progress("the candidate")
+        progress("patched model")
         with count_launches() as launches:
             with by_layer.compared():
                 outputs = outputs_of(candidate, batches)
@@ -135,7 +135,7 @@ def verify_equivalence(
         if not launches and not servers:
             nothing_ran = why_nothing_ran(candidate)
         stack.enter_context(unpatched(*reference.modules()))
-        progress("the reference")
+        progress("original")
         own_outputs = outputs_of(reference, batches)
         own_texts = generate(reference, batches, max_new_tokens)
         progress("float64")

@@ -63,11 +63,12 @@ class ModelPair:
     inputs: list[dict]
     run_on: str  # a description of the runs, for people
 
-    def compare(self) -> dict:
+    def compare(self, run: str = "3 of 3 or 4", what: str = "the result") -> dict:
         """Figures of the result, whose error against float64 is compared with the
         source's own.
         """
         own, exact = self._of_source
+        logger.info("verifying, run %s: %s", run, what)
         floor = noise_floor(own, self._outputs(self.result), exact)
         figures = {
             "verdict": "PASS" if floor.passed else "FAIL",
@@ -86,16 +87,17 @@ class ModelPair:
     @cached_property
     def _of_source(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The source's outputs, as it runs and in float64."""
+        logger.info("verifying, run 1 of 3 or 4: the source, %s", self.run_on)
         own = self._outputs(self.source)
+        logger.info("verifying, run 2 of 3 or 4: the source in float64")
         with in_float64(self.source):
             exact = [tensor.double() for tensor in self._outputs(self.source)]
         return own, exact
 
     def compare_as_rms(self) -> dict:
         """Figures of the result with the RMSNorms that its config records."""
-        logger.info("verifying: result as RMSNorm")
         with patched(self.result) as report:
-            figures = self.compare()
+            figures = self.compare(run="4 of 4", what="the result as RMSNorm")
         count = sum(record.converted for record in report.swapped)
         figures["norms"] = f"{count} as RMSNorm"
         if count == 0:
@@ -157,7 +159,6 @@ def side_by_side(
         if not is_whole:
             batches = [_few(batches[0])]
         pair = ModelPair(source, result, batches, run_on)
-        logger.info("verifying: source and result %s", run_on)
         if options.inputs is None:
             pair.add_inputs_if_few()
         yield pair

@@ -7,3 +7,4 @@ from hf_rmsnorm.cli import common
 def patience(monkeypatch):
     """No step is so slow that it says so, however busy the machine."""
     monkeypatch.setattr(common, "PATIENCE", 1e6)
+    monkeypatch.setattr(common, "A_MINUTE", 1e6)
