@@ -107,11 +107,9 @@ def _generate(model, ids, new_tokens: int) -> dict:
 
     prompt = ids[:, : prompt_length(model.config, PROMPT, new_tokens)]
     count = min(new_tokens, max_positions(model.config) - prompt.shape[1])
-
-    def generated() -> list[int]:
-        return greedy(model, prompt, count)
-
-    tokens, seconds = _in_turn(model, "generating", generated)
+    tokens, seconds = _in_turn(
+        model, "generating", lambda: greedy(model, prompt, count)
+    )
     return {
         "new_tokens": count,
         "tokens_per_second": [count / median for median in seconds],

@@ -4,15 +4,11 @@ import argparse
 import os
 import sys
 import textwrap
-from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Timer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DTYPES |= {name: name for name in DTYPES.values()}
-# seconds
-PATIENCE = 2.0
-A_MINUTE = 60.0
+A_MINUTE = 60.0  # in seconds
 
 
 class CliError(ValueError):
@@ -43,7 +39,7 @@ def say(text: str) -> None:
         sys.stdout = None
 
 
-def progress_bar(total: int, what: str, unit: str):
+def progress_bar(total: int, what: str, unit: str = "step"):
     """A bar of tqdm on stderr, with the time that remains; elsewhere than on a terminal
     a line for each minute of long work.
     """
@@ -55,19 +51,6 @@ def progress_bar(total: int, what: str, unit: str):
     scaled = unit == "B"
     shows |= {"unit": unit, "unit_scale": scaled, "miniters": 1, "file": sys.stderr}
     return tqdm(total=total, desc=what, **shows)
-
-
-@contextmanager
-def announce_if_slow(step: str):
-    """Print the step on stderr if it takes longer than `PATIENCE`."""
-    line = {"file": sys.stderr, "flush": True}
-    timer = Timer(PATIENCE, print, [step], line)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

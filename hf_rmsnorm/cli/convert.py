@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ..paths import fitted
-from .common import CliError, Result, announce_if_slow, progress_bar, say
+from .common import CliError, Result, progress_bar, say
 
 # How the package's errors name an option of the functions, and the command's word.
 OPTIONS = {
@@ -130,7 +130,7 @@ def _convert(args, options: dict) -> Result:
 
     if args.dst is not None:  # refused before anything is downloaded
         destination(source_of(args.src), args.dst)
-    with announce_if_slow("planning on a small random model"):
+    with progress_bar(1, "planning on a small random model"):
         planned = conversion.plan_conversion(args.src, target=args.target, **options)
     if args.plan:
         return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..sources import find
 from . import models
-from .common import Result, add_model, announce_if_slow, pick_device
+from .common import Result, add_model, pick_device, progress_bar
 
 
 def add_arguments(parser) -> None:
@@ -29,7 +29,7 @@ def run(args) -> Result:
     from ..ops.backend import runs_on
 
     options = {"include": args.include, "exclude": args.exclude, "strict": args.strict}
-    with announce_if_slow(f"building the modules of {source.name}, without weights"):
+    with progress_bar(1, f"building the modules of {source.name}, without weights"):
         model = models.empty_model(source)
         report = patch_model(model, **options)
     if report.swapped:  # the modules have no data, and would run here

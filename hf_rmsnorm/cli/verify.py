@@ -80,7 +80,7 @@ def run(args) -> Result:
     texts = []
     layers = {}
     dtypes = _dtypes(args)
-    with progress_bar(STEPS * len(dtypes), "loading", "step") as bar:
+    with progress_bar(STEPS * len(dtypes), "loading") as bar:
         for dtype in dtypes:
             report, layers[dtype], said = _verify(args, source, dtype, device, bar)
             passed = passed and report.passed

@@ -1,7 +1,5 @@
 """How far the hidden states of two models are from a float64 run, layer by layer."""
 
-from contextlib import nullcontext
-
 import torch
 from torch import nn
 
@@ -18,38 +16,31 @@ def errors_by_layer(
     """The errors of both models behind each layer, which add up from layer to layer.
 
     Args:
-        reference, candidate, inputs, numerics: as in `verify_equivalence`; the models
-            are in evaluation mode, and a reference that is patched here is not patched
-            yet.
+        reference, candidate, inputs, numerics: as in `verify_equivalence`. The models
+            are in evaluation mode. The candidate is patched, and the first of several
+            inputs is run.
 
     Raises:
         ValueError: the model returns no hidden states.
     """
-    batches = checked_inputs(reference, candidate or reference, inputs, 0)
-    patch = nullcontext()
-    if candidate is None:
-        candidate = reference
-        patch = patched(reference, numerics=numerics)
-    with patch:
-        ours = _hidden_states(candidate, batches)
+    candidate = candidate or reference
+    batch = checked_inputs(reference, candidate, inputs, 0)[0]
+    with patched(candidate, numerics=numerics):
+        ours = _hidden_states(candidate, batch)
     with unpatched(*reference.modules()):
-        theirs = _hidden_states(reference, batches)
+        theirs = _hidden_states(reference, batch)
         with in_float64(reference):
-            exact = _hidden_states(reference, batches)
+            exact = _hidden_states(reference, batch)
     layers = zip(theirs, ours, exact, strict=True)
-    return [noise_floor(*states) for states in layers]
+    return [noise_floor([r], [c], [y]) for r, c, y in layers]
 
 
 @torch.no_grad()
-def _hidden_states(model: nn.Module, batches: list[dict]) -> list[list[torch.Tensor]]:
-    """Behind each layer the hidden states of every batch."""
-    by_batch = []
-    for batch in batches:
-        out = model(**batch, output_hidden_states=True)
-        states = out.get("hidden_states") or out.get("decoder_hidden_states")
-        if not states:
-            raise ValueError(
-                f"{type(model).__name__} returns no hidden states: leave out --plot"
-            )
-        by_batch.append(states[1:])  # the first are the embeddings
-    return [list(states) for states in zip(*by_batch, strict=True)]
+def _hidden_states(model: nn.Module, batch: dict) -> tuple[torch.Tensor, ...]:
+    """The hidden states behind each layer."""
+    out = model(**batch, output_hidden_states=True)
+    states = out.get("hidden_states") or out.get("decoder_hidden_states")
+    if not states:
+        name = type(model).__name__
+        raise ValueError(f"{name} returns no hidden states: leave out --plot")
+    return states[1:]  # the first are the embeddings

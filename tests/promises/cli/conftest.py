@@ -5,6 +5,5 @@ from hf_rmsnorm.cli import common
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """No step is so slow that it says so, however busy the machine."""
-    monkeypatch.setattr(common, "PATIENCE", 1e6)
+    """No work is so slow that it says so, however busy the machine."""
     monkeypatch.setattr(common, "A_MINUTE", 1e6)

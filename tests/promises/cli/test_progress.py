@@ -79,16 +79,14 @@ def test_errors_are_drawn_for_each_dtype(tmp_path):
     assert file.stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    "file, words",
-    [("times", "name it .png"), ("missing/times.png", "name a folder that can")],
-)
+@pytest.mark.parametrize("file", ["times", "missing/times.png"])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
-    capsys, tmp_path, file, words
+    capsys, tmp_path, file
 ):
     pytest.importorskip("matplotlib", reason="the extra 'plot'")
     code, out, err = run(capsys, *SHORT, "--plot", tmp_path / file)
-    assert (code, out, err.count("\n")) == (2, "", 1) and words in err
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "name a .png, .svg or .pdf in a folder that can be written" in err
 
 
 def test_without_matplotlib_one_line_says_what_to_install(capsys, monkeypatch):
