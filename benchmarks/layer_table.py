@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.speed import UNPATCHED, speed_words, times_as_fast
+from benchmarks.speed import UNPATCHED, speed_range, speed_words, times_as_fast
 
 RESULTS = Path(__file__).resolve().parents[1] / "scripts/results"
 GPU = "nvidia-h100-80gb-hbm3-2026-11-25.json"  # the newest with Liger
@@ -54,9 +54,7 @@ def committed() -> dict:
     return json.loads((RESULTS / "layer.json").read_text(encoding="utf-8"))
 
 
-def models_table(
-    data: dict, names: Iterable[str] = (), variants: Iterable[str] = VARIANTS
-) -> list[str]:
+def models_table(data: dict, names: Iterable[str] = ()) -> list[str]:
     """The lines of a table with a row for each model and variant, and of a note;
     `names`: of these models alone.
 
@@ -72,7 +70,7 @@ def models_table(
         note += f" {_speed_note(speeds)}"
     rows = []
     for name in names:
-        for variant in variants:
+        for variant in VARIANTS:
             counts = data["models"][name].get(variant)
             if counts is None:
                 continue
@@ -212,9 +210,66 @@ def speeds_table() -> list[str]:
     return _table(header, rows)
 
 
+def felt_table() -> list[str]:
+    """The lines of README's table: what a user of each variant feels, as ranges over
+    the results of GPUs, and of a note.
+    """
+    speeds = gpu_speeds()
+    counted = committed()["models"]
+    header = [
+        "eight layers, bf16",
+        "prefill",
+        "training",
+        "decoding",
+        "training memory",
+        "equal bits",
+    ]
+    rows = []
+    for model in SECTIONS:
+        for variant in IN_SHORT:
+            chosen = [s for s in speeds if (s.model, s.variant) == (model, variant)]
+            words = chosen[0].words if chosen else VARIANTS[variant]
+            equal = f"{counted[model][variant]['equal_to_eager']:.0%}"
+            if chosen and chosen[0].of_its_norms_alone:
+                equal += " (all its kernels)"
+            cells = [*_ranges(speeds, model, variant), _memory_range(chosen), equal]
+            rows.append(
+                [f"{model}, {words}", *(cell or "not run yet" for cell in cells)]
+            )
+    devices = " and ".join(dict.fromkeys(speed.device for speed in speeds))
+    least, most = _range_of_rounds(speeds, "Llama-3.1-8B", "hf_rmsnorm", "decode")
+    note = (
+        f"Times as fast as Hugging Face, on {devices}, medians of five rounds; single "
+        f"rounds of decoding Llama: {least:.2f} to {most:.2f}. Memory: the peak of a "
+        "training step. Equal bits: of a layer's output. Liger ran on the H100 alone."
+    )
+    return [*_table(header, rows), "", note]
+
+
+def _memory_range(speeds: list[Speed]) -> str:
+    """The peak of a training step over the unpatched model's, in percent."""
+    shares = []
+    for speed in speeds:
+        if "train" in speed.phases:
+            measured, unpatched = speed.phases["train"]
+            shares.append(100 * measured["peak_gb"] / unpatched["peak_gb"])
+    words = range_words(shares, 0)
+    return words and f"{words}%"
+
+
+def _range_of_rounds(speeds: list[Speed], model: str, variant: str, phase: str):
+    """The slowest and the fastest round in all results."""
+    ranges = [
+        speed_range(*speed.phases[phase])
+        for speed in speeds
+        if (speed.model, speed.variant) == (model, variant)
+    ]
+    return min(least for least, _ in ranges), max(most for _, most in ranges)
+
+
 TABLES = {
     "layer": lambda: models_table(committed()),
-    "layer in short": lambda: models_table(committed(), SECTIONS, IN_SHORT),
+    "felt": felt_table,
     "layer row": lambda: row_table(committed()),
     "speeds": speeds_table,
 }

@@ -8,6 +8,9 @@ arguments given here:
     --prompt TEXT
     --max-new-tokens N      how many tokens to generate (default 100)
     --temperature T         0 takes the likeliest token each time (default 0.7)
+
+With ``--notebook`` alone it runs ``examples/quickstart.ipynb`` instead, in minutes, and
+writes ``examples/quickstart.executed.ipynb``.
 """
 
 import subprocess
@@ -15,15 +18,19 @@ import sys
 
 import _bootstrap
 
+EXAMPLES = _bootstrap.ROOT / "examples"
+
+
+def command(arguments: list[str]) -> list[str]:
+    """What to run, once the environment has what it needs."""
+    if arguments == ["--notebook"]:
+        execute = _bootstrap.ensure("notebook").with_name("jupyter-execute")
+        output = "--output=quickstart.executed"  # beside the notebook
+        return [str(execute), str(EXAMPLES / "quickstart.ipynb"), output]
+    python = _bootstrap.ensure()
+    return [str(python), str(EXAMPLES / "generate.py"), *arguments]
+
+
 if __name__ == "__main__":
     _bootstrap.answer_help(__doc__)
-    python = _bootstrap.ensure()
-    sys.exit(
-        subprocess.run(
-            [
-                str(python),
-                str(_bootstrap.ROOT / "examples" / "generate.py"),
-                *sys.argv[1:],
-            ]
-        ).returncode
-    )
+    sys.exit(subprocess.run(command(sys.argv[1:])).returncode)

@@ -3,7 +3,6 @@ paths with stubbed clocks.
 """
 
 import json
-import runpy
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from places import ROOT
 from processes import python
 from ptx.driver import NEEDED, reads_ptx
 
@@ -332,9 +330,7 @@ def test_a_layer_of_the_published_size_is_counted_as_in_the_committed_result(exe
         assert counts.items() >= expected.items()
 
 
-def test_the_picture_of_a_layer_is_that_of_the_committed_result():
-    path = ROOT / "docs/draw_layer.py"
-    drawing = runpy.run_path(str(path))
-    assert drawing["drawn"](layer_table.committed()["models"]) == drawing[
-        "FILE"
-    ].read_text(encoding="utf-8")
+def test_the_picture_of_the_speeds_is_that_of_the_committed_results():
+    from docs import draw_speeds as drawing
+    drawn = drawing.drawn(layer_table.gpu_speeds())
+    assert drawn == drawing.FILE.read_text(encoding="utf-8")
