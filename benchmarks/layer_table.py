@@ -234,14 +234,14 @@ def felt_table() -> list[str]:
                 equal += " (all its kernels)"
             cells = [*_ranges(speeds, model, variant), _memory_range(chosen), equal]
             rows.append(
-                [f"{model}, {words}", *(cell or "not run yet" for cell in cells)]
+                [f"{model}, {words}", *(cell or "not run" for cell in cells)]
             )
     devices = " and ".join(dict.fromkeys(speed.device for speed in speeds))
     least, most = _range_of_rounds(speeds, "Llama-3.1-8B", "hf_rmsnorm", "decode")
     note = (
         f"Times as fast as Hugging Face, on {devices}, medians of five rounds; single "
         f"rounds of decoding Llama: {least:.2f} to {most:.2f}. Memory: the peak of a "
-        "training step. Equal bits: of a layer's output. Liger ran on the H100 alone."
+        "training step. Equal bits: of a layer. Liger ran on the H100 alone."
     )
     return [*_table(header, rows), "", note]
 

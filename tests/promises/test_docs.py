@@ -111,6 +111,10 @@ def are_files(words):
     return all(map(is_file, words))
 
 
+def match_files(words):
+    return all(any(ROOT.glob(word)) for word in words)
+
+
 def begins_with_a_file(words):
     return is_file(words[0])
 
@@ -128,6 +132,7 @@ KINDS = {
     "pip install": are_packages,
     "accelerate launch --config_file": lambda words: are_files(words[:2]),
     "mkdocs": lambda words: words == ["build", "--strict"],
+    "sed -i": lambda words: match_files(words[1:]),
     "eval": lambda words: words == ["$(register-python-argcomplete hf-rmsnorm)"],
     "git clone": lambda words: words == [ADDRESS],
     "cd": lambda words: words == [NAME],

@@ -110,4 +110,4 @@ def test_the_readme_has_no_speed_of_what_was_not_run(model):
     *figures, equal = pages.row(
         "README.md", f"{model}, hf-rmsnorm with Liger's MLP and loss"
     )
-    assert set(figures) == {"not run yet"} and equal.endswith("%")
+    assert set(figures) == {"not run"} and equal.endswith("%")

@@ -58,6 +58,19 @@ def test_wheel_holds_the_licence_and_the_demo_models_and_nothing_else(wheel):
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"hf_rmsnorm"}
 
 
+@pytest.mark.full
+def test_the_page_says_how_large_the_wheel_is_and_why(wheel):
+    page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    with zipfile.ZipFile(wheel) as archive:
+        of_demos = sum(
+            entry.compress_size
+            for entry in archive.infolist()
+            if entry.filename.endswith("model.safetensors")
+        )
+    sizes = f"{wheel.stat().st_size / 1e6:.1f} MB, {of_demos / 1e6:.1f} MB of them"
+    assert sizes in " ".join(page.split())
+
+
 def test_the_stub_names_what_is_there():
     stub = ast.parse((ROOT / "hf_rmsnorm" / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]

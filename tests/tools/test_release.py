@@ -1,0 +1,117 @@
+"""A release is one tag: the workflows are whole, their commands exist, the version is
+the same everywhere, and one command fills in the owner.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from places import ROOT
+
+import hf_rmsnorm
+
+WORKFLOWS = {}
+for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+    WORKFLOWS[path.stem] = yaml.safe_load(path.read_text(encoding="utf-8"))
+STEPS = []
+for document in WORKFLOWS.values():
+    for job in document["jobs"].values():
+        STEPS += job["steps"]
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PLACEHOLDER = "OWN" + "ER"  # so that this file does not hold it
+
+TEXTS = (".md", ".py", ".toml", ".yml", ".ipynb", ".cff", ".txt", ".svg")
+INSTALLED = ("pip", "mkdocs")  # on the machine of a workflow, or by its step before
+
+
+def test_each_workflow_says_when_and_where_it_runs():
+    assert {"ci", "docs", "release"} <= WORKFLOWS.keys()
+    for document in WORKFLOWS.values():
+        assert True in document  # how YAML 1.1 reads the key `on`
+        for job in document["jobs"].values():
+            assert job["runs-on"] and job["steps"]
+            if "needs" in job:
+                assert job["needs"] in document["jobs"]
+
+
+def test_what_a_step_runs_exists():
+    commands = [shlex.split(step["run"]) for step in STEPS if "run" in step]
+    assert commands
+    for words in commands:
+        found = words[0] in INSTALLED or shutil.which(words[0])
+        assert found or os.access(ROOT / words[0], os.X_OK), words
+        if words[0] == "pip":
+            assert (ROOT / words[words.index("--constraint") + 1]).is_file()
+    for step in STEPS:
+        # a tag of an action, or one of its branches that move with its releases
+        assert "run" in step or re.fullmatch(
+            r"[\w-]+/[\w-]+@(v\d+|release/v1)", step["uses"]
+        )
+
+
+def test_only_the_publication_may_act_for_the_project():
+    release = WORKFLOWS["release"]
+    assert release[True] == {"push": {"tags": ["v*"]}}
+    assert "permissions" not in release["jobs"]["build"]
+    publish = release["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["environment"] == "pypi" and publish["needs"] == "build"
+
+
+@pytest.mark.parametrize("tag, code", [(hf_rmsnorm.__version__, 0), ("9.9.9", 1)])
+def test_a_tag_of_another_version_is_refused(tag, code):
+    (check,) = [step["run"] for step in STEPS if step.get("name", "").startswith("The")]
+    environment = {**os.environ, "GITHUB_REF_NAME": f"v{tag}"}
+    done = subprocess.run(
+        ["bash", "-c", check], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+    )
+    assert done.returncode == code
+
+
+def test_nightly_runs_what_a_release_has_to_pass():
+    nightly = (ROOT / ".ci" / "nightly").read_text(encoding="utf-8")
+    release = (ROOT / ".ci" / "release").read_text(encoding="utf-8")
+    assert "quickstart.py --notebook" in nightly and ".ci/release" in nightly
+    for step in ("-m build", "twine check --strict", "hf-rmsnorm verify demo:llama"):
+        assert step in release
+
+
+def places_of(word: str) -> set[str]:
+    """The files of the project that hold a word."""
+    places = set()
+    for folder, names, files in os.walk(ROOT):
+        hidden = {name for name in names if name.startswith(".")}
+        names[:] = set(names) - hidden - {"site", "dist", "build", "__pycache__"}
+        if folder == str(ROOT):
+            names += {".github", ".ci"} & hidden
+        for name in files:
+            file = ROOT / folder / name
+            if file.suffix in TEXTS and word in file.read_text(encoding="utf-8"):
+                places.add(file.relative_to(ROOT).as_posix())
+    return places
+
+
+def test_one_command_fills_in_the_owner_everywhere(tmp_path):
+    (command,) = re.findall(r"^sed -i .*$", GUIDE, re.MULTILINE)
+    named = set()
+    for glob in shlex.split(command)[3:]:
+        files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob(glob)}
+        assert files, glob
+        named |= files
+    holding = places_of(PLACEHOLDER) - {"CONTRIBUTING.md"}  # the command itself
+    assert holding <= named
+    for place in holding:
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / place, tmp_path / place)
+    there = " ".join(sorted(holding))
+    start = shlex.join(shlex.split(command)[:3])
+    subprocess.run(["bash", "-c", f"{start} {there}"], cwd=tmp_path, check=True)
+    for place in holding:
+        text = (tmp_path / place).read_text(encoding="utf-8")
+        assert PLACEHOLDER not in text, place
+        assert "/NAME/hf-rmsnorm" in text, place
