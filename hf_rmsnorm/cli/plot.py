@@ -19,8 +19,7 @@ def _file(text: str) -> Path:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        cure = "needs matplotlib: pip install matplotlib"
-        raise ArgumentTypeError(cure) from None
+        raise ArgumentTypeError("needs matplotlib: pip install matplotlib") from None
     file = Path(text).absolute()
     kinds = Figure().canvas.get_supported_filetypes()
     if file.suffix[1:] not in kinds or not os.access(file.parent, os.W_OK):
