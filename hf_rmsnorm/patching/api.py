@@ -79,8 +79,9 @@ def patch_model(
             a norm of the model computes; or, under strict, a norm cannot be swapped or
             there is none, or there are sums to warn of.
 
-    Warns: UserWarning: no norm was swapped; or `numerics` reads sums unrounded, and
-        those of some layers are not found.
+    Warns:
+        UserWarning: no norm was swapped; or `numerics` reads sums unrounded, and those
+            of some layers are not found.
 
     Example:
         >>> import torch, hf_rmsnorm
