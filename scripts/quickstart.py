@@ -10,7 +10,7 @@ arguments given here:
     --temperature T         0 takes the likeliest token each time (default 0.7)
 
 With ``--notebook`` alone it runs ``examples/quickstart.ipynb`` instead, in minutes, and
-writes ``examples/quickstart.executed.ipynb``.
+writes ``examples/quickstart-executed.ipynb``.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ def command(arguments: list[str]) -> list[str]:
     """What to run, once the environment has what it needs."""
     if arguments == ["--notebook"]:
         execute = _bootstrap.ensure("notebook").with_name("jupyter-execute")
-        output = "--output=quickstart.executed"  # beside the notebook
+        output = "--output=quickstart-executed"  # beside the notebook
         return [str(execute), str(EXAMPLES / "quickstart.ipynb"), output]
     python = _bootstrap.ensure()
     return [str(python), str(EXAMPLES / "generate.py"), *arguments]
