@@ -58,7 +58,7 @@ def _bar(left: float, top: float, speed: Speed, phase: str) -> list[str]:
     return [
         f'<rect x="{left:g}" y="{top:g}" {size} fill="{fill}" fill-opacity="0.7"/>',
         _line(left + least, middle, left + most, middle, "#1f2328"),
-        _text(left + most + 4, top + 10, f"{median:.2f}", 'font-size="10"'),
+        _text(left + max(most, UNIT) + 4, top + 10, f"{median:.2f}", 'font-size="10"'),
     ]
 
 

@@ -51,7 +51,8 @@ def run(args) -> Result:
     from ..verification.context import max_positions
 
     dtype = DTYPES.get(args.dtype, "auto")
-    model = models.load_model(source, dtype, device)
+    with progress_bar(1, f"loading {source.name}"):
+        model = models.load_model(source, dtype, device)
     if model.main_input_name != "input_ids":
         raise CliError(
             f"{source.name} takes {model.main_input_name} and not a text: time "
