@@ -114,7 +114,8 @@ def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> s
     version = record.get("version")
     if version != VERSION:
         raise ValueError(
-            f"the record has version {version!r}, this package reads version {VERSION}"
+            f"the record has version {version!r}, this package reads version {VERSION}: "
+            "install the release that wrote it"
         )
     recorded = record["residual_weights"]
     present = Counter(tensors.keys())

@@ -12,7 +12,7 @@ def planned_tensors(
     A step that does not fit the tensors is refused; `where` is the folder, for that.
     """
     tensors = {name: Stored(name) for name in source.tensors}
-    other = "the plan is of another checkpoint"
+    other = "the plan is of another checkpoint, plan this one"
     for copy in plan.copy:
         key = copy.key
         tied = copy.source

@@ -184,7 +184,8 @@ def _patch(
 def _check_served(model: Module, entries: list[Entry], strict: bool) -> None:
     """A ValueError where a norm that has to be swapped is not, or there is none."""
     if strict and not entries:
-        raise ValueError(f"strict: this {type(model).__name__} has no norm to swap")
+        name = type(model).__name__
+        raise ValueError(f"strict: this {name} has no norm to swap, leave strict out")
     left = [entry for entry in entries if entry.recipe is None and not entry.excluded]
     for entry in left:
         which = f"{entry.paths[0]!r} ({entry.class_name})"

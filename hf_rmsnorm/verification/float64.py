@@ -177,7 +177,8 @@ class Float64Mode(TorchDispatchMode):
                 return func(*args, **kwargs)
         raise RuntimeError(
             f"the model writes in place to a tensor stored in {stored.dtype} "
-            f"({func._schema.name}): its forward cannot be repeated in float64"
+            f"({func._schema.name}): its forward cannot be repeated in float64, "
+            "compare its parts"
         )
 
 

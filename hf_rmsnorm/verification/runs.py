@@ -16,7 +16,7 @@ def outputs_of(model: nn.Module, batches: list[dict]) -> list[torch.Tensor]:
         if not outputs:
             raise ValueError(
                 f"{type(model).__name__} returns no logits and no hidden state: "
-                "nothing can be compared"
+                "nothing can be compared, pass the model that computes them"
             )
         mask = batch.get("attention_mask")
         for y in outputs:
