@@ -21,13 +21,13 @@ from triton.runtime import driver
 from benchmarks.driver import StubDriver
 from benchmarks.machine_code import read_amd, read_nvidia, sums
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.kernels import compiled, launch, launch_qk
+from hf_rmsnorm.kernels import compiled, norm_launch, qk_launch
 from hf_rmsnorm.kernels.compiled import Kernel
-from hf_rmsnorm.kernels.launch_backward import NormBackward
-from hf_rmsnorm.ops.backend import MAX_HEAD_DIM
-from hf_rmsnorm.ops.from_output import MOST_COLUMNS_WITH_BIAS
+from hf_rmsnorm.kernels.operands import NormOperands, of_rotation
+from hf_rmsnorm.kernels.sizes import MAX_HEAD_DIM
+from hf_rmsnorm.ops.limits import MOST_COLUMNS_WITH_BIAS
 
-KERNELS = (*launch.KERNELS, *launch_qk.KERNELS)
+KERNELS = (*norm_launch.KERNELS, *qk_launch.KERNELS)
 SIZES = (64, 96, 128, 896, 2048, 2560, 4096, 5120, 8192, 12288, 14336, 16384)
 
 
@@ -242,27 +242,28 @@ def run(variant: Variant, hidden_size: int, rows: int = 3) -> None:
     weight = tensor((hidden_size,), variant.weight) if spec.has_weight else None
     bias = tensor((hidden_size,), variant.weight) if spec.has_bias else None
     dy = tensor((rows, hidden_size), spec.output_dtype(variant.x, variant.weight))
-    gated = spec.gate is not None or variant.modulated
+    gated = spec.gate is not None
     gate = tensor((rows, hidden_size), variant.x) if gated else None
     residual, dh = (
         tensor((rows, hidden_size), variant.x) if variant.added else None
         for _ in range(2)
     )
-    shift = factor = None
+    scale = shift = multiplier = None
     if variant.modulated:  # one for all rows, as of one sequence
-        gate, shift, factor = (
+        scale, shift, multiplier = (
             tensor((1, hidden_size), variant.x).expand(rows, -1) for _ in range(3)
         )
-        factor, dh = factor if variant.added else None, None
-    operands = launch.Operands(x, weight, bias, gate, shift, factor, residual)
-    forward = launch.NormForward(spec, operands, variant.aligned)
-    h, _, rstd, mean = forward.launch(operands)
+        multiplier, dh = multiplier if variant.added else None, None
+    operands = NormOperands(x, weight, bias, gate, scale, shift, multiplier, residual)
+    forward = norm_launch.NormForward(spec, operands, variant.aligned)
+    h, _, rstd, mean = forward.on(operands)
     trained = not variant.frozen
-    need = (True, spec.has_weight and trained, spec.has_bias and trained, gated)
+    of_parameters = spec.has_weight and trained, spec.has_bias and trained
+    need = (True, *of_parameters, gated, variant.modulated)
     x = x if h is None else h
-    operands = dy, x, weight, bias, gate, dh, rstd, mean
-    backward = NormBackward(spec, operands, variant.aligned, need, variant.output)
-    backward.launch(operands)
+    operands = dy, x, weight, bias, gate, scale, dh, rstd, mean
+    make = norm_launch.NormBackward
+    make(spec, operands, variant.aligned, need, variant.output).on(operands)
 
 
 def run_heads(variant: Variant, head_dim: int, tensor) -> None:
@@ -276,16 +277,16 @@ def run_heads(variant: Variant, head_dim: int, tensor) -> None:
     weights = [tensor((head_dim,), variant.weight) for _ in range(2)]
     tables = [tensor((2, 5, head_dim), variant.x) for _ in range(2)]
     operands = q, k, *weights, *tables
-    forward = launch_qk.QKForward(variant.spec, operands, variant.aligned)
-    *_, rstd = forward.launch(operands)
+    make, aligned = qk_launch.QKForward, variant.aligned
+    results = [torch.empty_like(t, device="meta") for t in (q, k)]
+    forward = make(operands, results, aligned, spec=variant.spec, stats=True)
+    *_, rstd = forward.on(operands)
     operands = dq, dk, *operands, rstd
     need = (True,) * 4
-    backward = launch_qk.QKBackward(variant.spec, operands, variant.aligned, need)
-    backward.launch(operands)
+    qk_launch.QKBackward(variant.spec, operands, aligned, need).on(operands)
     for back in (False, True):  # and the rotary embedding alone
-        operands = dq if back else q, dk if back else k, *tables
-        rotary = launch_qk.Rotary(operands, (q, k), variant.aligned, back=back)
-        rotary.launch(operands)
+        operands = of_rotation(dq if back else q, dk if back else k, *tables)
+        make(operands, (q, k), aligned, back=back).on(operands)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ def promoted(a: torch.dtype, b: torch.dtype) -> torch.dtype:
     return torch.promote_types(a, b)
 
 
+def dtype_of(t: OptionalTensor) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """The formula of one RMSNorm or LayerNorm over the last dimension of its input.

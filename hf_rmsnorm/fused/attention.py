@@ -15,10 +15,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from ..formula import Rotation
-from ..ops.backend import why_not_rotated
-from ..ops.qk import run_qk
-from ..ops.rotary import run_rotary
+from ..formula import Rotation, dtype_of
+from ..ops.limits import why_not_rotated
+from ..ops.qk import run_qk, run_rotary
 from .layer import operands_ahead
 from .watch import QK, ROTARY, note, watchers
 
@@ -119,7 +118,7 @@ def norm_and_rotate(
     """
     if norms is None:
         return rotate(q, k, cos, sin)
-    rotated = _in_one_launch(norms, rotate, PAIR, q, k, cos, sin)
+    rotated = _launched(norms, rotate, PAIR, q, k, cos, sin)
     if watchers:
         note(QK, norms.norms, q)
     if rotated is not None:
@@ -139,7 +138,7 @@ def norm_and_rotate_one(
     if type(x) is Tensor and x.dim() == 4:
         q = x.transpose(1, 2)
         no_heads = q.detach()[:, :0]
-        rotated = _in_one_launch(norms, rotate, ONE, q, no_heads, cos, sin)
+        rotated = _launched(norms, rotate, ONE, q, no_heads, cos, sin)
     if watchers:
         note(QK, norms.norms, x)
     if rotated is not None:
@@ -189,7 +188,7 @@ def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
     return tuple(results)
 
 
-def _in_one_launch(
+def _launched(
     norms: Waiting, rotate: Callable, called: RotaryCall, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""
@@ -200,8 +199,7 @@ def _in_one_launch(
         return None
     if patched.rounds_by_dtypes(q, q_weight):
         return None
-    weight_dtype = None if q_weight is None else q_weight.dtype
-    normed_dtype = spec.output_dtype(q.dtype, weight_dtype)
+    normed_dtype = spec.output_dtype(q.dtype, dtype_of(q_weight))
     way = _proven_way(rotate, called, q, normed_dtype, cos)
     if way is None or not way.turns_halves or way.transposed != called.one:
         return None

@@ -8,7 +8,7 @@ from functools import cache
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from ..ops.direct import autocast_anywhere
+from ..ops.backend import autocast_anywhere
 from .hooks import why_called
 from .source import CannotRewrite, guarded, wrappers
 from .subclass import derive, marked

@@ -12,8 +12,8 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from ..ops.direct import present
-from ..ops.modulated import modulated_norm, why_apart
+from ..kernels.operands import of_modulation, present
+from ..ops.norm import modulated_norm, why_apart
 from .layer import operands_ahead
 from .watch import MODULATED_SUM, MODULATION, note, watchers
 
@@ -64,7 +64,7 @@ def modulated(x, norm, scale, shift=None):
         x, shift: whatever the forward computes with; no shift where it adds nothing.
         scale: the same, or a `OnePlusScale`.
     """
-    both = _in_one_launch(MODULATION, norm, x, scale, shift)
+    both = _launched(MODULATION, norm, x, scale, shift)
     if both is not None:
         return both[1]
     one_plus = scale.value if type(scale) is OnePlusScale else 1 + scale
@@ -74,37 +74,38 @@ def modulated(x, norm, scale, shift=None):
     return y + shift
 
 
-def add_and_modulate(left, right, gate, norm, scale, shift=None, shared=False) -> tuple:
-    """(``left + right * gate``, ``norm(that) * (1 + scale) + shift``), in one launch
+def add_and_modulate(
+    left, right, multiplier, norm, scale, shift=None, shared=False
+) -> tuple:
+    """(``left + right * multiplier``, ``norm(that) * (1 + scale) + shift``), in one launch
     where that gives the same bits.
 
     Args:
-        gate: None where the forward adds no product.
+        multiplier: None where the forward adds no product.
         shared: as of `sums.add_and_norm`.
     """
     if not (shared and is_grad_enabled()):
-        factors = right, gate
-        if type(right) is type(gate) is Tensor and _size(gate) > _size(right):
-            factors = gate, right
-        x, smaller = factors
-        both = _in_one_launch(MODULATED_SUM, norm, x, scale, shift, smaller, left)
+        x, smaller = right, multiplier
+        if type(x) is type(smaller) is Tensor and _size(smaller) > _size(x):
+            x, smaller = smaller, x
+        both = _launched(MODULATED_SUM, norm, x, scale, shift, smaller, left)
         if both is not None:
             return both
-    if gate is not None:
-        right = right * gate
+    if multiplier is not None:
+        right = right * multiplier
     total = left + right
     return total, modulated(total, norm, scale, shift)
 
 
 def _size(t: Tensor) -> tuple:
-    """A sort key. The gate of a product is the lesser factor: it has fewer elements, or
-    it is a part of a larger tensor.
+    """A sort key. The multiplier is the lesser factor of a product: it has fewer
+    elements, or it is a part of a larger tensor.
     """
     return t.numel(), t.is_contiguous()
 
 
-def _in_one_launch(
-    piece: str, norm, x, scale, shift, gate=None, residual=None
+def _launched(
+    piece: str, norm, x, scale, shift, multiplier=None, residual=None
 ) -> tuple | None:
     """(sum or None, result); None where no single launch gives them with the same bits.
     Watchers hear of it.
@@ -113,7 +114,7 @@ def _in_one_launch(
     if not one_plus:
         scale = scale.value
     both = None
-    call = _call_of(norm, x, scale, shift, gate, residual)
+    call = _call_of(norm, x, scale, shift, multiplier, residual)
     if call is not None:
         both = modulated_norm(*call, one_plus)
     if watchers:
@@ -124,11 +125,11 @@ def _in_one_launch(
     return both
 
 
-def _call_of(norm, x, scale, shift, gate, residual) -> tuple | None:
+def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
     """The formula and the operands that `modulated_norm` takes; None where the norm has
     to be called, or is another formula of this x.
     """
-    for t in (x, scale, *present(shift, gate, residual)):
+    for t in (x, scale, *present(shift, multiplier, residual)):
         if type(t) is not Tensor:
             return None
     ahead = operands_ahead(norm, restricted=True)
@@ -145,4 +146,5 @@ def _call_of(norm, x, scale, shift, gate, residual) -> tuple | None:
     if recipe.row_major and residual is None:
         # as the norm's result is, whatever the strides of x
         x = x.contiguous()
-    return launches.spec, (x, weight, bias, scale, shift, gate, residual)
+    operands = of_modulation(x, weight, bias, scale, shift, multiplier, residual)
+    return launches.spec, operands

@@ -16,9 +16,9 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from ..formula import NormSpec
+from ..kernels.operands import of_norm
 from ..ops import fused_norm, resolve_backend
-from ..ops.backend import compiles_original, left_alone
-from ..ops.direct import autocast_anywhere
+from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run
 from ..ops.unrounded import norm_of_summands
@@ -215,8 +215,7 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
     if not norm.is_plain:
         return _read_any(norm, held, x, gate)
     launches, weight, bias = held
-    operands = x, weight, bias, None, None, None, None
-    return launches, operands
+    return launches, of_norm(x, weight, bias)
 
 
 def _read_any(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
@@ -233,8 +232,7 @@ def _read_any(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
         if cast is None:
             return None
         x, weight, bias, spec = cast
-    operands = x, weight, bias, gate, None, None, None
-    return norm.launches_for(spec), operands
+    return norm.launches_for(spec), of_norm(x, weight, bias, gate)
 
 
 def _formula_of(

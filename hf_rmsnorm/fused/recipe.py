@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..formula import NormSpec
+from ..kernels.operands import present
 from ..ops import input_needed
-from ..ops.backend import autocasts_functional
-from ..ops.direct import autocast_enabled, present
+from ..ops.backend import autocast_enabled, autocasts_functional
 
 InputLayout = Literal["last", "channels_first"]
 AutocastWay = Literal["torch", "off", "lowered", "own"]

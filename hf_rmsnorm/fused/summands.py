@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..formula import HALF_DTYPES
-from ..ops.direct import DIRECT_TYPES, under_transform, version
+from ..ops.backend import under_transform
+from ..ops.launches import DIRECT_TYPES
 
 _HELD = "_hf_rmsnorm_summands"
 _readers = weakref.WeakSet()  # norms that have read an unrounded sum
@@ -74,4 +75,5 @@ def summands_of(norm: Module, x: Tensor) -> tuple | None:
 
 
 def _state(t: Tensor) -> tuple:
-    return version(t), t.shape, t.stride(), t.storage_offset()
+    written = None if t.is_inference() else t._version
+    return written, t.shape, t.stride(), t.storage_offset()

@@ -10,7 +10,8 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from ..formula import HALF_DTYPES
-from ..ops.direct import under_transform
+from ..kernels.operands import of_sum
+from ..ops.backend import under_transform
 from ..ops.norm import run
 from .layer import operands_ahead
 from .norm import recipe_of
@@ -27,7 +28,7 @@ def add_and_norm(left, right, norm, shared: bool = False):
             gradient without the part that comes through the norm.
     """
     apart = shared and is_grad_enabled()
-    both = None if apart else _in_one_launch(left, right, norm)
+    both = None if apart else _launched(left, right, norm)
     if watchers:
         note(SUM, (norm,), right, _why_apart(left, right, apart))
     if both is not None:
@@ -81,7 +82,7 @@ def add_unrounded(left, right, module: Module, returned: bool = True):
     return total
 
 
-def _in_one_launch(left, right, norm) -> tuple | None:
+def _launched(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
     if type(left) is not Tensor or type(right) is not Tensor:
         return None
@@ -91,5 +92,4 @@ def _in_one_launch(left, right, norm) -> tuple | None:
     patched, launches, weight, bias = ahead
     if not patched.recipe.rounds_sum:
         return None
-    operands = right, weight, bias, None, None, None, left
-    return run(launches, operands)
+    return run(launches, of_sum(left, right, weight, bias))

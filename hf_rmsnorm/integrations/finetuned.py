@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from ..ops.loading import is_dtensor
+from ..ops.operators import is_dtensor
 from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, conversion_of
 from ..record import RECORD_KEY, TRAINED_AS_RMS, centre_

@@ -1,3 +1,3 @@
 """Triton kernels and their launch. Importing this package does not import triton;
-`launch` does.
+`norm_launch` does.
 """

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .device import load, round_hat, scale_of, store
-from .qk import (
+from .qk_forward import (
     halves,
     load_halves,
     offsets,

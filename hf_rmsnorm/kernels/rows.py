@@ -42,7 +42,12 @@ def addresses(
     *of_rows, size = outputs[0].shape
     one_by_one = RowAddress(math.prod(of_rows), 0, size)
     in_place = all(in_order(t, order).is_contiguous() for t in outputs)
-    of_operands = {name: _address(t, order) for name, t in read.items()}
+    of_operands = {}
+    for name, t in read.items():
+        address = RowAddress()
+        if t is not None:
+            address = row_address(t.shape, t.stride(), order)
+        of_operands[name] = address
     in_place = in_place and None not in of_operands.values()
     flat = True
     arguments = {}
@@ -55,12 +60,6 @@ def addresses(
         arguments[f"{name}_outer"] = address.outer
         arguments[f"{name}_inner"] = address.inner
     return in_place, flat, arguments
-
-
-def _address(t: OptionalTensor, order: Shape | None) -> RowAddress | None:
-    if t is None:
-        return RowAddress()
-    return row_address(t.shape, t.stride(), order)
 
 
 def memory_order(shape: Shape, strides: Shape) -> Shape | None:
@@ -142,11 +141,6 @@ def output_like(
 def without_data(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``empty_like(x)`` on the meta device, for its strides."""
     return torch.empty_like(x, device="meta", dtype=dtype)
-
-
-def sum_without_data(x: Tensor, residual: Tensor) -> Tensor:
-    """``residual + x`` on the meta device, for its strides and dtype."""
-    return strided_without_data(residual) + strided_without_data(x)
 
 
 def strided_without_data(t: Tensor) -> Tensor:

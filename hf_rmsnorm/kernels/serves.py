@@ -1,6 +1,6 @@
 """Which formulas each family of kernels computes, in the words of `NormSpec.axes`.
 
-The kernels refuse every other formula. So a new field or value of `NormSpec` is never
+Launches are made for no other formula. So a new field or value of `NormSpec` is never
 computed as another formula: add it to the kernels first, and then here.
 """
 
@@ -26,14 +26,3 @@ def unserved(spec: NormSpec, *families: str) -> str | None:
         if not spec.axes <= SERVES[family]:
             return f"its formula has {', '.join(sorted(spec.axes - SERVES[family]))}"
     return None
-
-
-def require(spec: NormSpec, *families: str) -> None:
-    """Raise `NotImplementedError` for a formula that reached a launch which does not
-    compute it.
-    """
-    missing = unserved(spec, *families)
-    if missing is not None:
-        raise NotImplementedError(
-            f"{missing}, which the kernels for {' and '.join(families)} do not compute"
-        )

@@ -1,8 +1,8 @@
 """Public operators and the choice of backend."""
 
-from .backend import resolve_backend, runs_on
-from .from_output import input_needed
-from .norm import fused_norm, layer_norm, rms_norm
+from .backend import runs_on
+from .limits import input_needed
+from .norm import fused_norm, layer_norm, resolve_backend, rms_norm
 from .settings import chosen_backend, use_backend
 
 __all__ = [

@@ -1,40 +1,35 @@
-"""Which backend computes a call: the Triton kernels, the formula in plain torch, or the
+"""What is to compute a call: the Triton kernels, the formula in plain torch, or the
 module's own forward.
 
-`runs_on` answers that of a device, `why_not` and `serves_qk` of a call.
+Devices, the thread and compilers decide that here; tensors do in `limits`.
 """
 
 import os
-import threading
-import warnings
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch._C import _current_graph_task_id, _is_tracing
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_dispatch_mode,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _TorchDispatchModeKey,
+)
+from torch.autograd import forward_ad
 from torch.compiler import assume_constant_result, is_compiling, is_exporting
 
-from ..formula import HALVES, TORCH_RELEASE, NormSpec, Rotation, promoted
-from ..kernels.failure import KernelUnavailable, failed
-from ..kernels.serves import unserved
-from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE
-from .direct import autocast_enabled, present
-from .launches import forget_launches
-from .settings import chosen, insists, settings
-
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Row numbers are 32-bit, and heads multiply the rows that the last tile may reach past
-# the last row.
-MAX_ROWS = 2**30 - 2**15
-MAX_HEADS = 2**16 - 1  # the second dimension of a CUDA grid
+from ..formula import TORCH_RELEASE, NormSpec
+from .launches import left
+from .settings import chosen, settings
 
 DIRECT = "direct"  # how kernels are started
+# Whether autocast is on for any type of device. It takes a fifth of the time in which
+# torch answers that of one type.
+autocast_anywhere = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 _lists_rms_norm = TORCH_RELEASE >= (2, 12)
-# devices whose kernels cannot be loaded, (type, index), and why
-_left: dict[tuple, str] = {}
-_failing = threading.Lock()
 
 
 def interprets() -> bool:
@@ -76,42 +71,7 @@ def _nvidia_refusal(index: int | None) -> str | None:
 @assume_constant_result
 def device_refusal(device_type: str, index: int | None = None) -> str | None:
     """Why Triton kernels cannot run on a device, or None where they can."""
-    return _left.get((device_type, index)) or _device_refusal(device_type, index)
-
-
-def give_up(error: KernelUnavailable, device: torch.device) -> None:
-    """Leave a device to plain torch from now on, as its kernels cannot be loaded; a
-    warning says so once.
-
-    Within a backward, forwards are left when it ends: a checkpoint runs some of them
-    again, as they were.
-
-    Raises:
-        KernelUnavailable: the error, where `use_backend("triton")` insists on the
-            kernels.
-    """
-    if insists():
-        raise error
-    with _failing:
-        first = device not in failed
-        failed.setdefault(device, str(error))
-    if _current_graph_task_id() == -1:
-        _leave(device)
-    else:
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(_leave, device))
-    if first:
-        warnings.warn(
-            f"hf_rmsnorm: {error}\nOn {device} patched modules run their own forward from now on; "
-            "after the cure, start Python again.",
-            stacklevel=2,
-        )
-
-
-def _leave(device: torch.device) -> None:
-    lines = failed[device].splitlines()
-    _left[device.type, device.index] = "; ".join(lines)
-    forget_launches()
+    return left.get((device_type, index)) or _device_refusal(device_type, index)
 
 
 def left_alone(x: Tensor) -> bool:
@@ -199,7 +159,7 @@ def _is_exporting() -> bool:
     return is_exporting()
 
 
-def _is_exported() -> bool:
+def is_exported() -> bool:
     """Whether a graph is made that runs elsewhere, perhaps without this package."""
     if is_compiling():
         return _is_exporting()
@@ -215,106 +175,44 @@ def compiles_original() -> bool:
     )
 
 
-def why_not(spec: NormSpec, x, weight, bias, gate=None, residual=None) -> str | None:
-    """Why the kernels do not serve the norm of x, or of ``residual + x``, or None where
-    they do.
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for this type of device; not for one that has no autocast,
+    as meta.
     """
-    if x.is_nested:
-        return "x is a nested tensor"
+    try:
+        return torch.is_autocast_enabled(device_type)
+    except RuntimeError:  # unknown device type for autocast
+        return False
+
+
+def under_transform() -> bool:
+    """Whether functorch, forward-mode AD or torch.jit.trace is at work: they need
+    operators they can see through.
+    """
     return (
-        _why_not_formula(spec, x, gate, residual)
-        or _why_not_operands(x, weight, bias, gate, residual)
-        or _why_not_rows(spec, x, weight, bias, residual)
-        or device_refusal(x.device.type, x.device.index)
+        _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _is_tracing()
     )
 
 
-def _why_not_formula(spec: NormSpec, x, gate, residual) -> str | None:
-    columns = x.shape[-1] if x.dim() else 0
-    if not 1 <= columns <= MAX_HIDDEN_SIZE:
-        return f"the last dimension of x, shape {tuple(x.shape)}, is not between 1 and {MAX_HIDDEN_SIZE}"
-    families = ["rows"]
-    if residual is not None:
-        families.append("residual sum")
-    elif spec.group_size is not None:
-        if columns % spec.group_size:
-            return f"groups of {spec.group_size} do not divide rows of {columns}"
-        spec = spec.ungrouped
-    missing = unserved(spec, *families)
-    if missing is not None:
-        return f"{missing}, which the kernels do not compute"
-    if (gate is None) != (spec.gate is None):
-        return "its formula has a gate and the call has none, or the other way round"
-    return None
-
-
-def _why_not_operands(x, weight, bias, gate, residual) -> str | None:
-    parameters = {"weight": weight, "bias": bias}
-    operands = {"x": x, **parameters, "gate": gate, "residual": residual}
-    for name, t in operands.items():
-        if t is None:
-            continue
-        if t.dtype not in KERNEL_DTYPES:
-            return (
-                f"{name} is {t.dtype}; the kernels serve float32, float16 and bfloat16"
-            )
-        if t.device != x.device:
-            return f"{name} is on {t.device} and x on {x.device}: move one of them"
-        expected = x.shape
-        if name in parameters:  # in columns, or in rows of heads
-            expected = x.shape[-min(t.dim(), 2) :]
-        if t.shape != expected:
-            return f"{name} has shape {tuple(t.shape)}, and x {tuple(x.shape)}"
-    if residual is None:
-        return None
-    dtypes = x.dtype, residual.dtype
-    if promoted(*dtypes) not in dtypes:
-        return f"the sum of {x.dtype} and {residual.dtype} is neither"
-    return None
-
-
-def _why_not_rows(spec: NormSpec, x, weight, bias, residual) -> str | None:
-    """Why not so many rows, or not with a row of parameters for each head."""
-    dimensions = {p.dim() for p in present(weight, bias)}
-    if len(dimensions) > 1:
-        return "weight and bias differ in shape"
-    if dimensions == {2}:
-        if residual is not None:
-            return "a parameter of heads is not read behind a sum"
-        heads = x.shape[-2]
-        if not 0 < heads <= MAX_HEADS or spec.group_size is not None:
-            return f"parameters of {heads} heads"
-    if is_compiling():
-        # it would bound a dynamic batch, and the operator asks again at run time
-        return None
-    columns = spec.group_size or x.shape[-1]
-    rows = x.numel() // columns
-    if not 0 < rows <= MAX_ROWS:
-        return f"x has {rows} rows, not 1 to {MAX_ROWS}"
-    return None
-
-
-def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
-    """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call
-    to the layer's own forward.
-
-    Raises:
-        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve
-            the call.
+def operators_are_seen() -> bool:
+    """Whether something in this thread has to see the operators that a call is made of:
+    a transform, or a mode that records or fakes them. One that merely watches does not.
     """
-    if chosen.backend == "reference":
-        return "reference"
-    insisted = chosen.backend == "triton"
-    if not insisted and (compiles_original() or _is_exported()):
-        return "original"
-    reason = why_not(spec, x, weight, bias, gate)
-    if reason is None:
-        return "triton"
-    if not insisted:
-        return "original"
-    if not x.numel():
-        return "reference"  # no rows are no launch
-    raise RuntimeError(f"use_backend('triton'): {reason}")
+    if _len_torch_dispatch_stack():
+        keys = _TorchDispatchModeKey
+        recording = keys.FAKE, keys.PROXY, keys.FUNCTIONAL
+        if any(_get_dispatch_mode(key) is not None for key in recording):
+            return True
+    return under_transform()
+
+
+def starts_kernels() -> bool:
+    """Whether a call in this thread, as it is now, may start a kernel instead of
+    calling operators. It is not asked while compiling.
+    """
+    return chosen.backend != "reference" and not operators_are_seen()
 
 
 def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
@@ -326,78 +224,3 @@ def autocasts_functional(spec: NormSpec, device_type: str) -> bool:
         and autocast_enabled(device_type)
         and (spec.centered or _lists_rms_norm)
     )
-
-
-def serves_qk(spec: NormSpec, q, k, q_weight, k_weight, cos, sin) -> bool:
-    """Whether one launch norms and rotates q and k."""
-    weights = present(q_weight, k_weight)
-    if unserved(spec, "queries and keys") is not None:
-        return False
-    if why_not_rotated(q, k, cos, sin) is not None:
-        return False
-    return _are_weights(spec, q, weights)
-
-
-def why_not_rotated(q, k, cos, sin, way: Rotation = HALVES) -> str | None:
-    """Why no launch rotates q and k by these tables, or None where one does."""
-    tensors = q, k, cos, sin
-    dtypes = [t.dtype for t in tensors]
-    if dtypes[0] != dtypes[1] or dtypes[2] != dtypes[3]:
-        return f"q, k, cos and sin are {dtypes}"
-    for t in tensors:
-        if t.device != q.device or t.dtype not in KERNEL_DTYPES:
-            return f"one of q, k, cos and sin is {t.dtype} on {t.device}"
-    shapes = [tuple(t.shape) for t in tensors]
-    if way.transposed and q.dim() == k.dim() == 4:
-        q = q.transpose(1, 2)
-        k = k.transpose(1, 2)
-    if not (_are_heads(q, k) and _are_tables(q, cos, sin, way)):
-        return f"no kernel serves q, k, cos and sin in these layouts, {shapes}"
-    return device_refusal(q.device.type, q.device.index)
-
-
-def _are_weights(spec: NormSpec, q, weights: list) -> bool:
-    if len(weights) != 2 * spec.has_weight:
-        return False
-    for weight in weights:
-        if weight.device != q.device or weight.dtype not in KERNEL_DTYPES:
-            return False
-        if weight.shape != q.shape[3:]:
-            return False
-        if not weight.is_contiguous():
-            return False
-        if weight.dtype != weights[0].dtype:
-            return False
-    return True
-
-
-def _are_heads(q, k) -> bool:
-    """Whether q and k are (batch, heads, length, head_dim) in rows of unit stride."""
-    if q.dim() != 4 or k.dim() != 4:
-        return False
-    if q.stride(3) != 1 or k.stride(3) != 1:
-        return False
-    batch, heads, length, head_dim = q.shape
-    k_heads = k.shape[1]
-    if k.shape != (batch, k_heads, length, head_dim):
-        return False
-    rows = batch * (heads + k_heads) * length
-    return head_dim <= MAX_HEAD_DIM and 0 < rows <= MAX_ROWS
-
-
-def _are_tables(q, cos, sin, way: Rotation) -> bool:
-    """Whether cos and sin are (batch or 1, length, columns) in one layout."""
-    if cos.shape != sin.shape:
-        return False
-    if cos.stride() != sin.stride():
-        return False
-    if cos.dim() != 3 or cos.stride(2) != 1:
-        return False
-    batch, _, length, head_dim = q.shape
-    tables, positions, columns = cos.shape
-    columns = way.columns(columns)
-    if way.tables == "half" and columns != head_dim:
-        return False
-    if positions != length or tables not in (1, batch):
-        return False
-    return columns % 2 == 0 and 2 <= columns <= head_dim

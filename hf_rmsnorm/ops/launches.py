@@ -1,58 +1,63 @@
-"""The caches of launches: what starts the kernels of a formula, by a key of the tensors
-that it is for.
+"""Which launch serves such tensors: one that is kept for their layout, or one that is
+made for it.
 """
 
+import threading
+import warnings
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache, partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
-from ..reference import reference_norm
-from .direct import DIRECT_TYPES
+from ..kernels.failure import KernelUnavailable, failed, unavailable
+from ..kernels.operands import Launch
+from .settings import insists
 
+DIRECT_TYPES = (Tensor, Parameter)
 MISSING = object()
 _HIP = torch.version.hip is not None
 _all: weakref.WeakSet = weakref.WeakSet()
+# devices whose kernels cannot be loaded, (type, index), and why
+left: dict[tuple, str] = {}
+_failing = threading.Lock()
 
 
-class KeptLaunches:
-    """Launch key -> what allocates the outputs and starts the kernels, or None where the kernels do not serve.
+@cache
+def kernels() -> SimpleNamespace:
+    """The launches of the kernels, by name. Loaded when the first is made, as they need
+    triton.
+
+    Raises:
+        KernelUnavailable: Triton cannot be imported, or reads no source of the kernels.
+    """
+    try:
+        from ..kernels import norm_launch, qk_launch
+    except Exception as error:
+        raise unavailable(error) from error
+    return SimpleNamespace(
+        NormForward=norm_launch.NormForward,
+        NormBackward=norm_launch.NormBackward,
+        QKForward=qk_launch.QKForward,
+        QKBackward=qk_launch.QKBackward,
+    )
+
+
+class Launches:
+    """Launch key -> the launch, or None where the kernels do not serve.
 
     Forwards and backwards are in one dictionary, each under the key of what arrives. It
     is no dictionary itself: Dynamo would guard on its items.
 
-    Attributes:
-        by_key: the dictionary.
-    """
-
-    MOST = 8_192  # generation with a growing prompt makes one per length
-
-    def __init__(self):
-        self.by_key = {}
-        _all.add(self)
-
-    def keep(self, key: tuple, make: Callable, *arguments):
-        """The launch ``make(*arguments)``, which is kept from now on. At `MOST` launches
-        the dictionary is emptied first.
-        """
-        # It asks for strides by tensors on meta, which the caller's modes are not to see.
-        with _disable_current_modes(), torch.inference_mode(False):
-            launch = make(*arguments)
-        if len(self.by_key) >= self.MOST:
-            self.by_key.clear()
-        self.by_key[key] = launch
-        return launch
-
-
-class Launches(KeptLaunches):
-    """The launches of a norm, with or without a residual sum, a gate or a modulation.
-
     Args:
-        spec: the formula.
+        spec: the formula, with or without a residual sum, a gate or a modulation; None
+            of a rotary embedding alone.
         suits: ``suits(x, weight, bias, gate)`` says whether the formula is what such
             tensors are to be computed by; asked once for each key.
         modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is
@@ -63,31 +68,42 @@ class Launches(KeptLaunches):
             written to.
         paths_of: ``paths_of(id(weight))`` names the norms that may have a weight, for
             an error.
+
+    Attributes:
+        by_key: the dictionary.
     """
+
+    MOST = 8_192  # generation with a growing prompt makes one per length
 
     def __init__(
         self,
-        spec: NormSpec,
+        spec: NormSpec | None,
         suits: Callable | None = None,
         modulation: str = "modulate_after",
         keeps_output: bool = False,
         copies_input: bool = False,
         paths_of: Callable | None = None,
     ):
-        super().__init__()
+        self.by_key = {}
         self.spec = spec
         self.modulation = modulation
         self.keeps_output = keeps_output
         self.copies_input = copies_input
         self.paths_of = paths_of
         self.suits = suits
+        _all.add(self)
 
-    def in_plain_torch(self, x, weight, bias, gate) -> Tensor:
-        """The formula with its modulation, in differentiable operators."""
-        if gate is None or self.spec.gate is not None:
-            return reference_norm(x, weight, bias, self.spec, gate)
-        scale = 1 + gate if self.modulation == "modulate_after" else gate
-        return reference_norm(x, weight, bias, self.spec) * scale
+    def keep(self, key: tuple, make: Callable, *arguments) -> Launch | None:
+        """The launch ``make(*arguments)``, which is kept from now on. At `MOST` launches
+        the dictionary is emptied first.
+        """
+        # It asks for strides by tensors on meta, which the caller's modes are not to see.
+        with _disable_current_modes(), torch.inference_mode(False):
+            launch = make(*arguments)
+        if len(self.by_key) >= self.MOST:
+            self.by_key.clear()
+        self.by_key[key] = launch
+        return launch
 
 
 @lru_cache(1_024)
@@ -112,7 +128,7 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
     sparse and batched tensors, and those that functorch has left behind.
 
     Args:
-        kind: hashable; the kind of launch.
+        kind: as of `by_kernel`.
         operands: the tensors that kernels read, or None.
 
     Returns:
@@ -144,3 +160,80 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
     except RuntimeError:  # of what has no memory or no shape
         return None
     return key, absent, aligned
+
+
+def find(launches: Launches, kind: tuple, operands: tuple) -> Launch | None:
+    """The launch for such operands; None where no kernel serves them."""
+    key = key_of(kind, operands)
+    if key is None:
+        return None
+    launch = launches.by_key.get(key, MISSING)
+    if launch is MISSING:
+        *_, aligned = key
+        make, *how = kind
+        launch = launches.keep(key, make, launches, operands, aligned, *how)
+    return launch
+
+
+def by_kernel(launches: Launches, kind: tuple, operands: tuple) -> tuple | None:
+    """The results of a launch for such operands; None where no kernel serves them.
+
+    Args:
+        kind: (make, *how), all that decides on a launch besides the operands:
+            ``make(launches, operands, aligned, *how)`` returns it, or None. It is asked
+            once for each key.
+        operands: as the launch takes them.
+    """
+    try:
+        launch = find(launches, kind, operands)
+        return None if launch is None else launch.on(operands)
+    except KernelUnavailable as error:
+        give_up(error, operands[0].device)
+        return None
+
+
+def in_graph(launches: Launches, kind: tuple, operands: tuple, apply: Callable):
+    """As `by_kernel`, with a place in autograd's graph: what ``apply((launches, launch),
+    *operands)`` of an autograd function returns.
+    """
+    try:
+        launch = find(launches, kind, operands)
+        return None if launch is None else apply((launches, launch), *operands)
+    except KernelUnavailable as error:
+        give_up(error, operands[0].device)
+        return None
+
+
+def give_up(error: KernelUnavailable, device: torch.device) -> None:
+    """Leave a device to plain torch from now on, as its kernels cannot be loaded; a
+    warning says so once.
+
+    Within a backward, forwards are left when it ends: a checkpoint runs some of them
+    again, as they were.
+
+    Raises:
+        KernelUnavailable: the error, where `use_backend("triton")` insists on the
+            kernels.
+    """
+    if insists():
+        raise error
+    with _failing:
+        first = device not in failed
+        failed.setdefault(device, str(error))
+    if _current_graph_task_id() == -1:
+        _leave(device)
+    else:
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(_leave, device))
+    if first:
+        warnings.warn(
+            f"hf_rmsnorm: {error}\nOn {device} patched modules run their own forward from now on; "
+            "after the cure, start Python again.",
+            stacklevel=2,
+        )
+
+
+def _leave(device: torch.device) -> None:
+    lines = failed[device].splitlines()
+    left[device.type, device.index] = "; ".join(lines)
+    forget_launches()

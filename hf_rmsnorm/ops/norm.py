@@ -13,32 +13,35 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ..formula import NormSpec, Rounding
+from ..kernels.operands import any_requires_grad, of_modulation, of_norm, row_major
 from ..reference import in_groups, reference_norm
-from .backend import autocasts_functional, resolve_backend
-from .direct import (
-    any_requires_grad,
+from .autograd import apply, forward_kind
+from .backend import (
     autocast_anywhere,
-    row_major,
+    autocasts_functional,
+    compiles_original,
+    is_exported,
     starts_kernels,
     under_transform,
 )
-from .forward import apply, make_forward
-from .launches import Launches, launches_of
-from .launching import by_kernel
-from .loading import load_sharding_rules
-from .operators import norm_forward_op, spec_args
+from .launches import Launches, by_kernel, in_graph, launches_of
+from .limits import why_not
+from .operators import load_sharding_rules, norm_forward_op, spec_args
+from .settings import chosen
+
+_TRAINING = forward_kind(stats=True)
+_INFERENCE = forward_kind(stats=False)
 
 
 def run(launches: Launches, operands: tuple):
-    """The norm of x, or (h, the norm of h) of ``h = residual + factor * x``, by a kernel
-    that is started directly.
+    """The norm of x, or (h, the norm of h) of ``h = residual + multiplier * x``, by a
+    kernel that is started directly.
 
     Not while compiling.
 
     Args:
         launches: of the formula.
-        operands: x, weight, bias, gate, shift, factor and residual, as
-            `kernels.launch.Operands`.
+        operands: `NormOperands`.
 
     Returns:
         None if the kernels do not serve such tensors or cannot be loaded, if another
@@ -52,14 +55,12 @@ def run(launches: Launches, operands: tuple):
         if operands is None:
             return None
     if is_grad_enabled() and any_requires_grad(operands):
-        x, _, _, _, _, factor, residual = operands
-        if residual is not None and not any_requires_grad((x, factor, residual)):
+        x, *_, multiplier, residual = operands
+        if residual is not None and not any_requires_grad((x, multiplier, residual)):
             # In one launch the sum would ask for gradients too.
             return None
-        kind = "forward", True, True
-        return by_kernel(launches, kind, operands, make_forward, apply)
-    kind = "forward", False, True
-    made = by_kernel(launches, kind, operands, make_forward)
+        return in_graph(launches, _TRAINING, operands, apply)
+    made = by_kernel(launches, _INFERENCE, operands)
     if made is None:
         return None
     h, y, _, _ = made
@@ -124,14 +125,95 @@ def fused_norm(
     if not is_compiled:
         # A patched norm tried this before; but not with these rows of groups, or with
         # parameters without gaps.
-        operands = x, weight, bias, gate, None, None, None
         launches = launches_of(spec, keeps_output=keep_output)
-        y = run(launches, operands)
+        y = run(launches, of_norm(x, weight, bias, gate))
         if y is not None:
             return y
     load_sharding_rules()
     stats = is_grad_enabled() and any_requires_grad((x, weight, bias, gate))
     return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
+
+
+def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
+    """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call
+    to the layer's own forward.
+
+    Raises:
+        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve
+            the call.
+    """
+    if chosen.backend == "reference":
+        return "reference"
+    insisted = chosen.backend == "triton"
+    if not insisted and (compiles_original() or is_exported()):
+        return "original"
+    reason = why_not(spec, of_norm(x, weight, bias, gate))
+    if reason is None:
+        return "triton"
+    if not insisted:
+        return "original"
+    if not x.numel():
+        return "reference"  # no rows are no launch
+    raise RuntimeError(f"use_backend('triton'): {reason}")
+
+
+def modulated_norm(spec: NormSpec, operands: tuple, one_plus: bool = True):
+    """(h, ``norm(h) * (1 + scale) + shift``) of ``h = residual + multiplier * x``, bit
+    for bit; None if not in one launch.
+
+    As `AdaLayerNorm` of DiT (Peebles and Xie 2022) and of diffusers, whose operators
+    round one by one.
+
+    Args:
+        operands: `NormOperands`, but that scale, shift and multiplier need only
+            broadcast to x's shape. Without a residual h is None, and x is what is
+            normalised.
+        one_plus: False where the norm is multiplied by the scale itself, as Z-Image
+            prepares it.
+    """
+    operands = _broadcast(operands)
+    if operands is None:
+        return None
+    modulation = "modulate_after" if one_plus else "multiply_after"
+    launches = launches_of(spec, modulation)
+    made = run(launches, operands)
+    residual = operands[-1]
+    if made is None or residual is not None:
+        return made
+    return None, made
+
+
+def why_apart(spec: NormSpec, operands: tuple) -> str:
+    """Why `modulated_norm` leaves such operands to the plain operators; "" where the
+    reason is another.
+    """
+    if spec.gate is not None or spec.group_size is not None:
+        return f"{spec} has a gate or groups"
+    x, *_ = operands
+    operands = _broadcast(operands)
+    if operands is None:
+        return f"scale, shift or gate do not broadcast to x, which is {tuple(x.shape)}"
+    return why_not(spec, operands) or ""
+
+
+def _broadcast(operands: tuple) -> tuple | None:
+    """The operands with a modulation of x's shape, which a kernel reads at the same
+    addresses; small ones are copied for that. None where they do not broadcast.
+    """
+    x, weight, bias, _, *modulation, residual = operands
+    layouts = {(t.shape, t.stride()) for t in modulation if t is not None}
+    expanded = []
+    for t in modulation:
+        if t is not None:
+            if len(layouts) > 1 and t.numel() != x.numel():
+                t = t.contiguous()
+            try:
+                t = t.expand(x.shape)
+            except RuntimeError:
+                # the plain operators say what does not broadcast, or broadcast x
+                return None
+        expanded.append(t)
+    return of_modulation(x, weight, bias, *expanded, residual)
 
 
 def rms_norm(
@@ -210,7 +292,7 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", centered=
     if is_compiling():
         return fused_norm(x, weight, bias, NormSpec(*fields))
     launches = _launches(*fields)
-    y = run(launches, (x, weight, bias, None, None, None, None))
+    y = run(launches, of_norm(x, weight, bias))
     if y is not None:
         return y
     return fused_norm(x, weight, bias, launches.spec)

@@ -2,22 +2,21 @@
 see of the kernels.
 """
 
+import sys
 from functools import lru_cache
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 from torch.library import Library, register_autograd, register_fake
 
-from ..formula import NormSpec
+from ..formula import NormSpec, dtype_of
+from ..kernels.operands import of_norm, row_major
 from ..kernels.rows import as_numbered, by_row, heads_of
 from ..kernels.serves import unserved
 from ..reference import reference_backward, reference_norm, reference_stats
-from .direct import row_major
-from .forward import make_forward
-from .gradients import by_formula, make_backward
-from .launches import launches_of
-from .launching import by_kernel
+from .autograd import backward_kind, by_formula, forward_kind
+from .launches import by_kernel, launches_of
 
 # The fields of `NormSpec`, but for groups, whose rows come apart. An integer is first:
 # DTensor looks the placements of a call up by its arguments from an integer on.
@@ -48,6 +47,19 @@ def spec_args(spec: NormSpec) -> tuple:
     return int(centered), spec.eps, *others, gate or ""
 
 
+@assume_constant_result
+def load_sharding_rules() -> bool:
+    """Register how DTensors are split, once one can exist: the rules take long to load."""
+    if "torch.distributed.tensor" in sys.modules:
+        from . import sharding  # noqa: F401  registers on import
+    return True
+
+
+def is_dtensor(t) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
 @lru_cache(1_024)
 def spec_from(centered: int, *fields) -> NormSpec:
     """The inverse of `spec_args`."""
@@ -73,10 +85,7 @@ def _empty_output(x, spec: NormSpec, dtype: torch.dtype) -> Tensor:
 
 
 def _empty_result(x, weight, spec: NormSpec) -> Tensor:
-    weight_dtype = None
-    if weight is not None:
-        weight_dtype = weight.dtype
-    dtype = spec.output_dtype(x.dtype, weight_dtype)
+    dtype = spec.output_dtype(x.dtype, dtype_of(weight))
     return _empty_output(x, spec, dtype)
 
 
@@ -84,18 +93,16 @@ def _forward(x, weight, bias, gate, *arguments):
     *formula, stats = arguments
     spec = spec_from(*formula)
     weight, bias = row_major(weight, bias)
-    kind = "forward", stats, True
-    operands = x, weight, bias, gate, None, None, None
-    made = by_kernel(launches_of(spec), kind, operands, make_forward)
+    operands = of_norm(x, weight, bias, gate)
+    made = by_kernel(launches_of(spec), forward_kind(stats), operands)
     if made is not None:
-        _, y, *of_rows = made
+        _, y, rstd, mean = made
         heads = heads_of(weight, bias)
-        stats_of_rows = []
-        for t in of_rows:
-            if t is not None:
-                t = by_row(t, x, spec, heads)
-            stats_of_rows.append(t)
-        return y, *_or_empty(x, *stats_of_rows)
+        if rstd is not None:
+            rstd = by_row(rstd, x, spec, heads)
+        if mean is not None:
+            mean = by_row(mean, x, spec, heads)
+        return y, *_or_empty(x, rstd, mean)
     y = _empty_result(x, weight, spec)
     y.copy_(reference_norm(x, weight, bias, spec, gate))
     rstd = mean = None
@@ -114,10 +121,12 @@ def _backward(dy, x, weight, bias, gate, rstd, mean, *arguments):
     heads = heads_of(weight, bias)
     rstd = as_numbered(rstd, x, spec, heads)
     mean = as_numbered(mean, x, spec, heads) if spec.centered else None
-    kind = "backward", x.stride(), tuple(need), False
-    operands = dy, x, weight, bias, gate, None, rstd, mean
-    grads = by_kernel(launches_of(spec), kind, operands, make_backward)
-    if grads is None:
+    kind = backward_kind(x.stride(), (*need, False))
+    operands = dy, x, weight, bias, gate, None, None, rstd, mean
+    made = by_kernel(launches_of(spec), kind, operands)
+    if made is not None:
+        *grads, _ = made
+    else:
         dx, *others, dgate = reference_backward(dy, x, weight, bias, spec, need, gate)
         dx = _laid_out(dx, x, spec)
         dgate = _laid_out(dgate, x, spec)
@@ -182,7 +191,8 @@ def _gradients(ctx, dy, *_):
             grads.append(gradient if needed else None)
     else:
         spec = spec_from(*ctx.formula)
-        grads = by_formula(launches_of(spec), operands, dy, None, need)
+        operands = *operands, None
+        *grads, _ = by_formula(launches_of(spec), operands, dy, (*need, False))
     return *grads, *[None] * (len(ctx.formula) + 1)
 
 

@@ -1,33 +1,34 @@
-"""The norms of queries and keys in one launch with the rotary embedding that follows
-them.
+"""The rotary embedding of queries and keys in one launch, with the norms in front of it
+or without any.
 """
-
-from operator import is_
 
 import torch
 from torch import is_grad_enabled
 
-from ..formula import HALVES, Rotation
-from ..reference import reference_qk_norm
-from .backend import serves_qk
-from .direct import any_requires_grad, row_major, starts_kernels
-from .gradients import gradients_of_all, needs_operators
-from .launches import Launches
-from .launching import (
-    OnCopies,
-    by_kernel,
+from ..formula import HALVES, Rotation, dtype_of
+from ..kernels.operands import Launch, any_requires_grad, of_rotation, row_major
+from ..kernels.rows import strided_without_data, without_data
+from ..reference import reference_qk_norm, rotated
+from .autograd import (
     checkpointed_version,
+    gradients_of_all,
+    made_for,
+    needs_operators,
     require_unchanged,
     saved_tensors,
 )
-from .loading import kernels
+from .backend import starts_kernels
+from .launches import Launches, by_kernel, in_graph, kernels
+from .limits import serves_qk, why_not_rotated
+
+_rotations = Launches(None)
 
 
 class _QKFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *operands):
         launches, launch = call
-        yq, yk, rstd = launch.launch(operands)
+        yq, yk, rstd = launch.on(operands)
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, launch.way
         ctx.weight = id(operands[2])
@@ -41,9 +42,8 @@ class _QKFunction(torch.autograd.Function):
         saved = saved_tensors(ctx, launches)
         grads = None
         if not needs_operators():
-            kind = "queries and keys, backward", need, way
-            read = dq, dk, *saved
-            grads = by_kernel(launches, kind, read, _make_backward)
+            kind = _make_backward, need, way
+            grads = by_kernel(launches, kind, (dq, dk, *saved))
         if grads is None:
             grads = _by_formula(launches, saved, (dq, dk), need, way)
         return None, *grads, None, None
@@ -59,15 +59,13 @@ def _by_formula(launches: Launches, saved: tuple, gradients: tuple, need, way):
     return gradients_of_all(formula, operands, gradients, need)
 
 
-def _make_backward(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
-    _, need, way = kind
-    read = _as_read(operands)
-    make = kernels().QKBackward
-    launch = make(launches.spec, read, aligned, need, way)
-    as_they_are = all(map(is_, read, operands))
-    if as_they_are:
-        return launch
-    return OnCopies(launch, _as_read)
+def _make_backward(
+    launches: Launches, operands: tuple, aligned: bool, need: tuple, way: Rotation
+) -> Launch:
+    def make(read: tuple) -> Launch:
+        return kernels().QKBackward(launches.spec, read, aligned, need, way)
+
+    return made_for(operands, _as_read, make)
 
 
 def _as_read(operands: tuple) -> tuple:
@@ -97,6 +95,54 @@ def _as_read(operands: tuple) -> tuple:
     return *rows, q_weight, k_weight, cos, sin, rstd
 
 
+class _RotaryFunction(torch.autograd.Function):
+    """Keeps cos and sin alone for its backward: a rotation is linear in q and k."""
+
+    @staticmethod
+    def forward(ctx, call, *operands):
+        _, ctx.launch = call
+        *_, cos, sin = operands
+        ctx.save_for_backward(cos, sin)
+        yq, yk, _ = ctx.launch.on(operands)
+        return yq, yk
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        tables = ctx.saved_tensors
+        made = None
+        if not needs_operators():
+            kind = _make_rotary_backward, ctx.launch
+            made = by_kernel(_rotations, kind, of_rotation(dq, dk, *tables))
+        if made is None:
+            made = _rotated_back(ctx.launch, (dq, dk), tables)
+        dxq, dxk, *_ = made
+        return None, dxq, dxk, None, None, None, None
+
+
+def _rotated_back(launch, gradients: tuple, tables: tuple) -> list:
+    cos, sin = tables
+
+    def formula(*tensors):
+        return [rotated(x, cos, sin, launch.way) for x in tensors]
+
+    # At any q and k, as it is linear; not made like the gradients, which may be batched.
+    inputs = []
+    for x in launch.inputs:
+        zeros = torch.zeros(x.shape, dtype=x.dtype, device=cos.device)
+        inputs.append(zeros.requires_grad_())
+    return gradients_of_all(formula, inputs, gradients, (True, True))
+
+
+def _make_rotary_backward(
+    launches: Launches, operands: tuple, aligned: bool, forward
+) -> Launch | None:
+    dq, dk, _, _, *tables = operands
+    way = forward.way
+    if why_not_rotated(dq, dk, *tables, way) is not None:
+        return None
+    return kernels().QKForward(operands, forward.inputs, aligned, way, back=True)
+
+
 def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple | None:
     """The heads of q and k, normalised and rotated in one launch.
 
@@ -106,30 +152,52 @@ def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple
     autocast: the results are promoted as in plain torch.
 
     Args:
-        operands: q, k, their weights, cos and sin, as `reference.reference_qk_norm`
-            takes them.
-        way: how they are rotated: halves, as `Rotation.turns_halves` says.
+        operands: `HeadOperands`.
+        way: how they are rotated; with norms halves, as `Rotation.turns_halves` says.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give,
         or None.
     """
-    q, *_, cos, sin = operands
     if not starts_kernels():
         return None
-    graded = is_grad_enabled() and any_requires_grad(operands)
-    if graded and any_requires_grad((cos, sin)):
-        return None
-    kind = "queries and keys", graded, way
-    apply = _QKFunction.apply if graded else None
-    made = by_kernel(launches, kind, operands, _make_forward, apply)
+    if is_grad_enabled() and any_requires_grad(operands):
+        *_, cos, sin = operands
+        if any_requires_grad((cos, sin)):
+            return None
+        function = _RotaryFunction if launches.spec is None else _QKFunction
+        kind = _make_forward, way, True
+        return in_graph(launches, kind, operands, function.apply)
+    made = by_kernel(launches, (_make_forward, way, False), operands)
     if made is None:
         return None
-    return made[:2]
+    yq, yk, _ = made
+    return yq, yk
 
 
-def _make_forward(launches: Launches, kind: tuple, operands: tuple, aligned: bool):
-    if not serves_qk(launches.spec, *operands):
+def run_rotary(operands: tuple, way: Rotation) -> tuple | None:
+    """q and k, rotated in one launch: `run_qk` without norms.
+
+    Args:
+        operands: q, k, cos and sin, as `reference.rotated` takes them.
+    """
+    return run_qk(_rotations, of_rotation(*operands), way)
+
+
+def _make_forward(
+    launches: Launches, operands: tuple, aligned: bool, way: Rotation, graded: bool
+) -> Launch | None:
+    spec = launches.spec
+    if not serves_qk(spec, operands, way):
         return None
-    _, stats, way = kind
-    return kernels().QKForward(launches.spec, operands, aligned, stats, way)
+    q, k, weight, _, *tables = operands
+    cos, sin = map(strided_without_data, tables)
+    results = []
+    for x in (q, k):
+        normed = strided_without_data(x)
+        if spec is not None:
+            dtype = spec.output_dtype(x.dtype, dtype_of(weight))
+            normed = without_data(x, dtype)
+        results.append(rotated(normed, cos, sin, way))
+    stats = graded and spec is not None
+    return kernels().QKForward(operands, results, aligned, way, spec, stats)

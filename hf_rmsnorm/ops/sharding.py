@@ -7,7 +7,7 @@ Parameters are replicated and their gradients are then partial sums; where each 
 a row of them, heads may be split, and the parameters and their gradients with them. A
 split hidden size is not among these, so DTensor gathers it.
 
-`loading` imports this when the first DTensor arrives: other programs do not load
+`operators` imports this when the first DTensor arrives: other programs do not load
 `torch.distributed.tensor`. The operators are looked up by their registered names.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from .direct import present
+from ..kernels.operands import present
 
 _operators = torch.ops.hf_rmsnorm
 

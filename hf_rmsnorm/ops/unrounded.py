@@ -6,13 +6,11 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from ..formula import NormSpec
+from ..kernels.operands import any_requires_grad, of_sum, row_major
 from ..reference import reference_norm
-from .backend import resolve_backend
-from .direct import any_requires_grad, row_major
-from .forward import make_forward
-from .gradients import norm_gradients
-from .launches import launches_of
-from .launching import by_kernel
+from .autograd import forward_kind, norm_gradients
+from .launches import by_kernel, launches_of
+from .norm import resolve_backend
 
 
 class _NormOfSummands(torch.autograd.Function):
@@ -29,9 +27,9 @@ class _NormOfSummands(torch.autograd.Function):
         h = left.float() + right.float()
         if is_grad_enabled():  # create_graph, for which it is one of the sum
             h = total + (h - total).detach()
-        saved = h, weight, bias, None, rstd, mean
-        need = *ctx.needs_input_grad[:3], False
-        dx, dweight, dbias, _ = norm_gradients(ctx.kept, saved, dy, None, need)
+        saved = h, weight, bias, None, None, rstd, mean
+        need = *ctx.needs_input_grad[:3], False, False
+        dx, dweight, dbias, *_ = norm_gradients(ctx.kept, saved, dy, None, need)
         if dx is not None:
             dx = dx.to(total.dtype)
         return dx, dweight, dbias, None, None, None
@@ -63,10 +61,11 @@ def _computed(total, left, right, weight, bias, spec: NormSpec, stats: bool) -> 
     computes.
     """
     if resolve_backend(total, weight, bias, spec) == "triton":
-        kind = "forward", stats, False
-        operands = right, weight, bias, None, None, None, left
-        made = by_kernel(launches_of(spec), kind, operands, make_forward)
+        kind = forward_kind(stats, keep_sum=False)
+        operands = of_sum(left, right, weight, bias)
+        made = by_kernel(launches_of(spec), kind, operands)
         if made is not None:
-            return made[1:]
+            _, *computed = made
+            return computed
     with torch.no_grad():
         return reference_norm(right, weight, bias, spec, residual=left), None, None

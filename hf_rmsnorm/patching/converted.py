@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..fused.recipe import Recipe
-from ..ops.direct import DIRECT_TYPES
+from ..ops.launches import DIRECT_TYPES
 from ..record import (
     RECORD_KEY,
     TRAINED_AS_RMS,

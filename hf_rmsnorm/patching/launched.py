@@ -16,9 +16,10 @@ from ..fused.layer import layer_part
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe, parameters_of
 from ..kernels.counting import counting_into
+from ..kernels.operands import of_norm, present
 from ..ops import chosen_backend
-from ..ops.backend import why_not
-from ..ops.direct import autocast_anywhere, present
+from ..ops.backend import autocast_anywhere
+from ..ops.limits import why_not
 from ..paths import fitted
 from .api import check_module
 from .report import alike, group_lines
@@ -208,7 +209,7 @@ def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
     gate = None
     if spec.gate is not None:
         gate = x
-    reason = why_not(spec, rows, *parameters, gate)
+    reason = why_not(spec, of_norm(rows, *parameters, gate))
     if reason is not None:
         return reason
     dtypes = {str(t.dtype) for t in present(rows, *parameters)}

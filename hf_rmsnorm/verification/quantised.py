@@ -8,7 +8,7 @@ dtype.
 import torch
 from torch import nn
 
-from ..ops.loading import is_dtensor
+from ..ops.operators import is_dtensor
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Numbers, token ids and masks. Whatever else a module holds are codes: int8, packed

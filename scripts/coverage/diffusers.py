@@ -82,7 +82,7 @@ class _Launches:
 
     def counted(self) -> AbstractContextManager:
         return mock.patch.object(
-            modulated, "_in_one_launch", self._counting(modulated._in_one_launch)
+            modulated, "_launched", self._counting(modulated._launched)
         )
 
     def _counting(self, in_one_launch: Callable) -> Callable:

@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_rmsnorm.kernels.operands import of_sum
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.norm import run
@@ -10,8 +11,7 @@ from hf_rmsnorm.ops.norm import run
 def fused_add_norm(x, residual, weight, bias, spec):
     """(``residual + x``, the norm of it): in one launch, or one after the other."""
     if not torch.compiler.is_compiling():
-        operands = x, weight, bias, None, None, None, residual
-        both = run(launches_of(spec), operands)
+        both = run(launches_of(spec), of_sum(residual, x, weight, bias))
         if both is not None:
             return both
     total = residual + x

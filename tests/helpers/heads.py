@@ -6,7 +6,7 @@ import torch
 
 from hf_rmsnorm.formula import HALVES, Rotation
 from hf_rmsnorm.ops import chosen_backend, fused_norm
-from hf_rmsnorm.ops.direct import under_transform
+from hf_rmsnorm.ops.backend import under_transform
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.qk import run_qk
 from hf_rmsnorm.reference import reference_qk_norm, rotated

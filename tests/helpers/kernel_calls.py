@@ -2,22 +2,24 @@
 cache of `hf_rmsnorm.ops`.
 """
 
-from hf_rmsnorm.kernels.launch import NormForward, Operands
-from hf_rmsnorm.kernels.launch_backward import NormBackward
-from hf_rmsnorm.kernels.launch_qk import QKBackward, QKForward
+import torch
+
+from hf_rmsnorm.kernels.norm_launch import NormBackward, NormForward
+from hf_rmsnorm.kernels.operands import NormOperands, NormResults
+from hf_rmsnorm.kernels.qk_launch import QKBackward, QKForward
 from hf_rmsnorm.ops.launches import key_of
 
 
 def aligned(operands):
-    return key_of((), operands)[-1]
+    *_, is_aligned = key_of((), operands)
+    return is_aligned
 
 
 def norm_forward(x, weight, bias, spec, stats, gate=None, residual=None):
-    """(y, rstd, mean, h)."""
-    operands = Operands(x, weight, bias, gate, residual=residual)
-    launch = NormForward(spec, operands, aligned(operands), stats, True)
-    h, y, rstd, mean = launch.launch(operands)
-    return y, rstd, mean, h
+    """`NormResults`."""
+    operands = NormOperands(x, weight, bias, gate, None, None, None, residual)
+    launch = NormForward(spec, operands, aligned(operands), stats)
+    return NormResults(*launch.on(operands))
 
 
 def norm_backward(dy, x, weight, bias, rstd, mean, spec, *how):
@@ -25,21 +27,23 @@ def norm_backward(dy, x, weight, bias, rstd, mean, spec, *how):
     any, the gate, dh, and whether x is the norm's output.
     """
     need, gate, dh, from_output = (*how, None, None, False)[:4]
-    need = (*need, False)[:4]
-    read = dy, x, weight, bias, gate, dh
+    need = (*need, False, False)[:5]
+    read = dy, x, weight, bias, gate, None, dh
     operands = (*read, rstd, mean)
     launch = NormBackward(spec, operands, aligned(read), need, from_output)
-    return launch.launch(operands)
+    *gradients, _ = launch.on(operands)
+    return gradients
 
 
 def qk_norm_forward(operands, spec, stats=True):
     """(q', k', rstd) of q, k, their weights, cos and sin."""
-    launch = QKForward(spec, operands, aligned(operands), stats)
-    return launch.launch(operands)
+    results = [torch.empty_like(t, device="meta") for t in operands[:2]]
+    launch = QKForward(operands, results, aligned(operands), spec=spec, stats=stats)
+    return launch.on(operands)
 
 
 def qk_norm_backward(dq, dk, operands, rstd, spec, need):
     """The gradients of q, k and their weights."""
     read = dq, dk, *operands
     launch = QKBackward(spec, (*read, rstd), aligned(read), need)
-    return launch.launch((*read, rstd))
+    return launch.on((*read, rstd))

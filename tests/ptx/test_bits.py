@@ -11,7 +11,7 @@ from probes import facts, links_for_amd
 from hf_rmsnorm import use_backend
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.reference import reference_norm
-from tests.unit.kernels.test_kernels import (
+from tests.unit.kernels.test_norm_forward import (
     BF16,
     FP16,
     FP32,
@@ -24,8 +24,8 @@ from tests.unit.kernels.test_kernels import (
     transposed,
     unaligned,
 )
-from tests.unit.kernels.test_qk import attention
-from tests.unit.kernels.test_rotary import test_any_strides
+from tests.unit.kernels.test_qk_forward import attention
+from tests.unit.kernels.test_qk_forward_rotary import test_any_strides
 
 pytestmark = pytest.mark.usefixtures("driver")
 parametrize = pytest.mark.parametrize

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from ...formula import NormSpec
 from ...fused.recipe import Recipe
-from ...ops.backend import MAX_HIDDEN_SIZE
+from ...kernels.sizes import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, nearly
 from .plain_code import Code

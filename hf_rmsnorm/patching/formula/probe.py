@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from ...ops.direct import autocast_enabled
+from ...ops.backend import autocast_enabled
 from .refusals import Unusable
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from ...fused.recipe import Recipe
 from ...fused.source import CannotRewrite
-from ...ops.backend import MAX_HIDDEN_SIZE
+from ...kernels.sizes import MAX_HIDDEN_SIZE
 from .fit import Fit
 from .probe import neutral_modes, own_values, true_shape
 from .refusals import NotInFamily, NotPlain, Refused

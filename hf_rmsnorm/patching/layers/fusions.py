@@ -14,7 +14,7 @@ from torch.nn import Module
 from ...fused.norm import fusible_recipe
 from ...fused.recipe import Recipe
 from ...fused.source import CannotRewrite, compiled_again, forward_source
-from ...ops.backend import MAX_HEAD_DIM
+from ...kernels.sizes import MAX_HEAD_DIM
 from ..entries import FusedLayer
 from ..swap import fuse, replaced_forward
 from .calls import FUNCTIONS

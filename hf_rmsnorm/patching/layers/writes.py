@@ -3,7 +3,7 @@
     h += self.mlp(self.norm(h))      h.mul_(2)      h[mask] = 0      torch.add(h, 1, out=h)
 
 A backward that reads such a tensor would find another one. A write that the source does
-not show, as one by the caller, is an error in the backward: `ops.launching`.
+not show, as one by the caller, is an error in the backward: `ops.autograd`.
 """
 
 import ast

@@ -8,10 +8,11 @@ from add_norm import fused_add_norm
 from heads import fused_qk_norm
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
+from hf_rmsnorm.kernels.operands import of_modulation
 from hf_rmsnorm.ops import fused_norm
-from hf_rmsnorm.ops.modulated import modulated_norm
+from hf_rmsnorm.ops.norm import modulated_norm
 from hf_rmsnorm.ops.unrounded import norm_of_summands
-from tests.unit.kernels.test_kernels import BF16, FP32, assert_equal, random
+from tests.unit.kernels.test_norm_forward import BF16, FP32, assert_equal, random
 
 parametrize = pytest.mark.parametrize
 
@@ -68,11 +69,11 @@ def sum_and_norm(spec, parameters, x, residual, dh, dy):
     return *outputs, *gradients
 
 
-def modulated(spec, parameters, x, residual, factor, scale, shift, dh, dy):
-    operands = (x, residual, factor, scale, shift)
+def modulated(spec, parameters, x, residual, multiplier, scale, shift, dh, dy):
+    operands = (x, residual, multiplier, scale, shift)
     for t in operands:
         t.requires_grad_()
-    tensors = (x, *parameters, scale, shift, factor, residual)
+    tensors = of_modulation(x, *parameters, scale, shift, multiplier, residual)
     outputs = modulated_norm(spec, tensors)
     gradients = torch.autograd.grad(outputs, operands, (dh, dy))
     return *outputs, *gradients

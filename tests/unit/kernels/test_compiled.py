@@ -11,11 +11,16 @@ import torch
 pytest.importorskip("triton", reason="there is nothing to launch without Triton")
 
 from hf_rmsnorm import count_launches  # noqa: E402
-from hf_rmsnorm.kernels import compiled, launch, launch_qk, launchers  # noqa: E402
+from hf_rmsnorm.kernels import (  # noqa: E402
+    compiled,
+    launchers,
+    norm_launch,
+    qk_launch,
+)
 from hf_rmsnorm.kernels.compiled import VECTOR, Kernel  # noqa: E402
 from hf_rmsnorm.kernels.failure import KernelUnavailable  # noqa: E402
 
-KERNELS = {kernel.name: kernel for kernel in (*launch.KERNELS, *launch_qk.KERNELS)}
+KERNELS = {kernel.name: kernel for kernel in (*norm_launch.KERNELS, *qk_launch.KERNELS)}
 CPU = torch.device("cpu")
 
 

@@ -9,7 +9,7 @@ from heads import fused_qk_norm
 from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.qk import run_qk
-from tests.unit.kernels.test_qk import (
+from tests.unit.kernels.test_qk_forward import (
     BF16,
     FP32,
     QWEN3,

@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.ops import fused_norm, input_needed
-from hf_rmsnorm.ops.from_output import (
+from hf_rmsnorm.ops.limits import (
     LEAST_SCALE,
     MOST_BIAS,
     MOST_COLUMNS_WITH_BIAS,

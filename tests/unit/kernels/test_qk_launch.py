@@ -5,10 +5,10 @@ as they come.
 import pytest
 
 from hf_rmsnorm import use_backend
-from hf_rmsnorm.kernels.launch_qk import QKForward, shares
+from hf_rmsnorm.kernels.qk_launch import QKForward, shares
 from hf_rmsnorm.kernels.sizes import QK_PROGRAMS_PER_SM, qk_config, qk_stages
-from tests.unit.kernels.test_kernels import assert_equal, contiguous
-from tests.unit.kernels.test_qk import QWEN3, attention, gradients_like
+from tests.unit.kernels.test_norm_forward import assert_equal, contiguous
+from tests.unit.kernels.test_qk_forward import QWEN3, attention, gradients_like
 
 parametrize = pytest.mark.parametrize
 
@@ -83,5 +83,5 @@ def test_a_dimension_of_one_element_may_have_any_stride(shape):
         assert_equal(made.forward(), outputs)
         assert_equal(made.gradients([odd(dy) for dy in dys]), gradients)
     operands = (*made.operands, *made.tables)
-    launch = QKForward(QWEN3, operands, True)
+    launch = QKForward(operands, (made.q, made.k), True, spec=QWEN3)
     assert launch.start.aligned

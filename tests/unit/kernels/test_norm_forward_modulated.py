@@ -2,16 +2,15 @@
 in one launch, compiled, against torch's operators.
 """
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops.modulated import modulated_norm
+from hf_rmsnorm.kernels.operands import NormOperands, of_modulation
+from hf_rmsnorm.ops.norm import modulated_norm
 from hf_rmsnorm.reference import reference_norm
-from tests.unit.kernels.test_kernels import BF16, FP32, doubled, leaves_of, random
+from tests.unit.kernels.test_norm_forward import BF16, FP32, doubled, leaves_of, random
 
 parametrize = pytest.mark.parametrize
 
@@ -33,33 +32,24 @@ SHAPES = {
 BEFORE = ["no sum", "a sum", "a gated sum"]
 
 
-class Operands(NamedTuple):
-    x: torch.Tensor
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    scale: torch.Tensor
-    shift: torch.Tensor | None
-    factor: torch.Tensor | None
-    residual: torch.Tensor | None
-
-
 def operands(spec, dtype, shape=(3, 1, 96), before="no sum"):
     weight = None
     bias = None
-    factor = None
+    multiplier = None
     residual = None
     if spec.has_weight:
         weight = random(96, dtype=dtype, seed=1, scale=0.3, mean=1.0)
     if spec.has_bias:
         bias = random(96, dtype=dtype, seed=2, scale=0.3, mean=1.0)
     if before == "a gated sum":
-        factor = random(*shape, dtype=dtype, seed=5)
+        multiplier = random(*shape, dtype=dtype, seed=5)
     if before != "no sum":
         residual = random(*ROWS, dtype=dtype, seed=6)
     x = random(*ROWS, dtype=dtype, seed=0)
     scale = random(*shape, dtype=dtype, seed=3, scale=0.5)
     shift = random(*shape, dtype=dtype, seed=4)
-    return Operands(x, weight, bias, scale, shift, factor, residual)
+    made = of_modulation(x, weight, bias, scale, shift, multiplier, residual)
+    return NormOperands(*made)
 
 
 def upstream(dtype):
@@ -71,10 +61,10 @@ def upstream(dtype):
 
 def by_operators(spec, operands, one_plus=True):
     """What the model computes."""
-    x, weight, bias, scale, shift, factor, residual = operands
+    x, weight, bias, _, scale, shift, multiplier, residual = operands
     h = x
-    if factor is not None:
-        h = factor * x
+    if multiplier is not None:
+        h = multiplier * x
     if residual is not None:
         h = residual + h
     y = reference_norm(h, weight, bias, spec)

@@ -35,8 +35,8 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as cas
 from benchmarks.counting import saved_bytes
 from hf_rmsnorm import count_launches, use_backend
 from hf_rmsnorm.formula import Rotation
-from hf_rmsnorm.ops.rotary import run_rotary
-from tests.unit.kernels.test_kernels import (
+from hf_rmsnorm.ops.qk import run_rotary
+from tests.unit.kernels.test_norm_forward import (
     BF16,
     FP16,
     FP32,
@@ -46,7 +46,7 @@ from tests.unit.kernels.test_kernels import (
     random,
     transposed,
 )
-from tests.unit.kernels.test_qk import (
+from tests.unit.kernels.test_qk_forward import (
     LAYOUTS,
     angles,
     assert_strides,

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import fused_norm
-from tests.unit.kernels.test_kernels import (
+from tests.unit.kernels.test_norm_forward import (
     BF16,
     FP16,
     FP32,

@@ -12,7 +12,7 @@ from hf_rmsnorm import count_launches, use_backend
 from hf_rmsnorm.kernels.compiled import INTERPRETED
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.reference import reference_norm
-from tests.unit.kernels.test_kernels import (
+from tests.unit.kernels.test_norm_forward import (
     BF16,
     DTYPES,
     FP16,

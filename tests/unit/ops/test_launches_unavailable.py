@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from hf_rmsnorm import patch_model, rms_norm, settings, use_backend
 from hf_rmsnorm.kernels import failure
-from hf_rmsnorm.ops import backend, runs_on
+from hf_rmsnorm.ops import backend, launches, runs_on
 from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.ops.launches import forget_launches
 
@@ -61,7 +61,7 @@ def fail(monkeypatch):
         return tried
 
     yield start
-    for state in (failure.failed, backend._left):
+    for state in (failure.failed, launches.left):
         state.clear()
     forget_launches()
 

@@ -78,8 +78,9 @@ def norm_forward(
     W,
     B,
     G,
+    SCALE,
     SHIFT,
-    FACTOR,
+    MULTIPLIER,
     RES,
     H,
     Y,
@@ -113,22 +114,24 @@ def norm_forward(
             x_inner * UNIT.
         W, B: (HEADS, N) or None; row r has the parameters r % HEADS, and program_id(1)
             says which rows those are.
-        G: rows of the gate, or of the scale of a modulation, or None.
-        SHIFT: rows of the shift of a modulation, at the addresses of G, in Y's dtype as
-            all operands then; or None.
-        FACTOR: rows at the addresses of G by which x is multiplied before it is added
-            to RES; or None.
+        G: rows of the gate, or None.
+        SCALE, SHIFT: rows of the scale and shift of a modulation, in Y's dtype as all
+            operands then; or None.
+        MULTIPLIER: rows by which x is multiplied before it is added to RES; or None.
         RES: rows of the residual, or None. With it the norm is that of H = residual +
-            x; or, where H is None, of that sum before it is rounded. With a G, RES is
-            contiguous.
-        other_len, other_outer, other_inner: address of G, or else of RES, as x_len,
-            x_outer, x_inner of X.
+            x; or, where H is None, of that sum before it is rounded. With a SCALE, RES
+            is contiguous.
+        other_len, other_outer, other_inner: address of G, of SCALE, SHIFT and
+            MULTIPLIER, or else of RES, as x_len, x_outer, x_inner of X.
         H: (rows_total, N), contiguous, in the dtype of that sum; or None.
         Y: (rows_total, N), contiguous.
         RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also
             where not CENTERED).
         FLAT: as in `row_offsets`.
+        GATE: what `activation` makes of G, or of SCALE.
     """
+    if SCALE is not None:
+        G = SCALE
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     head = tl.program_id(1) if HEADS != 1 else 0
@@ -151,8 +154,8 @@ def norm_forward(
     other_at = row_offsets(rows, other_len, other_outer, other_inner, UNIT, FLAT)
     other_at = other_at + cols[None, :]
     if RES is not None:
-        if FACTOR is not None:
-            x = rounded(x * load32(FACTOR + other_at, mask, DENSE), X)
+        if MULTIPLIER is not None:
+            x = rounded(x * load32(MULTIPLIER + other_at, mask, DENSE), X)
         res_at = other_at if G is None else first + y_at
         h = load32(RES + res_at, mask, DENSE) + x
         if H is not None:  # else the sum is not rounded

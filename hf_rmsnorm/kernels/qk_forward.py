@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .device import load32, reciprocal_root, round_product, rounded, store
-from .forward import affine
+from .norm_forward import affine
 
 
 @triton.jit

@@ -184,6 +184,7 @@ def norm_backward(
     W,
     B,
     G,
+    SCALE,
     DH,
     RSTD,
     MEAN,
@@ -191,6 +192,7 @@ def norm_backward(
     DW,
     DB,
     DG,
+    DSCALE,
     rows_total,
     dy_len,
     dy_outer: tl.int64,
@@ -224,13 +226,14 @@ def norm_backward(
     Args:
         DY, X: rows of unit stride, addressed as in `norm_forward`, each with its own
             inner length.
-        G, DH: rows of the gate, and of a gradient that is added to dx before it is
-            rounded, or None. Only one is given, at the address other_*.
+        G, SCALE, DH: rows of the gate, of the scale of a modulation, and of a gradient
+            that is added to dx before it is rounded, or None. Only one is given, at the
+            address other_*.
         W: (HEADS, N) or None. B: the same, and given only where a gate's gradient or
             FROM_OUTPUT needs it.
         RSTD, MEAN: (rows_total,) float32 from the forward; MEAN is None if not
             CENTERED, and if FROM_OUTPUT.
-        DX, DG: (rows_total, N), contiguous, or None.
+        DX, DG, DSCALE: (rows_total, N), contiguous, or None.
         DW, DB: (num_programs, HEADS, N) float32 partial sums, or None; program_id(1) is
             the head.
         STAGES: software pipeline depth of the loop (prefetch of the next tiles).
@@ -240,6 +243,9 @@ def norm_backward(
         FLAT: as in `row_offsets`.
         GAPS: columns behind which the registers of every thread hold nothing; or 0.
     """
+    if SCALE is not None:
+        G = SCALE
+        DG = DSCALE
     cols = tl.arange(0, BLOCK)
     col_mask = (cols < N)[None, :]
     filled = (cols < GAPS)[None, :]

@@ -1,0 +1,365 @@
+"""How a norm and its gradients are computed by launches, in autograd's graph: for eager
+autograd, `create_graph`, functorch and compilers.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
+
+from ..formula import HALF_DTYPES, NormSpec
+from ..kernels.operands import Launch, of_norm, present, row_major
+from ..kernels.rows import by_row, copied_in_order, heads_of, memory_order
+from ..reference import input_of_output, reference_backward, reference_norm
+from .backend import operators_are_seen
+from .launches import Launches, by_kernel, kernels
+from .limits import serves_as_input, why_not
+
+WRITTEN = "modified by an inplace operation"
+
+
+class NormFunction(torch.autograd.Function):
+    """The norm of x; or, with a residual, (h, the norm of h) of ``h = residual + x``.
+
+    The operands are `NormOperands`.
+    """
+
+    # Old-style (ctx in forward): setup_context costs 15 microseconds a call.
+    @staticmethod
+    def forward(ctx, call, *operands):
+        launches, launch = call
+        x, weight, bias, gate, scale, _, multiplier, _ = operands
+        h, y, rstd, mean = launch.on(operands)
+        kept = x if h is None else h
+        strides = launch.strides
+        if launches.keeps_output and serves_as_input(y, kept, launches.spec):
+            kept = y
+            strides = y.stride()
+            mean = None
+        elif launches.copies_input and kept.dtype in HALF_DTYPES:
+            # The unpatched norm saves x in float32: a copy of a half-precision x, and a
+            # float32 x itself.
+            kept = kept.clone()
+        ctx.kept = launches, strides, kept is y
+        ctx.weight = id(weight)
+        ctx.version = checkpointed_version(kept)
+        *_, needs_multiplier, _ = ctx.needs_input_grad
+        multiplied = x if needs_multiplier else None
+        of_formula = kept, weight, bias, gate, scale, rstd, mean
+        ctx.save_for_backward(*of_formula, multiplier, multiplied)
+        if h is None:
+            return y
+        ctx.set_materialize_grads(False)
+        return h, y
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        *of_sum, dy = gradients
+        dh = of_sum[0] if of_sum else None
+        _, need_x, *of_formula, need_shift, need_multiplier, need_residual = (
+            ctx.needs_input_grad
+        )
+        launches, _, _ = ctx.kept
+        # once: a checkpoint gives them once
+        *saved, multiplier, multiplied = saved_tensors(ctx, launches)
+        dx = dh
+        grads = [None] * 4  # of weight, bias, gate and scale
+        dmultiplier = None
+        if dy is not None:
+            need_h = need_x or need_multiplier or need_residual
+            need = need_h, *of_formula
+            dx, *grads = norm_gradients(ctx.kept, saved, dy, dh, need)
+        dresidual = dx if need_residual else None
+        dshift = dy if need_shift else None
+        if multiplier is not None and dx is not None:
+            if need_multiplier:
+                dmultiplier = dx * multiplied
+            dx = dx * multiplier
+        if not need_x:
+            dx = None
+        return None, dx, *grads, dshift, dmultiplier, dresidual
+
+
+# What Function.apply adds is for arguments by name and for functorch, neither of which
+# gets here.
+apply = super(torch.autograd.Function, NormFunction).apply
+
+
+def forward_kind(stats: bool, keep_sum: bool = True) -> tuple:
+    """The kind of launch of a forward; `stats` and `keep_sum` as of `NormForward`."""
+    return make_forward, stats, keep_sum
+
+
+def make_forward(
+    launches: Launches, operands: tuple, aligned: bool, stats: bool, keep_sum: bool
+) -> Launch | None:
+    """The launch for `NormOperands`; None where no kernel serves them."""
+    spec = launches.spec
+    if spec.group_size is not None or why_not(spec, operands) is not None:
+        return None
+    x, weight, bias, gate, *_, residual = operands
+    for parameter in present(weight, bias):
+        if not parameter.is_contiguous():
+            return None  # `fused_norm` copies them
+    total = x
+    if residual is not None and residual.element_size() > x.element_size():
+        total = residual
+    if launches.suits is not None and not launches.suits(total, weight, bias, gate):
+        return None
+    make = kernels().NormForward
+    return make(spec, operands, aligned, stats, keep_sum, launches.modulation)
+
+
+def needs_operators() -> bool:
+    """Whether what runs this backward needs operators it can see through: a compiler,
+    another differentiation, functorch, a mode.
+    """
+    return is_compiling() or is_grad_enabled() or operators_are_seen()
+
+
+def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
+    """The gradients of ``formula(*inputs)``, a tuple; differentiable where gradients
+    are on, as for `create_graph`.
+    """
+    create_graph = is_grad_enabled()
+    operands = []
+    leaves = []
+    with torch.enable_grad():
+        for t, needed in zip(inputs, need, strict=True):
+            if t is not None and create_graph:
+                # A view, at which `grad` stops: x may itself depend on the weight.
+                t = t.view_as(t)
+            elif t is not None:
+                t = t.detach().requires_grad_(needed)
+            operands.append(t)
+            if needed:
+                leaves.append(t)
+        outputs = formula(*operands)
+        grads = torch.autograd.grad(
+            outputs, leaves, gradients, create_graph=create_graph, allow_unused=True
+        )
+    of_leaves = iter(grads)
+    return [next(of_leaves) if needed else None for needed in need]
+
+
+def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple) -> tuple:
+    """(dx, dweight, dbias, dgate, dscale) inside a backward, in whatever that runs.
+
+    Args:
+        kept: of the forward: its launches; the strides that x had, in whose order rstd
+            has a value for each row (hooks of saved tensors may return x with others);
+            whether the norm's output was saved in the place of x.
+        saved: x, weight, bias, gate, scale, rstd, mean. rstd is None where plain torch
+            has computed it.
+        dy: the gradient of the norm.
+        dh: another gradient of x, which is added to dx; or None.
+        need: which of the results are wanted.
+
+    Raises:
+        RuntimeError: an operand has another shape or device than the forward read.
+    """
+    launches, strides, from_output = kept
+    x, weight, bias, gate, scale, rstd, mean = saved
+    if not need[0]:
+        dh = None
+    # the kernel reads a scale in its place
+    added = dh if scale is None else None
+    grads = None
+    if rstd is not None and not needs_operators():
+        kind = backward_kind(strides, need, from_output)
+        operands = dy, x, weight, bias, gate, scale, added, rstd, mean
+        grads = by_kernel(launches, kind, operands)
+    if grads is None:
+        added = None
+        if from_output:
+            x = _input_of(launches.spec, x, weight, bias, rstd)
+        grads = by_formula(launches, (x, weight, bias, gate, scale), dy, need)
+    if dh is None or added is not None:
+        return grads
+    dx, *others = grads
+    return dh + dx, *others
+
+
+def backward_kind(strides: tuple, need: tuple, from_output: bool = False) -> tuple:
+    """The kind of launch of a backward.
+
+    Args:
+        strides: those of x, by which its rows are numbered.
+        need: which gradients are wanted.
+        from_output: x is the norm's output.
+    """
+    return _make_backward, strides, need, from_output
+
+
+def _make_backward(
+    launches: Launches,
+    operands: tuple,
+    aligned: bool,
+    strides: tuple,
+    need: tuple,
+    from_output: bool,
+) -> Launch | None:
+    """The launch for `GradientOperands`; None where no kernel serves them."""
+
+    def make(read: tuple) -> Launch | None:
+        _, x, weight, bias, gate, *_ = read
+        if why_not(launches.spec, of_norm(x, weight, bias, gate)) is not None:
+            return None
+        return kernels().NormBackward(
+            launches.spec, read, aligned, need, from_output, launches.modulation
+        )
+
+    return made_for(operands, partial(_as_read, strides), make)
+
+
+@dataclass
+class OnCopies:
+    """A launch on operands in another layout than it was made for: it copies them.
+
+    Hooks of saved tensors (`torch.autograd.graph.save_on_cpu`) may give tensors back
+    with other strides than the forward read.
+
+    Args:
+        inner: the launch.
+        prepare: ``prepare(operands)`` returns them in the layout that it reads.
+    """
+
+    inner: Launch
+    prepare: Callable
+
+    def on(self, operands: tuple) -> tuple:
+        return self.inner.on(self.prepare(operands))
+
+
+def made_for(operands: tuple, prepare: Callable, make: Callable) -> Launch | None:
+    """The launch that ``make(prepare(operands))`` returns, on what it reads."""
+    read = prepare(operands)
+    launch = make(read)
+    if launch is None or all(map(is_, read, operands)):
+        return launch
+    return OnCopies(launch, prepare)
+
+
+def _as_read(strides: tuple, operands: tuple) -> tuple:
+    dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
+    shape = dy.shape
+    of_stats = (math.prod(shape[:-1]),)
+    dimensions = [p.dim() for p in present(weight, bias)]
+    of_parameter = shape[-max(dimensions, default=1) :]
+    expected = {
+        "x": (x, shape),
+        "gate": (gate, shape),
+        "scale": (scale, shape),
+        "the gradient of the sum": (dh, shape),
+        "weight": (weight, of_parameter),
+        "bias": (bias, of_parameter),
+        "rstd": (rstd, of_stats),
+        "mean": (mean, of_stats),
+    }
+    require_unchanged(dy.device, expected)
+    if x.stride() != strides:
+        # an expanded x cannot be copied with its own strides
+        x = copied_in_order(x, memory_order(shape, strides))
+    weight, bias, rstd, mean = row_major(weight, bias, rstd, mean)
+    return dy, x, weight, bias, gate, scale, dh, rstd, mean
+
+
+def by_formula(launches: Launches, operands: tuple, dy, need: tuple) -> tuple:
+    """The gradients of the plain formula, differentiable where gradients are on: for
+    `create_graph`.
+
+    Args:
+        operands: x, weight, bias, gate and scale.
+        need: which of their gradients are wanted.
+    """
+    x, weight, bias, gate, scale = operands
+    spec = launches.spec
+    if scale is None and not is_grad_enabled():
+        return *reference_backward(dy, x, weight, bias, spec, need, gate), None
+
+    def formula(x, weight, bias, gate, scale):
+        y = reference_norm(x, weight, bias, spec, gate)
+        if scale is None:
+            return (y,)
+        factor = 1 + scale if launches.modulation == "modulate_after" else scale
+        return (y * factor,)
+
+    return tuple(gradients_of_all(formula, operands, (dy,), need))
+
+
+def _input_of(spec: NormSpec, y: Tensor, weight, bias, rstd: Tensor) -> Tensor:
+    """The input of a norm whose output is saved in its place."""
+    if not is_compiling() and is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
+            "instead: call patch_model(model, memory_efficient=False) first"
+        )
+    rstd = by_row(rstd, y, spec, heads_of(weight, bias))
+    return input_of_output(y, weight, bias, rstd, spec)
+
+
+def checkpointed_version(t: Tensor) -> int | None:
+    """The version of a tensor that `torch.utils.checkpoint` will compute again, whose
+    hooks keep autograd from looking for a write; None of any other.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return None
+    return t._version
+
+
+def saved_tensors(ctx, launches: Launches) -> tuple:
+    """What a forward has saved for its backward.
+
+    Args:
+        ctx: of the autograd function; its `weight` is the id of the norm's weight, its
+            `version` the `checkpointed_version` of the first tensor.
+
+    Raises:
+        RuntimeError: one was written to in place; the error names the norm.
+    """
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError as error:
+        if launches.paths_of is None or WRITTEN not in str(error):
+            raise
+        raise _written(ctx, launches) from error
+    if ctx.version is not None and saved[0]._version > ctx.version:
+        raise _written(ctx, launches)
+    return saved
+
+
+def _written(ctx, launches: Launches) -> RuntimeError:
+    paths = [] if launches.paths_of is None else launches.paths_of(ctx.weight)
+    which = ", ".join(map(repr, paths[:3])) or "a norm"
+    if len(paths) > 3:
+        which += ", ..."
+    exclude = f"[{which}]" if paths else "its path"
+    return RuntimeError(
+        f"{which}: what this norm keeps for its backward has been {WRITTEN} since its forward. "
+        f"Where the model trains unpatched, leave it out: patch_model(model, exclude={exclude})"
+    )
+
+
+def require_unchanged(device, expected: dict) -> None:
+    """Check that tensors are as the forward read them: name -> (tensor, its shape then).
+
+    ``weight.data = torch.empty(0)``, as offloading by hand does, changes a saved
+    tensor, and autograd does not notice. A kernel would read past its end.
+
+    Raises:
+        RuntimeError: one has another shape or device.
+    """
+    for name, (t, shape) in expected.items():
+        if t is None or (t.shape == shape and t.device == device):
+            continue
+        raise RuntimeError(
+            f"{name} changed between forward and backward: the backward expects shape {tuple(shape)} on {device}, "
+            f"and finds {tuple(t.shape)} on {t.device}; keep what a forward has read as it is until its backward "
+            "has run"
+        )
