@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .formula import HALVES, NormSpec, OptionalTensor, Rotation, compute_dtype
+from .formula import HALVES, NormSpec, OptionalTensor, Rotation, compute_dtype, dtype_of
 
 
 def reference_norm(
@@ -44,9 +44,7 @@ def reference_norm(
     in_one_operator = spec.centered or bias is None or spec.rounding != "once"
     if spec.functional and in_one_operator:
         return _functional_norm(x, weight, bias, spec)
-    weight_dtype = None
-    if weight is not None:
-        weight_dtype = weight.dtype
+    weight_dtype = dtype_of(weight)
     compute = compute_dtype(x.dtype)
     total = x
     if residual is not None:
@@ -182,12 +180,10 @@ def reference_backward(
     rstd = _rstd(square, spec)
     xhat = h * rstd
     g = dy.to(compute)
-    weight_dtype = None
     scale = 1.0
     if weight is not None:
-        weight_dtype = weight.dtype
         scale = _scale(weight, spec).to(compute)
-    hat_dtype = spec.hat_dtype(x.dtype, weight_dtype)
+    hat_dtype = spec.hat_dtype(x.dtype, dtype_of(weight))
     rounded = xhat.to(hat_dtype).to(compute)
     dx = dweight = dbias = dgate = None
     if gate is not None:

@@ -118,7 +118,7 @@ def norm_and_rotate(
     """
     if norms is None:
         return rotate(q, k, cos, sin)
-    rotated = _launched(norms, rotate, PAIR, q, k, cos, sin)
+    rotated = _launched_heads(norms, rotate, PAIR, q, k, cos, sin)
     if watchers:
         note(QK, norms.norms, q)
     if rotated is not None:
@@ -138,7 +138,7 @@ def norm_and_rotate_one(
     if type(x) is Tensor and x.dim() == 4:
         q = x.transpose(1, 2)
         no_heads = q.detach()[:, :0]
-        rotated = _launched(norms, rotate, ONE, q, no_heads, cos, sin)
+        rotated = _launched_heads(norms, rotate, ONE, q, no_heads, cos, sin)
     if watchers:
         note(QK, norms.norms, x)
     if rotated is not None:
@@ -188,7 +188,7 @@ def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
     return tuple(results)
 
 
-def _launched(
+def _launched_heads(
     norms: Waiting, rotate: Callable, called: RotaryCall, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""

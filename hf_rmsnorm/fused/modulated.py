@@ -64,7 +64,7 @@ def modulated(x, norm, scale, shift=None):
         x, shift: whatever the forward computes with; no shift where it adds nothing.
         scale: the same, or a `OnePlusScale`.
     """
-    both = _launched(MODULATION, norm, x, scale, shift)
+    both = _launched_modulation(MODULATION, norm, x, scale, shift)
     if both is not None:
         return both[1]
     one_plus = scale.value if type(scale) is OnePlusScale else 1 + scale
@@ -88,7 +88,7 @@ def add_and_modulate(
         x, smaller = right, multiplier
         if type(x) is type(smaller) is Tensor and _size(smaller) > _size(x):
             x, smaller = smaller, x
-        both = _launched(MODULATED_SUM, norm, x, scale, shift, smaller, left)
+        both = _launched_modulation(MODULATED_SUM, norm, x, scale, shift, smaller, left)
         if both is not None:
             return both
     if multiplier is not None:
@@ -104,7 +104,7 @@ def _size(t: Tensor) -> tuple:
     return t.numel(), t.is_contiguous()
 
 
-def _launched(
+def _launched_modulation(
     piece: str, norm, x, scale, shift, multiplier=None, residual=None
 ) -> tuple | None:
     """(sum or None, result); None where no single launch gives them with the same bits.

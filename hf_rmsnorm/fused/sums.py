@@ -28,7 +28,7 @@ def add_and_norm(left, right, norm, shared: bool = False):
             gradient without the part that comes through the norm.
     """
     apart = shared and is_grad_enabled()
-    both = None if apart else _launched(left, right, norm)
+    both = None if apart else _launched_sum(left, right, norm)
     if watchers:
         note(SUM, (norm,), right, _why_apart(left, right, apart))
     if both is not None:
@@ -82,7 +82,7 @@ def add_unrounded(left, right, module: Module, returned: bool = True):
     return total
 
 
-def _launched(left, right, norm) -> tuple | None:
+def _launched_sum(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
     if type(left) is not Tensor or type(right) is not Tensor:
         return None

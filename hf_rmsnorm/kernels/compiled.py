@@ -157,7 +157,7 @@ class Start:
         if self.index is not None:
             self.current = current_device(self.device.type)
         self.on = self.with_care
-        self._launch = None
+        self._loaded = None
 
     def with_care(self, operands: tuple) -> None:
         """Start the kernel, also if it is not loaded, launches are counted or watched,
@@ -166,13 +166,13 @@ class Start:
         if self.current() != self.index:
             with torch.get_device_module(self.device.type).device(self.device):
                 return self.with_care(operands)
-        if self._launch is None:
-            self._launch = self._loaded(operands)
+        if self._loaded is None:
+            self._loaded = self._load(operands)
         if counting.active:
             counting.record_launch(self.kernel.name)
-        self._launch(operands)
+        self._loaded(operands)
 
-    def _loaded(self, operands: tuple) -> Callable[[tuple], None]:
+    def _load(self, operands: tuple) -> Callable[[tuple], None]:
         if self.device in failed:
             raise KernelUnavailable(failed[self.device])
         try:
@@ -188,11 +188,11 @@ def _no_index() -> None:
 
 
 def _interpreted(function: Callable, tail: tuple) -> Callable[[tuple], None]:
-    def launch(operands: tuple) -> None:
+    def run(operands: tuple) -> None:
         with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
             function(*operands, *tail)
 
-    return launch
+    return run
 
 
 @cache

@@ -118,7 +118,7 @@ def by_launcher(careful, compiled, run) -> Callable[[tuple], None]:
     fixed = _behind_the_stream(compiled, run)
     in_one_tuple = hasattr(run, "kernel_signature")
 
-    def launch(operands: tuple) -> None:
+    def on(operands: tuple) -> None:
         before = _knobs.launch_enter_hook
         after = _knobs.launch_exit_hook
         watched = getattr(before, "calls", before) or getattr(after, "calls", after)
@@ -130,7 +130,7 @@ def by_launcher(careful, compiled, run) -> Callable[[tuple], None]:
             arguments = (arguments,)
         start(x, y, z, stream_of(index), *fixed, *arguments)
 
-    return launch
+    return on
 
 
 def _behind_the_stream(compiled, run) -> tuple:

@@ -194,7 +194,7 @@ class NormBackward:
         self.empty_dfactor = allocator(x, dfactor)
         other = first_of(factor, dh)
         named = {"dy": dy, "x": x, "other": other}
-        self.in_place, flat, addressed = addresses(self.order, [dx], named, apart=True)
+        self.in_place, flat, addressed = addresses(self.order, [dx], named)
         sms, shared = compiled.device_limits(x.device.type, x.device.index)
         read = x, dy, weight, shift, other
         case = BackwardCase(
@@ -260,9 +260,7 @@ class NormBackward:
         if self.in_place:
             self.start.on(read + written)
         else:
-            start_on_copies(
-                self.start.on, read, written, x.shape, self.order, apart=True
-            )
+            start_on_copies(self.start.on, read, written, x.shape, self.order)
         if partials is not None:
             self.sum.on((partials, dweight, dbias))
         return dx, dweight, dbias, dgate, dscale

@@ -28,7 +28,6 @@ def addresses(
     order: Shape | None,
     outputs: list[Tensor],
     read: dict[str, OptionalTensor],
-    apart: bool = False,
 ) -> tuple[bool, bool, dict[str, int]]:
     """(whether kernels read these tensors and write these outputs where they lie,
     whether no gaps are between the rows of all tensors, the kernels' parameters).
@@ -36,23 +35,20 @@ def addresses(
     Args:
         order: in which rows are taken; None is that of the dimensions.
         outputs: meta tensors.
-        read: by the names of their parameters.
-        apart: no other tensor is read by these addresses: as in `start_on_copies`.
+        read: by the names of their parameters. Each has an address of its own; one that
+            two levels do not reach is copied.
     """
     *of_rows, size = outputs[0].shape
     one_by_one = RowAddress(math.prod(of_rows), 0, size)
     in_place = all(in_order(t, order).is_contiguous() for t in outputs)
-    of_operands = {}
+    flat = True
+    arguments = {}
     for name, t in read.items():
         address = RowAddress()
         if t is not None:
             address = row_address(t.shape, t.stride(), order)
-        of_operands[name] = address
-    in_place = in_place and None not in of_operands.values()
-    flat = True
-    arguments = {}
-    for name, address in of_operands.items():
-        if address is None or not (in_place or apart):
+        if address is None:
+            in_place = False
             address = one_by_one
         # one row, or no tensor, has the address RowAddress()
         flat = flat and address in (RowAddress(), one_by_one)
@@ -196,33 +192,32 @@ def start_on_copies(
     outputs: tuple,
     shape: Shape,
     order: Shape | None,
-    apart: bool = False,
 ) -> None:
-    """Start a kernel on copies of the tensors of this shape, whose rows lie one behind
-    the other in `order`, and copy its outputs back.
-
-    Args:
-        apart: each operand has an address of its own, so that only those are copied
-            that two levels do not reach.
+    """Start a kernel on copies of the outputs of this shape, and of the operands that
+    two levels do not reach: their rows lie one behind the other in `order`. The outputs
+    are copied back.
     """
-    copies = []
+    read = []
     for t in operands:
-        is_copied = t is not None and t.shape == shape
-        if is_copied and apart:
-            is_copied = row_address(shape, t.stride(), order) is None
-        copies.append(in_order(t, order).contiguous() if is_copied else t)
+        is_rows = t is not None and t.shape == shape
+        if is_rows and row_address(shape, t.stride(), order) is None:
+            t = in_order(t, order).contiguous()
+        read.append(t)
+    written = []
     for t in outputs:
-        is_copied = t is not None and t.shape == shape
-        copies.append(in_order(t, order).contiguous() if is_copied else t)
-    start(tuple(copies))
-    written = zip(outputs, copies[len(operands) :], strict=True)
-    for output, copy in written:
+        if t is not None and t.shape == shape:
+            t = in_order(t, order).contiguous()
+        written.append(t)
+    start((*read, *written))
+    for output, copy in zip(outputs, written, strict=True):
         if copy is not output:
             in_order(output, order).copy_(copy)
 
 
-def by_row(stats: Tensor, x: Tensor, spec: NormSpec, heads: int) -> Tensor:
-    """Statistics as the kernels number rows, in the shape of x's rows."""
+def by_row(stats: OptionalTensor, x: Tensor, spec: NormSpec, heads: int):
+    """Statistics as the kernels number rows, in the shape of x's rows; None for None."""
+    if stats is None:
+        return None
     order = row_order(x, spec, heads)
     if order is None:
         return stats.view(x.shape[:-1])

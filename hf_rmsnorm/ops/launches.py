@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 
@@ -49,6 +50,7 @@ def kernels() -> SimpleNamespace:
     )
 
 
+@dataclass(eq=False)
 class Launches:
     """Launch key -> the launch, or None where the kernels do not serve.
 
@@ -75,22 +77,15 @@ class Launches:
 
     MOST = 8_192  # generation with a growing prompt makes one per length
 
-    def __init__(
-        self,
-        spec: NormSpec | None,
-        suits: Callable | None = None,
-        modulation: str = "modulate_after",
-        keeps_output: bool = False,
-        copies_input: bool = False,
-        paths_of: Callable | None = None,
-    ):
-        self.by_key = {}
-        self.spec = spec
-        self.modulation = modulation
-        self.keeps_output = keeps_output
-        self.copies_input = copies_input
-        self.paths_of = paths_of
-        self.suits = suits
+    spec: NormSpec | None
+    suits: Callable | None = None
+    modulation: str = "modulate_after"
+    keeps_output: bool = False
+    copies_input: bool = False
+    paths_of: Callable | None = None
+
+    def __post_init__(self):
+        self.by_key: dict[tuple, Launch | None] = {}
         _all.add(self)
 
     def keep(self, key: tuple, make: Callable, *arguments) -> Launch | None:

@@ -69,12 +69,7 @@ def spec_from(centered: int, *fields) -> NormSpec:
 
 def _or_empty(x, *tensors: Tensor | None) -> list[Tensor]:
     """The tensors; an empty one for None, as all outputs of an operator are tensors."""
-    made = []
-    for t in tensors:
-        if t is None:
-            t = x.new_empty(0, dtype=torch.float32)
-        made.append(t)
-    return made
+    return [x.new_empty(0, dtype=torch.float32) if t is None else t for t in tensors]
 
 
 def _empty_output(x, spec: NormSpec, dtype: torch.dtype) -> Tensor:
@@ -96,13 +91,9 @@ def _forward(x, weight, bias, gate, *arguments):
     operands = of_norm(x, weight, bias, gate)
     made = by_kernel(launches_of(spec), forward_kind(stats), operands)
     if made is not None:
-        _, y, rstd, mean = made
+        _, y, *stats_of_rows = made
         heads = heads_of(weight, bias)
-        if rstd is not None:
-            rstd = by_row(rstd, x, spec, heads)
-        if mean is not None:
-            mean = by_row(mean, x, spec, heads)
-        return y, *_or_empty(x, rstd, mean)
+        return y, *_or_empty(x, *[by_row(t, x, spec, heads) for t in stats_of_rows])
     y = _empty_result(x, weight, spec)
     y.copy_(reference_norm(x, weight, bias, spec, gate))
     rstd = mean = None
@@ -186,9 +177,7 @@ def _gradients(ctx, dy, *_):
     need = ctx.needs_input_grad[:4]
     if is_compiling() or not is_grad_enabled():
         made = norm_backward_op(dy, *operands, rstd, mean, *ctx.formula, list(need))
-        grads = []
-        for gradient, needed in zip(made, need, strict=True):
-            grads.append(gradient if needed else None)
+        grads = [t if needed else None for t, needed in zip(made, need, strict=True)]
     else:
         spec = spec_from(*ctx.formula)
         operands = *operands, None

@@ -82,7 +82,9 @@ class _Launches:
 
     def counted(self) -> AbstractContextManager:
         return mock.patch.object(
-            modulated, "_launched", self._counting(modulated._launched)
+            modulated,
+            "_launched_modulation",
+            self._counting(modulated._launched_modulation),
         )
 
     def _counting(self, in_one_launch: Callable) -> Callable:
