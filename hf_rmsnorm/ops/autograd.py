@@ -13,13 +13,14 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ..formula import HALF_DTYPES, NormSpec
-from ..kernels.operands import Launch, of_norm, present, row_major
+from ..kernels.operands import Launch, NormOperands, of_norm, present, row_major
 from ..kernels.rows import by_row, copied_in_order, heads_of, memory_order
 from ..reference import input_of_output, reference_backward, reference_norm
 from .backend import operators_are_seen
 from .launches import Launches, by_kernel, kernels
 from .limits import serves_as_input, why_not
 
+_MULTIPLIER = 1 + NormOperands._fields.index("multiplier")  # behind the launch
 WRITTEN = "modified by an inplace operation"
 
 
@@ -48,10 +49,10 @@ class NormFunction(torch.autograd.Function):
         ctx.kept = launches, strides, kept is y
         ctx.weight = id(weight)
         ctx.version = checkpointed_version(kept)
-        *_, needs_multiplier, _ = ctx.needs_input_grad
-        multiplied = x if needs_multiplier else None
-        of_formula = kept, weight, bias, gate, scale, rstd, mean
-        ctx.save_for_backward(*of_formula, multiplier, multiplied)
+        multiplied = x if ctx.needs_input_grad[_MULTIPLIER] else None
+        ctx.save_for_backward(
+            kept, weight, bias, gate, scale, rstd, mean, multiplier, multiplied
+        )
         if h is None:
             return y
         ctx.set_materialize_grads(False)
@@ -68,12 +69,13 @@ class NormFunction(torch.autograd.Function):
         # once: a checkpoint gives them once
         *saved, multiplier, multiplied = saved_tensors(ctx, launches)
         dx = dh
-        grads = [None] * 4  # of weight, bias, gate and scale
-        dmultiplier = None
+        dweight = dbias = dgate = dscale = dmultiplier = None
         if dy is not None:
             need_h = need_x or need_multiplier or need_residual
             need = need_h, *of_formula
-            dx, *grads = norm_gradients(ctx.kept, saved, dy, dh, need)
+            dx, dweight, dbias, dgate, dscale = norm_gradients(
+                ctx.kept, saved, dy, dh, need
+            )
         dresidual = dx if need_residual else None
         dshift = dy if need_shift else None
         if multiplier is not None and dx is not None:
@@ -82,7 +84,9 @@ class NormFunction(torch.autograd.Function):
             dx = dx * multiplier
         if not need_x:
             dx = None
-        return None, dx, *grads, dshift, dmultiplier, dresidual
+        return (
+            None, dx, dweight, dbias, dgate, dscale, dshift, dmultiplier, dresidual
+        )  # fmt: skip
 
 
 # What Function.apply adds is for arguments by name and for functorch, neither of which

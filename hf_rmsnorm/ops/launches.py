@@ -115,21 +115,17 @@ def forget_launches() -> None:
         launches.by_key.clear()
 
 
-def key_of(kind: tuple, operands: tuple) -> tuple | None:
-    """The launch key of such operands: all that decides whether and how they are
-    served.
+def find(launches: Launches, kind: tuple, operands: tuple) -> Launch | None:
+    """The launch for such operands: one that is kept, or else one that is made.
 
-    None if a tensor is of a subclass, or has no shape or no memory. Such are nested,
-    sparse and batched tensors, and those that functorch has left behind.
+    None where no kernel serves them. So too if a tensor is of a subclass, or has no
+    shape or no memory, as are nested, sparse and batched tensors, and those that
+    functorch has left behind.
 
-    Args:
-        kind: as of `by_kernel`.
-        operands: the tensors that kernels read, or None.
-
-    Returns:
-        A tuple. Its last entry says whether all tensors start at multiples of 16 bytes.
-        On AMD, where Triton compiles for offsets of 32 bits, the key also has which
-        storages are below 2 GiB.
+    Its key is all that decides whether and how operands are served: the kind; shape,
+    strides, dtype and device of each; and whether all start at multiples of 16 bytes.
+    On AMD, where Triton compiles for offsets of 32 bits, also which storages are below
+    2 GiB.
     """
     key = kind
     aligned = True
@@ -154,17 +150,9 @@ def key_of(kind: tuple, operands: tuple) -> tuple | None:
                 key = key, t.untyped_storage().nbytes() < 2**31
     except RuntimeError:  # of what has no memory or no shape
         return None
-    return key, absent, aligned
-
-
-def find(launches: Launches, kind: tuple, operands: tuple) -> Launch | None:
-    """The launch for such operands; None where no kernel serves them."""
-    key = key_of(kind, operands)
-    if key is None:
-        return None
+    key = key, absent, aligned
     launch = launches.by_key.get(key, MISSING)
     if launch is MISSING:
-        *_, aligned = key
         make, *how = kind
         launch = launches.keep(key, make, launches, operands, aligned, *how)
     return launch

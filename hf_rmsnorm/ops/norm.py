@@ -55,7 +55,7 @@ def run(launches: Launches, operands: tuple):
         if operands is None:
             return None
     if is_grad_enabled() and any_requires_grad(operands):
-        x, *_, multiplier, residual = operands
+        x, _, _, _, _, _, multiplier, residual = operands
         if residual is not None and not any_requires_grad((x, multiplier, residual)):
             # In one launch the sum would ask for gradients too.
             return None
