@@ -77,8 +77,8 @@ def modulated(x, norm, scale, shift=None):
 def add_and_modulate(
     left, right, multiplier, norm, scale, shift=None, shared=False
 ) -> tuple:
-    """(``left + right * multiplier``, ``norm(that) * (1 + scale) + shift``), in one launch
-    where that gives the same bits.
+    """(``left + right * multiplier``, ``norm(that) * (1 + scale) + shift``), in one
+    launch where that gives the same bits.
 
     Args:
         multiplier: None where the forward adds no product.

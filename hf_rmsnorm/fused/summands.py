@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from ..formula import HALF_DTYPES
 from ..ops.backend import under_transform
-from ..ops.launches import DIRECT_TYPES
+from ..ops.launches import TENSOR_TYPES
 
 _HELD = "_hf_rmsnorm_summands"
 _readers = weakref.WeakSet()  # norms that have read an unrounded sum
@@ -58,7 +58,7 @@ def summands_of(norm: Module, x: Tensor) -> tuple | None:
     """The summands of x; None if none were kept, with one warning if they were kept
     before.
     """
-    if x.dtype not in HALF_DTYPES or type(x) not in DIRECT_TYPES or under_transform():
+    if x.dtype not in HALF_DTYPES or type(x) not in TENSOR_TYPES or under_transform():
         return None
     kept = vars(x.untyped_storage()).get(_HELD)
     if kept is None or kept.state != _state(x):

@@ -12,7 +12,7 @@ import torch
 from ..formula import NormSpec, OptionalTensor, dtype_of
 from . import compiled, norm_backward, norm_forward
 from .compiled import Kernel, Start
-from .operands import GradientOperands, NormOperands, present
+from .operands import ONE_PLUS, GradientOperands, NormOperands, present
 from .rows import (
     addresses,
     allocator,
@@ -29,7 +29,6 @@ NORM_FORWARD = Kernel(norm_forward.norm_forward)
 NORM_BACKWARD = Kernel(norm_backward.norm_backward, contracts=True)
 REDUCE_PARTIALS = Kernel(norm_backward.reduce_partials)
 KERNELS = (NORM_FORWARD, NORM_BACKWARD, REDUCE_PARTIALS)
-ONE_PLUS = "modulate_after"
 
 
 def formula_constants(spec: NormSpec, operands, modulation: str) -> dict:
@@ -84,8 +83,7 @@ class NormForward:
         stats: also return rstd and mean for the backward.
         keep_sum: round h to its dtype first, and return it; else normalise it as
             float32 holds it.
-        modulation: what a scale becomes: ``"modulate_after"`` is ``1 + scale``, and
-            ``"multiply_after"`` the scale alone.
+        modulation: what a scale becomes: `ONE_PLUS` or `ALONE`.
 
     Attributes:
         strides: those of the normalised tensor: x, or the sum.
@@ -196,11 +194,11 @@ class NormBackward:
         named = {"dy": dy, "x": x, "other": other}
         self.in_place, flat, addressed = addresses(self.order, [dx], named)
         sms, shared = compiled.device_limits(x.device.type, x.device.index)
-        read = x, dy, weight, shift, other
+        read = present(x, dy, weight, shift, other)
         case = BackwardCase(
             hidden_size=size,
             centered=spec.centered,
-            itemsize=max(t.element_size() for t in read if t is not None),
+            itemsize=max(t.element_size() for t in read),
             shared_limit=shared,
             gated=factor is not None,
             added=dh is not None,

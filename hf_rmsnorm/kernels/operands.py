@@ -11,6 +11,10 @@ from torch import Tensor
 
 from ..formula import OptionalTensor
 
+# What becomes of the scale of a modulation, in the words of the kernels.
+ONE_PLUS = "modulate_after"
+ALONE = "multiply_after"
+
 
 class Launch(Protocol):
     """Starts kernels on operands of one layout, and allocates what they write."""

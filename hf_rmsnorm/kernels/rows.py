@@ -215,7 +215,9 @@ def start_on_copies(
 
 
 def by_row(stats: OptionalTensor, x: Tensor, spec: NormSpec, heads: int):
-    """Statistics as the kernels number rows, in the shape of x's rows; None for None."""
+    """Statistics as the kernels number rows, in the shape of x's rows, if there are
+    any.
+    """
     if stats is None:
         return None
     order = row_order(x, spec, heads)

@@ -13,7 +13,14 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ..formula import HALF_DTYPES, NormSpec
-from ..kernels.operands import Launch, NormOperands, of_norm, present, row_major
+from ..kernels.operands import (
+    ONE_PLUS,
+    Launch,
+    NormOperands,
+    of_norm,
+    present,
+    row_major,
+)
 from ..kernels.rows import by_row, copied_in_order, heads_of, memory_order
 from ..reference import input_of_output, reference_backward, reference_norm
 from .backend import operators_are_seen
@@ -290,7 +297,7 @@ def by_formula(launches: Launches, operands: tuple, dy, need: tuple) -> tuple:
         y = reference_norm(x, weight, bias, spec, gate)
         if scale is None:
             return (y,)
-        factor = 1 + scale if launches.modulation == "modulate_after" else scale
+        factor = 1 + scale if launches.modulation == ONE_PLUS else scale
         return (y * factor,)
 
     return tuple(gradients_of_all(formula, operands, (dy,), need))

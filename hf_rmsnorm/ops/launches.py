@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable, failed, unavailable
-from ..kernels.operands import Launch
+from ..kernels.operands import ONE_PLUS, Launch
 from .settings import insists
 
-DIRECT_TYPES = (Tensor, Parameter)
+TENSOR_TYPES = (Tensor, Parameter)  # others have to see the operators
 MISSING = object()
 _HIP = torch.version.hip is not None
 _all: weakref.WeakSet = weakref.WeakSet()
@@ -62,8 +62,7 @@ class Launches:
             of a rotary embedding alone.
         suits: ``suits(x, weight, bias, gate)`` says whether the formula is what such
             tensors are to be computed by; asked once for each key.
-        modulation: what becomes of the scale of a modulation: ``"modulate_after"`` is
-            ``1 + scale``, ``"multiply_after"`` the scale alone.
+        modulation: what becomes of the scale of a modulation: `ONE_PLUS` or `ALONE`.
         keeps_output: the backward shall read the output, not x, where
             `serves_as_input`.
         copies_input: the backward shall read a copy of x in half precision, as x may be
@@ -79,7 +78,7 @@ class Launches:
 
     spec: NormSpec | None
     suits: Callable | None = None
-    modulation: str = "modulate_after"
+    modulation: str = ONE_PLUS
     keeps_output: bool = False
     copies_input: bool = False
     paths_of: Callable | None = None
@@ -103,7 +102,7 @@ class Launches:
 
 @lru_cache(1_024)
 def launches_of(
-    spec: NormSpec, modulation: str = "modulate_after", keeps_output: bool = False
+    spec: NormSpec, modulation: str = ONE_PLUS, keeps_output: bool = False
 ) -> Launches:
     """The launches of a formula that belongs to no module."""
     return Launches(spec, None, modulation, keeps_output)
@@ -136,7 +135,7 @@ def find(launches: Launches, kind: tuple, operands: tuple) -> Launch | None:
             if t is None:
                 absent += 1
                 continue
-            if type(t) not in DIRECT_TYPES:
+            if type(t) not in TENSOR_TYPES:
                 return None
             address = t.data_ptr()
             # no memory; but launches for meta tensors can be counted

@@ -17,7 +17,7 @@ from ..kernels.operands import NormOperands, present
 from ..kernels.serves import unserved
 from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE
 from .backend import device_refusal
-from .launches import DIRECT_TYPES
+from .launches import TENSOR_TYPES
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Row numbers are 32-bit, and heads multiply the rows that the last tile may reach past
@@ -252,7 +252,7 @@ def _has_values(t: Tensor) -> bool:
     """Whether a parameter's values can be read here: it is no shard, not on meta, and
     DeepSpeed has not taken it.
     """
-    return type(t) in DIRECT_TYPES and not t.is_meta and t.numel() > 0
+    return type(t) in TENSOR_TYPES and not t.is_meta and t.numel() > 0
 
 
 def serves_as_input(y: Tensor, x: Tensor, spec: NormSpec) -> bool:

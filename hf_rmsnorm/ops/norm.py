@@ -13,7 +13,14 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ..formula import NormSpec, Rounding
-from ..kernels.operands import any_requires_grad, of_modulation, of_norm, row_major
+from ..kernels.operands import (
+    ALONE,
+    ONE_PLUS,
+    any_requires_grad,
+    of_modulation,
+    of_norm,
+    row_major,
+)
 from ..reference import in_groups, reference_norm
 from .autograd import apply, forward_kind
 from .backend import (
@@ -174,7 +181,7 @@ def modulated_norm(spec: NormSpec, operands: tuple, one_plus: bool = True):
     operands = _broadcast(operands)
     if operands is None:
         return None
-    modulation = "modulate_after" if one_plus else "multiply_after"
+    modulation = ONE_PLUS if one_plus else ALONE
     launches = launches_of(spec, modulation)
     made = run(launches, operands)
     residual = operands[-1]

@@ -11,7 +11,7 @@ from torch.compiler import assume_constant_result, is_compiling
 from torch.library import Library, register_autograd, register_fake
 
 from ..formula import NormSpec, dtype_of
-from ..kernels.operands import of_norm, row_major
+from ..kernels.operands import GradientOperands, of_norm, row_major
 from ..kernels.rows import as_numbered, by_row, heads_of
 from ..kernels.serves import unserved
 from ..reference import reference_backward, reference_norm, reference_stats
@@ -49,7 +49,7 @@ def spec_args(spec: NormSpec) -> tuple:
 
 @assume_constant_result
 def load_sharding_rules() -> bool:
-    """Register how DTensors are split, once one can exist: the rules take long to load."""
+    """Register how DTensors are split, once one can exist: to load that takes long."""
     if "torch.distributed.tensor" in sys.modules:
         from . import sharding  # noqa: F401  registers on import
     return True
@@ -113,7 +113,9 @@ def _backward(dy, x, weight, bias, gate, rstd, mean, *arguments):
     rstd = as_numbered(rstd, x, spec, heads)
     mean = as_numbered(mean, x, spec, heads) if spec.centered else None
     kind = backward_kind(x.stride(), (*need, False))
-    operands = dy, x, weight, bias, gate, None, None, rstd, mean
+    operands = GradientOperands(
+        dy, x, weight, bias, gate, scale=None, dh=None, rstd=rstd, mean=mean
+    )
     made = by_kernel(launches_of(spec), kind, operands)
     if made is not None:
         *grads, _ = made

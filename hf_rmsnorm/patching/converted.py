@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..fused.recipe import Recipe
-from ..ops.launches import DIRECT_TYPES
+from ..ops.launches import TENSOR_TYPES
 from ..record import (
     RECORD_KEY,
     TRAINED_AS_RMS,
@@ -148,7 +148,7 @@ class Recorded:
         """That a parameter is not here whole; "" if all are."""
         for name in self.weights:
             tensor = self.weights.parameter(name)
-            is_lost = type(tensor) not in DIRECT_TYPES or not tensor.numel()
+            is_lost = type(tensor) not in TENSOR_TYPES or not tensor.numel()
             if tensor.is_meta:
                 is_lost = not has_offloaded_params(self.weights.module_of(name))
             if is_lost:
