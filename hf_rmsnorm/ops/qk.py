@@ -28,11 +28,12 @@ class _QKFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *operands):
         launches, launch = call
+        q, _, weight, _, _, _ = operands
         yq, yk, rstd = launch.on(operands)
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, launch.way
-        ctx.weight = id(operands[2])
-        ctx.version = checkpointed_version(operands[0])
+        ctx.weight = id(weight)
+        ctx.version = checkpointed_version(q)
         return yq, yk
 
     @staticmethod
@@ -101,7 +102,7 @@ class _RotaryFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *operands):
         _, ctx.launch = call
-        *_, cos, sin = operands
+        _, _, _, _, cos, sin = operands
         ctx.save_for_backward(cos, sin)
         yq, yk, _ = ctx.launch.on(operands)
         return yq, yk
@@ -162,7 +163,7 @@ def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple
     if not starts_kernels():
         return None
     if is_grad_enabled() and any_requires_grad(operands):
-        *_, cos, sin = operands
+        _, _, _, _, cos, sin = operands
         if any_requires_grad((cos, sin)):
             return None
         function = _RotaryFunction if launches.spec is None else _QKFunction
