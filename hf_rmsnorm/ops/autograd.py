@@ -204,10 +204,10 @@ def backward_kind(strides: tuple, need: tuple, from_output: bool = False) -> tup
         need: which gradients are wanted.
         from_output: x is the norm's output.
     """
-    return _make_backward, strides, need, from_output
+    return make_backward, strides, need, from_output
 
 
-def _make_backward(
+def make_backward(
     launches: Launches,
     operands: tuple,
     aligned: bool,

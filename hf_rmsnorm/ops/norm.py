@@ -121,7 +121,7 @@ def fused_norm(
     if backend is None:
         backend = resolve_backend(x, weight, bias, spec, gate)
     if spec.functional:
-        x, weight, bias, _ = _autocast(spec, (x, weight, bias, None))
+        x, weight, bias, *_ = _autocast(spec, of_norm(x, weight, bias))
     is_compiled = is_compiling()
     if backend != "triton" or (not is_compiled and under_transform()):
         return reference_norm(x, weight, bias, spec, gate)
