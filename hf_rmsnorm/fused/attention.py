@@ -197,7 +197,7 @@ def _launched_heads(
     spec = launches.spec
     if spec != k_launches.spec or spec.functional or spec.has_bias:
         return None
-    if patched.rounds_by_dtypes(q, q_weight):
+    if patched.formula_of(spec, q, q_weight, None) is not spec:
         return None
     normed_dtype = spec.output_dtype(q.dtype, dtype_of(q_weight))
     way = _proven_way(rotate, called, q, normed_dtype, cos)

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from ..ops.backend import autocast_anywhere
 from .hooks import why_called
-from .source import CannotRewrite, guarded, wrappers
+from .source import CannotRewrite, wrappers
 from .subclass import derive, marked
 
 _CALL = Module.__call__
@@ -48,7 +48,8 @@ def fused_layer_class(base: type, fusion) -> type:
     for a fusion.
 
     Args:
-        fusion: hashable; its ``rewrite(base)`` makes the forward.
+        fusion: hashable; its ``guarded(base, owner)`` makes the forward, as
+            `source.guarded` does.
 
     Raises:
         CannotRewrite: the forward cannot be compiled again, or is wrapped by what its
@@ -62,7 +63,7 @@ def fused_layer_class(base: type, fusion) -> type:
 def _made(base: type, own: Callable, fusion) -> type:
     marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
     owner: list[type] = []
-    forward = guarded(fusion.rewrite(base), base, owner, fusion.unrounded)
+    forward = fusion.guarded(base, owner)
     cls = derive(base, forward, marks, fused_layer_class, fusion)
     owner.append(cls)
     if wrappers(cls.forward) != wrappers(own):

@@ -137,8 +137,6 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
         return None
     patched, launches, weight, bias = ahead
     recipe = patched.recipe
-    if residual is not None and not recipe.rounds_sum:
-        return None
     if not recipe.fits(x, weight, bias):
         return None
     if recipe.rows_of(x) is not x:

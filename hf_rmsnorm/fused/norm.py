@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Module
@@ -21,46 +20,57 @@ from ..ops import fused_norm, resolve_backend
 from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run
-from ..ops.unrounded import norm_of_summands
+from .asked import NOTHING, Asked
 from .recipe import Recipe, changed, parameters_of, shapes_fit
 from .subclass import derive, marked
-from .summands import summands_of
 from .watch import NORM, note, watchers
 
 
-def fused_class(base: type, recipe: Recipe) -> type:
+def fused_class(base: type, proven: Recipe, asked: Asked = NOTHING) -> type:
     """A subclass of base, with base's name and module, whose forward is the fused norm.
 
     A call that the kernels do not serve runs ``base.forward``: another device or dtype,
     an argument besides the input and a gate, or a weight that is absent, on meta or of
-    another shape. Where the recipe replaces that forward, plain torch computes the
-    formula. The same arguments give the same class again.
+    another shape. Where that forward computes something else than is asked, plain torch
+    computes the formula. The same arguments give the same class again.
 
     Args:
         base: the current class of the module, an `nn.Module` subclass.
-        recipe: the formula it was recognised to compute.
+        proven: the formula it was recognised to compute.
+        asked: what the patch asks of it.
 
     Raises:
         TypeError: base cannot be subclassed.
     """
-    return _made(base, base.forward, recipe)
+    return _made(base, base.forward, proven, asked)
 
 
 @cache
-def _made(base: type, forward: Callable, recipe: Recipe) -> type:
+def _made(base: type, forward: Callable, proven: Recipe, asked: Asked) -> type:
     def __repr__(self):
         return f"{base.__repr__(self)} [hf_rmsnorm]"
 
-    norm = PatchedNorm(base, forward, recipe)
+    kind = PatchedNorm
+    if asked.rounding is not None:
+        kind = asked.rounding.norm_class()
+    norm = kind(base, forward, proven, asked)
     marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_norm": norm, "__repr__": __repr__}
-    return derive(base, _forward_of(norm), marks, fused_class, recipe)
+    return derive(base, _forward_of(norm), marks, fused_class, proven, asked)
 
 
 class PatchedNorm:
-    """The class and recipe of a patched norm, as its forward reads them."""
+    """The class and recipe of a patched norm, as its forward reads them.
 
-    def __init__(self, base: type, forward: Callable, recipe: Recipe):
+    Attributes:
+        proven: what the module's own forward computes.
+        recipe: what is computed: that, as it was asked.
+    """
+
+    def __init__(self, base: type, forward: Callable, proven: Recipe, asked: Asked):
+        recipe = asked.of(proven)
         self.base = base
+        self.proven = proven
+        self.asked = asked
         self.recipe = recipe
         self.forward = forward
         self.code = getattr(forward, "__code__", None)
@@ -70,17 +80,16 @@ class PatchedNorm:
             self.names.append(recipe.gate)
         self.paths = weakref.WeakKeyDictionary()  # of the modules, for errors
         self.launches = _launches(self, recipe.spec)
-        # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
-        weight_is_last = recipe.spec.rounding == "before_weight"
-        self.returns_dtype_of_x = recipe.numerics == "vllm" and weight_is_last
         # whether more of a module than its eps may change its formula
         self.may_change = bool(recipe.settings or recipe.absent)
+        # whether its own forward computes something else
+        self.replaces = bool(asked.instead)
         # takes no gate, reads any x as it is, returns y as it is
-        changes_y = recipe.row_major or self.returns_dtype_of_x
-        self.is_plain = recipe.gate is None and not (recipe.restricted or changes_y)
+        is_restricted = recipe.restricted or recipe.row_major
+        self.is_plain = recipe.gate is None and not is_restricted
         # whether it may be computed with what surrounds it, as `operands_ahead` says
-        self.joins = recipe.fuse_residual and recipe.is_simple
-        self.joins_restricted = recipe.fuse_residual and recipe.is_of_rows
+        self.joins = asked.fuse_residual and recipe.is_simple
+        self.joins_restricted = asked.fuse_residual and recipe.is_of_rows
 
     def launches_for(self, spec: NormSpec) -> Launches:
         """The launches of a formula: the recipe's own, or as a module computes it with
@@ -114,14 +123,6 @@ class PatchedNorm:
             and getattr(self.forward, "__code__", None) is self.code
         )
 
-    def rounds_by_dtypes(self, x: Tensor, weight: Tensor | None) -> bool:
-        """Whether the rounding of the formula depends on the dtypes of this x and
-        weight.
-        """
-        return (
-            self.returns_dtype_of_x and weight is not None and weight.dtype != x.dtype
-        )
-
     def held_by(self, module: Module) -> tuple | None:
         """(launches, weight, bias) of a module as it stands.
 
@@ -144,6 +145,26 @@ class PatchedNorm:
         weight, bias = parameters
         return launches, weight, bias
 
+    def formula_of(self, spec: NormSpec, x: Tensor, weight, gate) -> NormSpec | None:
+        """The formula of a call; None if the module's own forward has to serve it."""
+        if gate is not None and not isinstance(gate, Tensor):
+            return None
+        if self.recipe.gate is not None and gate is None:
+            return changed(spec, gate=None) if self.recipe.gate_optional else None
+        return spec
+
+    def run(self, module: Module, launches: Launches, operands: tuple):
+        """`ops.norm.run`."""
+        return run(launches, operands)
+
+    def returned(self, x: Tensor, y: Tensor) -> Tensor:
+        """The rows y that were computed of x, as the module returns them."""
+        if self.recipe.layout == "channels_first":
+            y = y.movedim(-1, 1)
+        if self.recipe.row_major:
+            return y.contiguous()
+        return y
+
     def run_own(self, module: Module, args: tuple, kwargs: dict):
         """`compute_own`, which `count_launches` hears of."""
         if watchers:
@@ -152,13 +173,13 @@ class PatchedNorm:
         return self.compute_own(module, args, kwargs)
 
     def compute_own(self, module: Module, args: tuple, kwargs: dict):
-        """The result of the module's own forward. Where the recipe replaces that
-        forward, it is the formula in plain torch.
+        """The result of the module's own forward. Where that computes something else,
+        it is the formula in plain torch.
 
         Raises:
             TypeError: the forward is replaced, and the formula does not cover the call.
         """
-        if self.recipe.replaces and self.is_ours(module):
+        if self.replaces and self.is_ours(module):
             return _in_plain_torch(self, module, args, kwargs)
         return self.base.forward(module, *args, **kwargs)
 
@@ -172,12 +193,9 @@ def _forward_of(norm: PatchedNorm):
         if call is None:
             return norm.run_own(self, args, kwargs)
         launches, operands = call
-        if is_compiled:
-            y = None
-        elif norm.recipe.rounds_sum:
-            y = run(launches, operands)
-        else:
-            y = run_unrounded(self, launches, operands)
+        y = None
+        if not is_compiled:
+            y = norm.run(self, launches, operands)
         if y is None:
             y = run_by_backend(norm, launches.spec, operands)
         if y is None:
@@ -186,7 +204,7 @@ def _forward_of(norm: PatchedNorm):
             note(NORM, (self,), operands[0])
         if norm.is_plain:
             return y
-        return as_returned(norm, operands[0], y)
+        return norm.returned(operands[0], y)
 
     forward.__doc__ = norm.forward.__doc__
     forward.__signature__ = norm.signature
@@ -207,7 +225,7 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
         x, gate = _inputs(norm, args, kwargs)
     if not isinstance(x, Tensor):
         return None
-    if x.is_cpu and left_alone(x) and not norm.recipe.replaces:
+    if x.is_cpu and left_alone(x) and not norm.replaces:
         return None
     held = norm.held_by(module)
     if held is None:
@@ -221,7 +239,7 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
 def _read_any(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
     """`read` of a norm that is not plain."""
     launches, weight, bias = held
-    spec = _formula_of(norm, launches.spec, x, weight, gate)
+    spec = norm.formula_of(launches.spec, x, weight, gate)
     if spec is None:
         return None
     x = norm.recipe.rows_of(x)
@@ -233,35 +251,6 @@ def _read_any(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
             return None
         x, weight, bias, spec = cast
     return norm.launches_for(spec), of_norm(x, weight, bias, gate)
-
-
-def _formula_of(
-    norm: PatchedNorm, spec: NormSpec, x: Tensor, weight, gate
-) -> NormSpec | None:
-    """The formula of a call; None if the module's own forward has to serve it."""
-    recipe = norm.recipe
-    if gate is not None and not isinstance(gate, Tensor):
-        return None
-    if recipe.gate is not None and gate is None:
-        return changed(spec, gate=None) if recipe.gate_optional else None
-    if norm.rounds_by_dtypes(x, weight):
-        # multiplied in the weight's dtype, and rounded to x's behind that
-        eps = torch.finfo(x.dtype).eps
-        is_coarser = torch.finfo(weight.dtype).eps > eps
-        rounding = "weight_dtype" if is_coarser else "once"
-        return changed(spec, rounding=rounding)
-    return spec
-
-
-def run_unrounded(module: Module, launches: Launches, operands: tuple):
-    """The norm of the sum of x's summands before it is rounded; `run`, where these were
-    not kept.
-    """
-    x, weight, bias, *_ = operands
-    summands = summands_of(module, x)
-    if summands is None:
-        return run(launches, operands)
-    return norm_of_summands(x, *summands, weight, bias, launches.spec)
 
 
 def run_by_backend(norm: PatchedNorm, spec: NormSpec, operands: tuple):
@@ -276,28 +265,16 @@ def run_by_backend(norm: PatchedNorm, spec: NormSpec, operands: tuple):
         return None
     if backend == "reference" and not shapes_fit(x, weight, bias, gate, spec):
         return None
-    keeps_output = norm.recipe.keeps_output
+    keeps_output = norm.asked.keeps_output
     return fused_norm(x, weight, bias, spec, backend, gate, keeps_output)
 
 
-def as_returned(norm: PatchedNorm, x: Tensor, y: Tensor) -> Tensor:
-    """The rows y that were computed of x, as the module returns them."""
-    if norm.returns_dtype_of_x:
-        y = y.to(x.dtype)
-    if norm.recipe.layout == "channels_first":
-        y = y.movedim(-1, 1)
-    if norm.recipe.row_major:
-        return y.contiguous()
-    return y
-
-
 def _launches(norm: PatchedNorm, spec: NormSpec) -> Launches:
-    recipe = norm.recipe
     return Launches(
         spec,
-        recipe.suits,
-        keeps_output=recipe.keeps_output,
-        copies_input=bool(recipe.input_written),
+        norm.recipe.suits,
+        keeps_output=norm.asked.keeps_output,
+        copies_input=bool(norm.asked.input_written),
         paths_of=norm.paths_of,
     )
 
@@ -311,17 +288,13 @@ def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict
     spec = None
     if x is not None and held is not None:
         launches, weight, bias = held
-        spec = _formula_of(norm, launches.spec, x, weight, gate)
+        spec = norm.formula_of(launches.spec, x, weight, gate)
     if spec is None:
-        what = f"norm of {norm.recipe.numerics}"
-        if norm.recipe.as_rms:
-            what = "RMSNorm that its converted checkpoint records"
-        raise TypeError(
-            f"{type(module).__name__} runs the {what}, on the input alone and with the eps that it had: unpatch it "
-            "to call it in another way"
-        )
+        what = f"{type(module).__name__} runs the {norm.asked.instead}"
+        how = "on the input alone and with the eps that it had"
+        raise TypeError(f"{what}, {how}: unpatch it to call it in another way")
     y = fused_norm(x, weight, bias, spec, "reference", gate)
-    return as_returned(norm, x, y)
+    return norm.returned(x, y)
 
 
 def _inputs(norm: PatchedNorm, args: tuple, kwargs: dict) -> tuple:
@@ -343,9 +316,14 @@ def fused_part(cls: type) -> type | None:
     return marked(cls, "_hf_rmsnorm_norm")
 
 
+def norm_of(module: Module) -> PatchedNorm | None:
+    """What the forward of a patched norm reads; None for a module that is none."""
+    return getattr(type(module), "_hf_rmsnorm_norm", None)
+
+
 def recipe_of(module: Module) -> Recipe | None:
-    """The recipe of a patched module; None for a module that is not patched."""
-    norm = getattr(type(module), "_hf_rmsnorm_norm", None)
+    """What a patched norm computes; None for a module that is none."""
+    norm = norm_of(module)
     if norm is None:
         return None
     return norm.recipe
@@ -353,16 +331,16 @@ def recipe_of(module: Module) -> Recipe | None:
 
 def note_path(module: Module, path: str) -> None:
     """Note the path at which a patched module stands, for errors that name it."""
-    norm = getattr(type(module), "_hf_rmsnorm_norm", None)
+    norm = norm_of(module)
     if norm is not None:
         norm.paths[module] = path
 
 
-def fusible_recipe(module: Module) -> Recipe | None:
-    """`recipe_of` a norm that may be computed with what surrounds it; None of any other
+def fusible_norm(module: Module) -> PatchedNorm | None:
+    """`norm_of` a norm that may be computed with what surrounds it; None of any other
     module.
     """
-    recipe = recipe_of(module)
-    if recipe is None or not recipe.fuse_residual:
+    norm = norm_of(module)
+    if norm is None or not norm.asked.fuse_residual:
         return None
-    return recipe
+    return norm

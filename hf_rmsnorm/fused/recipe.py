@@ -1,4 +1,4 @@
-"""How one norm module is computed: its formula, and the names under which the module
+"""What was proven of one norm module: its formula, and the names under which the module
 keeps the operands.
 """
 
@@ -13,7 +13,6 @@ from torch.nn import Module
 
 from ..formula import NormSpec
 from ..kernels.operands import present
-from ..ops import input_needed
 from ..ops.backend import autocast_enabled, autocasts_functional
 
 InputLayout = Literal["last", "channels_first"]
@@ -54,21 +53,6 @@ class Recipe:
             autocast's dtype (`NemotronLayerNorm1P`). ``"own"``: unknown, as on all
             types that are not named. Empty where it is ``"torch"`` on all types.
         row_major: the output is contiguous whatever the strides of the input.
-        as_rms: the module's own forward computes something else, a LayerNorm where a
-            converted checkpoint says RMSNorm: it is never run, and where no kernel
-            serves, `reference_norm` does.
-        numerics: whose order of rounding this is: ``"model"``, or that of a server
-            (`patching.numerics`); then too the module's own forward is never run.
-        own: the recipe of the module itself, if it differs.
-        rounds_sum: a residual sum is rounded before it is normalised; else the norm
-            reads it as float32 holds it.
-        memory_efficient: the kernels' backward is to read the norm's output instead of
-            its input.
-        input_needed: why it reads the input all the same; "" where it need not.
-        input_written: whose forward writes to the input in place, once the norm has read
-            it; "" if none is known to. In half precision the backward then reads a copy.
-        fuse_residual: one launch may compute the norm with what surrounds it: a sum, a
-            rotation, a modulation.
 
     Calls that do not meet all this run the module's own forward.
     """
@@ -90,14 +74,6 @@ class Recipe:
     only_float32: bool = False
     autocast: tuple[tuple[str, AutocastWay], ...] = ()
     row_major: bool = False
-    as_rms: bool = False
-    numerics: str = "model"
-    own: "Recipe | None" = None
-    rounds_sum: bool = True
-    memory_efficient: bool = False
-    input_needed: str = ""
-    input_written: str = ""
-    fuse_residual: bool = True
 
     def spec_of(self, module: Module) -> NormSpec | None:
         """The formula with the eps that module holds now; None if that is no eps, or a
@@ -132,13 +108,6 @@ class Recipe:
 
     # Dynamo traces no cached property, and it traces some of these.
     @property
-    def replaces(self) -> bool:
-        """Whether the module computes something else than its own forward, which is
-        never run then.
-        """
-        return self.as_rms or self.numerics != "model"
-
-    @property
     def restricted(self) -> bool:
         """Whether more than the operands' shapes decides if a call can be served."""
         return self.restricts_input or bool(self.autocast)
@@ -148,11 +117,6 @@ class Recipe:
         """Whether more than its shape and autocast decides if an input can be served."""
         is_limited = self.only_float32 or self.dims is not None
         return self.layout != "last" or is_limited
-
-    @property
-    def keeps_output(self) -> bool:
-        """Whether the backward reads the norm's output."""
-        return self.memory_efficient and not self.input_needed
 
     @cached_property
     def is_of_rows(self) -> bool:
@@ -167,8 +131,7 @@ class Recipe:
         """Whether this is a norm of one input over its last dimension, and nothing
         besides; `operands_ahead` asks for autocast.
         """
-        lays_out = self.row_major and self.numerics == "model"
-        return self.is_of_rows and not (self.restricts_input or lays_out)
+        return self.is_of_rows and not (self.restricts_input or self.row_major)
 
     def under_autocast(self, x: Tensor, weight, bias, spec: NormSpec) -> tuple | None:
         """(x, weight, bias, formula) under the autocast that is on now: autocast
@@ -240,32 +203,7 @@ class Recipe:
             notes.append("under autocast no sum is fused with it")
         if self.other_input is not None:
             notes.append(f"calls that give {self.other_input!r} run its own forward")
-        if self.as_rms:
-            notes.append("as the converted checkpoint says")
         return "; ".join(notes)
-
-    def saving_memory(self, module: Module) -> "Recipe":
-        """Return this recipe under `memory_efficient`, for a module with the parameters
-        that it has now.
-        """
-        weight, bias = parameters_of(module, self) or (None, None)
-        needed = input_needed(weight, bias, self.spec)
-        return replace(self, memory_efficient=True, input_needed=needed)
-
-    def memory_note(self) -> str:
-        """The tensor that the module saves for the backward, in words; "" where it is
-        its input, unless `memory_efficient` asks for another.
-        """
-        if self.keeps_output:
-            return "keeps its output for backward, but not where one launch rotates or modulates it"
-        needed = self.input_needed
-        if self.input_written:
-            written = f"{self.input_written} writes to its input"
-            needed = " and ".join(filter(None, (needed, written)))
-            return f"keeps a copy of its input for backward in half precision: {needed}"
-        if self.memory_efficient:
-            return f"keeps its input for backward: {needed}"
-        return ""
 
 
 def cast_operands(

@@ -128,15 +128,12 @@ def _gist(code) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
-def guarded(
-    forward: Callable, base: type, owner: list[type], always: bool = False
-) -> Callable:
+def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
     """A forward that runs the class's own one under `torch.compile`, if it was
     exchanged, or if no kernel serves x.
 
     Args:
         owner: will hold the subclass of base that gets this forward.
-        always: the class's own forward runs only if it was exchanged.
     """
     original = base.forward
     inner = inspect.unwrap(original)
@@ -144,15 +141,30 @@ def guarded(
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
-        if is_compiling() and not always:
+        if is_compiling():
             # Dynamo does not trace `base.forward` of a class that is allowed in graphs,
             # as many of diffusers' are.
             return super(owner[0], self).forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
         # autoreload exchanges the code alone
         is_another = base.forward is not original or inner.__code__ is not code
-        is_unserved = getattr(x, "is_cpu", False) and not always and left_alone(x)
+        is_unserved = getattr(x, "is_cpu", False) and left_alone(x)
         runs = base.forward if is_another or is_unserved else forward
+        return runs(self, *args, **kwargs)
+
+    return stepping_aside
+
+
+def exchangeable(forward: Callable, base: type) -> Callable:
+    """A forward that runs the class's own one if that was exchanged."""
+    original = base.forward
+    inner = inspect.unwrap(original)
+    code = inner.__code__
+
+    @functools.wraps(forward)
+    def stepping_aside(self, *args, **kwargs):
+        is_another = base.forward is not original or inner.__code__ is not code
+        runs = base.forward if is_another else forward
         return runs(self, *args, **kwargs)
 
     return stepping_aside
@@ -230,7 +242,8 @@ def compiled_again(
 
 
 def wrappers(forward: Callable) -> list:
-    """The code of each function around the innermost one, but for `guarded`'s.
+    """The code of each function around the innermost one, but for those of `guarded`
+    and `exchangeable`.
 
     Each counts once: what `__init_subclass__` wraps around the forward of every subclass
     is around a guarded forward twice.

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 
 def derive(
-    base: type, forward: Callable, marks: dict, make: Callable, argument
+    base: type, forward: Callable, marks: dict, make: Callable, *arguments
 ) -> type:
     """A subclass of base with base's name and module, that pickles.
 
     Args:
         forward: of the new class.
         marks: class attributes by which the class is known.
-        make: ``make(base, argument)`` gives this class again; by name, for pickle.
+        make: ``make(base, *arguments)`` gives this class again; by name, for pickle.
 
     Raises:
         TypeError: base cannot be subclassed.
@@ -29,17 +29,17 @@ def derive(
         reduced = super(cls, self).__reduce_ex__(max(protocol, 2))
         # The class is made at run time, so pickle cannot find it by name: have it made
         # again instead.
-        made, arguments, *state = reduced
-        if type(self) is cls and made is copyreg.__newobj__ and arguments == (cls,):
-            return _new, (make, base, argument), *state
+        made, of_class, *state = reduced
+        if type(self) is cls and made is copyreg.__newobj__ and of_class == (cls,):
+            return _new, (make, base, *arguments), *state
         return reduced
 
     cls.__reduce_ex__ = __reduce_ex__
     return cls
 
 
-def _new(make: Callable, base: type, argument):
-    cls = make(base, argument)
+def _new(make: Callable, base: type, *arguments):
+    cls = make(base, *arguments)
     return cls.__new__(cls)
 
 

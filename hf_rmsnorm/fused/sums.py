@@ -6,16 +6,10 @@ A forward calls these functions once it was compiled again from its own source, 
 """
 
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
-from torch.nn import Module
 
-from ..formula import HALF_DTYPES
 from ..kernels.operands import of_sum
-from ..ops.backend import under_transform
 from ..ops.norm import run
 from .layer import operands_ahead
-from .norm import recipe_of
-from .summands import keep_summands
 from .watch import SUM, note, watchers
 
 
@@ -33,11 +27,7 @@ def add_and_norm(left, right, norm, shared: bool = False):
         note(SUM, (norm,), right, _why_apart(left, right, apart))
     if both is not None:
         return both
-    recipe = recipe_of(norm)
-    if recipe is not None and not recipe.rounds_sum:
-        total = add_unrounded(left, right, norm, returned=False)
-    else:
-        total = left + right
+    total = left + right
     return total, norm(total)
 
 
@@ -56,32 +46,6 @@ def _why_apart(left, right, apart: bool) -> str:
     return ""
 
 
-def add_unrounded(left, right, module: Module, returned: bool = True):
-    """``left + right``, whose summands are kept for a norm that reads the sum before it
-    is rounded.
-
-    Args:
-        module: which adds, or reads the sum.
-        returned: a module returns the sum, so that a checkpoint may run what reads it
-            again.
-
-    Raises:
-        RuntimeError: the sum is one of a graph that is compiled, exported or
-            transformed, or of other tensors.
-    """
-    total = left + right
-    plain = type(left) is type(right) is type(total) is Tensor
-    if plain and not (is_compiling() or under_transform()):
-        again = module.training or is_grad_enabled()
-        keep_summands(total, left, right, returned, again)
-    elif getattr(total, "dtype", None) in HALF_DTYPES:
-        raise RuntimeError(
-            "numerics='vllm' and 'sglang' read residual sums before they are rounded, which torch.compile, "
-            "torch.export, functorch and tensors of other types do not allow: run the model without them"
-        )
-    return total
-
-
 def _launched_sum(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
     if type(left) is not Tensor or type(right) is not Tensor:
@@ -89,7 +53,5 @@ def _launched_sum(left, right, norm) -> tuple | None:
     ahead = operands_ahead(norm)
     if ahead is None:
         return None
-    patched, launches, weight, bias = ahead
-    if not patched.recipe.rounds_sum:
-        return None
+    _, launches, weight, bias = ahead
     return run(launches, of_sum(left, right, weight, bias))

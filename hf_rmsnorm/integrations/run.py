@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from transformers.trainer import DEFAULT_CALLBACKS
 
-from ..patching.numerics import NUMERICS
+from ..patching.servers.rounding import NUMERICS
 from .trainer import OPTIONS, EndingCallback
 
 GLOBS = ("include", "exclude")

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from torch.nn import Module
 
 from ..fused.norm import recipe_of
-from .entries import Entry, FusedLayer
-from .layers.fusions import fuse_layers
-from .numerics import NUMERICS
+from .entries import Entry
 from .plan import Globs, Options, make_plan
 from .report import PatchReport, report_on
+from .servers import sums
+from .servers.rounding import NUMERICS
 from .swap import Changes, set_recipe, unfuse, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
@@ -168,8 +168,8 @@ def _patch(
         for entry in entries:
             changes.carry_out(entry)
         _check_served(model, entries, strict)
-        layers = fuse_layers(model)
-        missed = _missed_sums(entries, layers)
+        layers = sums.fuse(model, entries)
+        missed = sums.missed(entries, layers)
         if missed and strict:
             raise ValueError(f"strict: {missed}")
         report = report_on(model, entries, layers)
@@ -208,24 +208,6 @@ def _no_change(model: Module, entries: list[Entry]) -> str:
     if entries:
         why = f"none of {len(entries)} could be swapped, print the report"
     return f"patch_model changed no norm of this {type(model).__name__}: {why}"
-
-
-def _missed_sums(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> str:
-    """That norms read sums before they are rounded, and some sums are rounded all the
-    same; "" otherwise.
-    """
-    missed = [layer for layer in layers if layer.reason]
-    if not missed:
-        return ""
-    for entry in entries:
-        recipe = entry.recipe
-        if recipe is None or recipe.rounds_sum or not recipe.fuse_residual:
-            continue
-        server = f"numerics={recipe.numerics!r} reads sums unrounded"
-        first = missed[0]
-        which = f"{len(missed)} layers, first {first.path!r}"
-        return f"{server}; rounded all the same are those of {which}: {first.reason}"
-    return ""
 
 
 def check_options(

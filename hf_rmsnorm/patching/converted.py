@@ -250,22 +250,19 @@ def follow_conversion(model: Module, entries: list[Entry]) -> None:
         entry.required = conversion.trained
         if entry.recipe is not None and not entry.stays:
             eps = conversion.norms[recorded[0]]
-            entry.recipe, entry.note = _as_recorded(entry.recipe, eps, conversion)
+            as_rms, entry.note = _as_recorded(entry.recipe, eps, conversion)
+            entry.asked = replace(entry.asked, as_rms=as_rms)
 
 
-def _as_recorded(
-    recipe: Recipe, eps: float, conversion: Recorded
-) -> tuple[Recipe, str]:
-    """(the recipe of a norm that is recorded with this eps, a note for the report)."""
-    own = recipe.own or recipe
-    if not (own.spec.centered or own.as_rms):
-        return recipe, ""
+def _as_recorded(proven: Recipe, eps: float, conversion: Recorded) -> tuple[bool, str]:
+    """(whether a norm that is recorded with this eps is computed as RMSNorm, a note for
+    the report).
+    """
+    if not proven.spec.centered:
+        return False, ""
     note = conversion.why_not
-    if not note and eps != own.spec.eps:
-        note = f"{STAYS}its eps is {own.spec.eps:g}, the record says {eps:g}"
-    as_rms = not note
-    if as_rms and conversion.trained:
-        note = TRAINED
-    spec = replace(own.spec, centered=not as_rms)
-    own = replace(own, spec=spec, as_rms=as_rms)
-    return replace(recipe, own=own), note
+    if not note and eps != proven.spec.eps:
+        note = f"{STAYS}its eps is {proven.spec.eps:g}, the record says {eps:g}"
+    if note:
+        return False, note
+    return True, TRAINED if conversion.trained else ""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from ..formula import NormSpec
+from ..fused.asked import NOTHING, Asked
+from ..fused.norm import PatchedNorm
 from ..fused.recipe import Recipe
 from .formula.recognise import class_name
 
@@ -15,10 +17,11 @@ class Entry:
     """One norm of a model, and what becomes of it.
 
     Attributes:
-        recipe: how it is computed; None where its own forward runs.
+        recipe: what its own forward computes; None where that runs.
+        asked: what is asked of it besides.
         reason, cure: why that runs, and how a user may change it.
         note: on the norm that is computed, for the report.
-        before: the recipe by which an earlier call has swapped it, if one has.
+        before: what an earlier call has swapped it for, if one has.
         stays: it was swapped, and this call does not name it.
         excluded: its own forward runs, as the globs say.
         required: it may not run its own forward.
@@ -33,7 +36,8 @@ class Entry:
     reason: str | None = None
     cure: str = ""
     note: str = ""
-    before: Recipe | None = None
+    asked: Asked = NOTHING
+    before: PatchedNorm | None = None
     stays: bool = False
     excluded: bool = False
     required: bool = False
@@ -44,6 +48,11 @@ class Entry:
     @property
     def class_name(self) -> str:
         return class_name(self.module)
+
+    @property
+    def computed(self) -> Recipe:
+        """What it computes as it is asked; only of one that has a recipe."""
+        return self.asked.of(self.recipe)
 
     def leave(self, reason: str, cure: str = "") -> None:
         """Have its own forward run."""

@@ -9,14 +9,14 @@ from functools import cache
 
 from torch.nn import Module
 
-from ..fused.norm import recipe_of
-from ..fused.recipe import Recipe
+from ..fused.asked import Asked
+from ..fused.norm import norm_of
 from .converted import follow_conversion
 from .entries import Entry
 from .formula.probe import neutral_modes
 from .formula.recognise import recognise
 from .layers.writes import written_in
-from .numerics import as_rounded_by
+from .servers.rounding import rounding_of
 from .swap import why_not_run
 
 Globs = str | Iterable[str] | None
@@ -32,36 +32,42 @@ class Options:
     memory_efficient: bool | None = None
     numerics: str | None = None
 
-    def applied(self, entry: Entry) -> Recipe:
-        """A norm's recipe with the options of this call. Others stay as they are."""
-        named = {}
-        for name, value in vars(self).items():
-            if value is not None:
-                named[name] = value
-        wanted = replace(entry.recipe, **named)
+    def applied(self, entry: Entry) -> Asked:
+        """What is asked of a norm with the options of this call. Others stay as they
+        are.
+        """
+        before = entry.asked
+        numerics = self.numerics
+        if numerics is None:
+            numerics = "model" if before.rounding is None else before.rounding.numerics
+        formula = before.formula(entry.recipe.spec)
         try:
-            rounded = as_rounded_by(wanted.numerics, entry.recipe)
+            rounding = rounding_of(numerics, entry.recipe, formula)
         except ValueError as error:
-            what = f"numerics={wanted.numerics!r}: {error}, as {entry.paths[0]!r} is"
+            what = f"numerics={numerics!r}: {error}, as {entry.paths[0]!r} is"
             raise ValueError(f"{what}: list it in exclude") from None
-        fuses = wanted.fuse_residual
-        written = entry.input_written
-        if rounded.spec.functional:
-            written = ""  # torch's own norm keeps its input too
-        plain = replace(
-            rounded,
-            fuse_residual=fuses,
+        asked = replace(
+            before,
+            rounding=rounding,
+            fuse_residual=_chosen(self.fuse_residual, before.fuse_residual),
             memory_efficient=False,
             input_needed="",
-            input_written=written,
+            input_written=entry.input_written,
         )
-        if not wanted.memory_efficient:
-            return plain
-        saving = plain.saving_memory(entry.module)
+        computed = asked.of(entry.recipe)
+        if computed.spec.functional:
+            # torch's own norm keeps its input too
+            asked = replace(asked, input_written="")
+        if not _chosen(self.memory_efficient, before.memory_efficient):
+            return asked
+        needed = ""
         if entry.output_written:
             needed = f"{entry.output_written} writes to its output"
-            saving = replace(saving, input_needed=saving.input_needed or needed)
-        return saving
+        return asked.saving_memory(entry.module, computed, needed)
+
+
+def _chosen(named, before):
+    return before if named is None else named
 
 
 def make_plan(
@@ -93,9 +99,11 @@ def list_norms(model: Module) -> list[Entry]:
         paths.setdefault(module, []).append(path)
     entries = []
     for module, names in paths.items():
-        recipe = recipe_of(module)
-        if recipe is not None:
-            entries.append(Entry(module, names, recipe, before=recipe))
+        norm = norm_of(module)
+        if norm is not None:
+            entries.append(
+                Entry(module, names, norm.proven, asked=norm.asked, before=norm)
+            )
             continue
         verdict = recognise(module)
         if verdict.recipe is not None or verdict.reason is not None:
@@ -164,9 +172,10 @@ def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None
 def _settle(entry: Entry, options: Options) -> None:
     """Apply the options to a norm, and see whether it would run the result."""
     if not entry.stays:
-        entry.recipe = options.applied(entry)
-    why_not = why_not_run(entry.module, entry.recipe)
+        entry.asked = options.applied(entry)
+    recipe = entry.computed
+    why_not = why_not_run(entry.module, recipe)
     if why_not is None:
-        entry.formula = entry.recipe.spec_of(entry.module)
+        entry.formula = recipe.spec_of(entry.module)
     else:
         entry.leave(*why_not)

@@ -12,7 +12,6 @@ from ..ops.backend import runs_on, where_norms_run
 from ..ops.settings import settings
 from ..paths import compact_paths, fitted
 from .entries import Entry, FusedLayer
-from .numerics import SERVERS
 
 WHILE_COMPILING = {
     "original": "torch.compile traces the model's own code, as without the patch",
@@ -146,9 +145,10 @@ def report_on(
             if recipe is None:
                 skipped.append(Skipped(path, name, entry.reason, entry.cure))
                 continue
-            notes = _notes(entry)
-            how = (recipe.as_rms, recipe.numerics)
-            swapped.append(Swapped(path, name, entry.formula, notes, *how))
+            asked = entry.asked
+            numerics = "model" if asked.rounding is None else asked.rounding.numerics
+            how = asked.as_rms, numerics
+            swapped.append(Swapped(path, name, entry.formula, _notes(entry), *how))
     devices = []
     if swapped:
         devices = [runs_on(device) for device in _devices(model)]
@@ -156,13 +156,9 @@ def report_on(
 
 
 def _notes(entry: Entry) -> str:
-    recipe = entry.recipe
-    notes = [recipe.notes()]
-    if recipe.numerics != "model":
-        notes.append(f"as {SERVERS[recipe.numerics]} rounds")
-    notes.append(recipe.memory_note())
+    notes = [entry.computed.notes(), entry.asked.notes()]
     why = why_called(entry.module)
-    if why and recipe.fuse_residual:
+    if why and entry.asked.fuse_residual:
         notes.append(f"computed by itself: {why}")
     if len(entry.paths) > 1:
         notes.append(f"one module at {len(entry.paths)} paths")

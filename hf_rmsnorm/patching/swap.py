@@ -7,9 +7,10 @@ import types
 
 from torch.nn import Module
 
+from ..fused.asked import NOTHING, Asked
 from ..fused.hooks import name_of
 from ..fused.layer import fused_layer_class, layer_part
-from ..fused.norm import fused_class, fused_part, note_path
+from ..fused.norm import PatchedNorm, fused_class, fused_part, note_path
 from ..fused.recipe import Recipe
 from ..fused.subclass import exchanged
 from . import registries
@@ -57,20 +58,29 @@ def why_not_run(norm: Module, recipe: Recipe) -> tuple[str, str] | None:
     return None
 
 
-def set_recipe(norm: Module, recipe: Recipe | None) -> None:
-    """Give a norm the class that computes a recipe, in place of one that it has; None:
-    its own class.
+def set_recipe(norm: Module, proven: Recipe | None, asked: Asked = NOTHING) -> None:
+    """Give a norm the class that computes a recipe as it is asked, in place of one that
+    it has; None: its own class.
 
     A class derived from the fused one derives from the original afterwards. A class may
     refuse to be subclassed: then its error is raised, and the norm has its own class.
     """
     part = fused_part(type(norm))
     if part is not None:
-        if part._hf_rmsnorm_norm.recipe == recipe:
+        has = part._hf_rmsnorm_norm
+        if (has.proven, has.asked) == (proven, asked):
             return
         _take_off(norm, part, part._hf_rmsnorm_base)
-    if recipe is not None:
-        _put_on(norm, fused_class(type(norm), recipe))
+    if proven is not None:
+        _put_on(norm, fused_class(type(norm), proven, asked))
+
+
+def restore(norm: Module, before: PatchedNorm | None) -> None:
+    """Give a norm back what `norm_of` it was."""
+    if before is None:
+        set_recipe(norm, None)
+    else:
+        set_recipe(norm, before.proven, before.asked)
 
 
 def unfuse(layer: Module):
@@ -111,7 +121,7 @@ class Changes:
         self.layers = []
         for layer in model.modules():
             self.layers.append((layer, unfuse(layer)))
-        self.norms: list[tuple[Module, Recipe | None]] = []
+        self.norms: list[tuple[Module, PatchedNorm | None]] = []
 
     def carry_out(self, entry: Entry) -> None:
         """Do to a norm what its entry says, or leave it with the reason."""
@@ -119,7 +129,7 @@ class Changes:
             return
         self.norms.append((entry.module, entry.before))
         try:
-            set_recipe(entry.module, entry.recipe)
+            set_recipe(entry.module, entry.recipe, entry.asked)
         except Exception as error:
             # a metaclass or __init_subclass__ of the user's may refuse in any way
             what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
@@ -129,8 +139,8 @@ class Changes:
 
     def undo(self) -> None:
         """Give norms and layers the classes back that they had before."""
-        for norm, recipe in self.norms:
-            set_recipe(norm, recipe)
+        for norm, before in self.norms:
+            restore(norm, before)
         for layer, fusion in self.layers:
             fuse_again(layer, fusion)
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..fused.norm import recipe_of
+from ..fused.norm import norm_of
 from ..ops import use_backend
-from ..patching.swap import fuse_again, set_recipe, unfuse
+from ..patching.swap import fuse_again, restore, set_recipe, unfuse
 from .context import is_float
 from .float64 import in_float64
 
@@ -104,13 +104,13 @@ def unpatched(*modules: nn.Module) -> Iterator[None]:
     """
     patches = []
     for module in modules:
-        patches.append((module, recipe_of(module), unfuse(module)))
+        patches.append((module, norm_of(module), unfuse(module)))
         set_recipe(module, None)
     try:
         yield
     finally:
-        for module, recipe, _ in patches:
-            set_recipe(module, recipe)
+        for module, norm, _ in patches:
+            restore(module, norm)
         for module, _, fusion in patches:
             fuse_again(module, fusion)
 
@@ -119,13 +119,13 @@ def rounds_otherwise(norm: nn.Module) -> bool:
     """Whether this is a patched norm that rounds as a server does, not as its own
     class.
     """
-    recipe = recipe_of(norm)
-    return recipe is not None and recipe.numerics != "model"
+    patched = norm_of(norm)
+    return patched is not None and patched.asked.rounding is not None
 
 
 def keeps_formula(norm: nn.Module) -> bool:
     """Whether this is a patched norm that computes what its own class does; a converted
     checkpoint's does not.
     """
-    recipe = recipe_of(norm)
-    return recipe is not None and not recipe.as_rms
+    patched = norm_of(norm)
+    return patched is not None and not patched.asked.as_rms

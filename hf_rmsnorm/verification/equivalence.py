@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from ..fused.layer import layer_part
-from ..fused.norm import recipe_of
+from ..fused.norm import norm_of, recipe_of
 from ..ops import backend, chosen_backend
 from ..patching import count_launches, is_patched, patched
-from ..patching.numerics import SERVERS
 from .calls import keeps_formula, rounds_otherwise, unpatched
 from .checks import Check, judge_layer, judge_norm
 from .context import evaluating, leaves_of
@@ -177,7 +176,7 @@ def _servers(model: nn.Module) -> str:
     servers = set()
     for norm in model.modules():
         if rounds_otherwise(norm):
-            servers.add(SERVERS[recipe_of(norm).numerics])
+            servers.add(str(norm_of(norm).asked.rounding))
     return " and ".join(sorted(servers))
 
 

@@ -8,7 +8,6 @@ from ...fused import attention, modulated, source, sums
 _PREFIX = "_hf_rmsnorm_"
 _CALLED = (
     sums.add_and_norm,
-    sums.add_unrounded,
     modulated.OnePlusScale,
     modulated.add_and_modulate,
     modulated.later,

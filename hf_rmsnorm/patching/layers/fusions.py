@@ -11,16 +11,16 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn import Module
 
-from ...fused.norm import fusible_recipe
+from ...fused.norm import fusible_norm
 from ...fused.recipe import Recipe
-from ...fused.source import CannotRewrite, compiled_again, forward_source
+from ...fused.source import CannotRewrite, compiled_again, forward_source, guarded
 from ...kernels.sizes import MAX_HEAD_DIM
 from ..entries import FusedLayer
 from ..swap import fuse, replaced_forward
 from .calls import FUNCTIONS
 from .qk import fuse_qk
 from .rotations import fuse_rotations, may_rotate
-from .sums import fuse_sums, keep_summands
+from .sums import fuse_sums
 
 NO_SUM = "no sum in its forward is followed directly by a patched norm of its own"
 
@@ -49,7 +49,6 @@ class Fusion:
         rotates: it is a rotation; else sums and modulations.
         rotates_alone: one without norms.
         keeps_bits: the fusion changes no bit of what the module returns.
-        unrounded: other sums keep their summands, for norms that read them unrounded.
         forward: that of the class in which it was found.
         definition: of that forward, changed to compute it.
     """
@@ -61,7 +60,14 @@ class Fusion:
     rotates: bool = False
     rotates_alone: bool = False
     keeps_bits: bool = True
-    unrounded: bool = False
+
+    def __getstate__(self) -> dict:
+        # found again in the process that loads it
+        return {**vars(self), "forward": None, "definition": None}
+
+    def guarded(self, base: type, owner: list[type]) -> Callable:
+        """The forward of the subclass of a class that `owner` will hold."""
+        return guarded(self.rewrite(base), base, owner)
 
     def rewrite(self, base: type) -> Callable:
         """The forward of a class with this fusion.
@@ -71,18 +77,24 @@ class Fusion:
         """
         fusion = self
         if base.forward is not self.forward:
-            fusion = find_fusion(base, self.norms, self.unrounded)
+            fusion = self.found_in(base)
         if fusion != self:
             raise CannotRewrite("its forward is another now")
-        return compiled_again(base, fusion.definition, FUNCTIONS)
+        return compiled_again(base, fusion.definition, self.helpers)
+
+    def found_in(self, cls: type) -> "Fusion | None":
+        """What would be found in a class with these norms."""
+        return find_fusion(cls, self.norms)
+
+    @property
+    def helpers(self) -> dict[str, Callable]:
+        """The functions that the changed definition calls, by name."""
+        return FUNCTIONS
 
 
-def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
+def find_fusion(cls: type, norms: Norms) -> Fusion | None:
     """What may be computed with these child norms in the forward of a class; None where
     nothing may.
-
-    Args:
-        unrounded: norms of the model read sums before they are rounded.
 
     Raises:
         CannotRewrite: the forward has no source that can be compiled again.
@@ -91,12 +103,9 @@ def find_fusion(cls: type, norms: Norms, unrounded: bool) -> Fusion | None:
     shown = cls.forward, definition
     pieces = fuse_sums(definition, cls, itself, norms.simple, norms.of_rows)
     is_modulated = any("*" in piece for piece in pieces)
-    keeps = unrounded and keep_summands(definition, itself)
-    if keeps:
-        pieces.append("+ what reads it")
     if pieces:
         words = _in_words(pieces, is_modulated)
-        return Fusion(norms, words, *shown, keeps_bits=not keeps, unrounded=keeps)
+        return Fusion(norms, words, *shown)
     normed = fuse_qk(definition, cls, itself, norms.of_heads)
     alone = fuse_rotations(definition, cls, itself)
     pieces = normed + alone
@@ -115,26 +124,33 @@ def _in_words(pieces: list[str], in_one_launch: bool) -> str:
     return f"{words} in one launch"
 
 
-def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
+def fuse_layers(
+    model: Module, find: Callable = find_fusion, in_all_layers: bool = False
+) -> tuple[FusedLayer, ...]:
     """Compile the forwards of a patched model again where they show what surrounds a
     norm, or a rotation of q and k; none is fused yet. Nothing is, unless a norm may be.
+
+    Args:
+        find: finds the `Fusion` of a class with these `Norms`.
+        in_all_layers: also in the layers without a norm of their own.
 
     Returns:
         For each module that repeats in the model, and for its parts: what was fused, or
         the reason for no fusion.
     """
-    find = functools.cache(find_fusion)  # most layers of a model are alike
+    find = functools.cache(find)  # most layers of a model are alike
     modules = dict(model.named_modules())
-    recipes = list(filter(None, map(fusible_recipe, modules.values())))
-    if not recipes:
+    if not any(map(fusible_norm, modules.values())):
         return ()
-    unrounded = not all(recipe.rounds_sum for recipe in recipes)
     repeated = _repeated(model)
     records = {}
     with_sums = []
     for path, module in reversed(modules.items()):
         is_layer = module in repeated
-        fusion, reason = _fused(module, find, unrounded, is_layer)
+        norms = _norms_of(module)
+        fusion, reason = None, ""
+        if any(norms) or may_rotate(type(module)) or (in_all_layers and is_layer):
+            fusion, reason = _fused(module, find, norms)
         name = type(module).__name__
         if fusion is not None:
             records[path] = FusedLayer(path, name, fusion.words)
@@ -154,7 +170,7 @@ def _why_not_fused(path: str, module: Module, with_sums: list[str], reason: str)
     part of it is listed already.
     """
     _, *parts = module.modules()
-    if not any(map(fusible_recipe, parts)):
+    if not any(map(fusible_norm, parts)):
         return ""
     for other in with_sums:
         if other.startswith(f"{path}."):
@@ -166,7 +182,7 @@ def _shared_norms(module: Module) -> str:
     """Which patched norms of a module are one, under several names; "" if none are."""
     names = {}
     for name, child in module._modules.items():
-        if fusible_recipe(child) is not None:
+        if fusible_norm(child) is not None:
             names.setdefault(child, []).append(name)
     for shared in names.values():
         if len(shared) > 1:
@@ -174,16 +190,11 @@ def _shared_norms(module: Module) -> str:
     return ""
 
 
-def _fused(
-    module: Module, find: Callable, unrounded: bool, is_layer: bool
-) -> tuple[Fusion | None, str]:
+def _fused(module: Module, find: Callable, norms: Norms) -> tuple[Fusion | None, str]:
     """(the fusion that a module was given, why it could not be given one)."""
-    norms = _norms_of(module)
     # Not of the wrappers around a norm or a layer: FSDP's forward would gather weights,
     # on one rank before another.
-    is_wrapper = _inner(module) is not module
-    may_add = any(norms) or (unrounded and is_layer)
-    if is_wrapper or not (may_add or may_rotate(type(module))):
+    if _inner(module) is not module:
         return None, ""
     other = replaced_forward(module)
     if other is not None:
@@ -192,7 +203,7 @@ def _fused(
         # Removed, they take the class below the current one.
         return None, "its own parameters are parametrized: patch before that"
     try:
-        fusion = find(type(module), norms, unrounded)
+        fusion = find(type(module), norms)
         if fusion is not None:
             fuse(module, fusion)
     except CannotRewrite as error:
@@ -208,12 +219,13 @@ def _norms_of(module: Module) -> Norms:
     of_rows = set()
     of_heads = set()
     for name, norm in module.named_children():
-        recipe = fusible_recipe(norm)
-        if recipe is None:
+        patched = fusible_norm(norm)
+        if patched is None:
             continue
+        recipe = patched.recipe
         if recipe.is_simple:
             simple.add(name)
-        if recipe.input_written:  # with a rotation or modulation no copy is kept
+        if patched.asked.input_written:  # with a rotation or modulation no copy is kept
             continue
         if recipe.is_of_rows:
             of_rows.add(name)

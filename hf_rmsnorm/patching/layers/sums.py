@@ -25,7 +25,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from ...fused.modulated import add_and_modulate
-from ...fused.sums import add_and_norm, add_unrounded
+from ...fused.sums import add_and_norm
 from .calls import call, is_later, is_modulated
 from .modulation import Modulations
 from .statements import (
@@ -70,26 +70,6 @@ def fuse_sums(
     exchange.block(definition.body, [])
     exchange.visit(definition)
     return list(dict.fromkeys(exchange.sites))
-
-
-def keep_summands(definition: ast.FunctionDef, itself: str) -> bool:
-    """Have sums keep their summands for norms that read them unrounded: those that are
-    assigned to a name or returned, first in a tuple maybe. Returns whether there are
-    any.
-    """
-    kept = False
-    for statement in ast.walk(definition):
-        if not isinstance(statement, (ast.Assign, ast.Return)):
-            continue
-        total = statement.value
-        if isinstance(total, ast.Tuple) and total.elts:
-            total = total.elts[0]
-        if is_sum(total):
-            module = ast.Name(itself, ast.Load())
-            new = call(add_unrounded, total, total.left, total.right, module)
-            statement.value = Replace(total, new).visit(statement.value)
-            kept = True
-    return kept
 
 
 class _Reader(NamedTuple):

@@ -4,12 +4,14 @@ that generates for it.
 `docs/correctness.md` states each order, with the source it was read from.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ..formula import NormSpec
-from ..fused.recipe import Recipe
+from ...formula import NormSpec
+from ...fused.norm import PatchedNorm
+from ...fused.recipe import Recipe
+from .norm import ServerNorm
 
-# What `as_rounded_by` follows, by name.
+# What `rounding_of` follows, by name.
 SERVERS = {
     "vllm": "vLLM 0.33.0",
     "sglang": "SGLang 0.5.23",
@@ -18,34 +20,57 @@ SERVERS = {
 NUMERICS = ("model", *SERVERS)
 
 
-def as_rounded_by(numerics: str, recipe: Recipe) -> Recipe:
-    """A recipe whose formula is computed in this order of rounding.
+@dataclass(frozen=True)
+class ServerRounding:
+    """The `fused.asked.Rounding` of a server.
+
+    Attributes:
+        rounds_sum: a residual sum is rounded before it is normalised; else the norm
+            reads it as float32 holds it.
+    """
+
+    numerics: str
+    spec: NormSpec
+    rounds_sum: bool
+    row_major: bool
+
+    def norm_class(self) -> type[PatchedNorm]:
+        return ServerNorm
+
+    @property
+    def name(self) -> str:
+        return self.numerics
+
+    def __str__(self) -> str:
+        return SERVERS[self.numerics]
+
+
+def rounding_of(
+    numerics: str, proven: Recipe, formula: NormSpec
+) -> ServerRounding | None:
+    """The order of rounding of that name for a norm; None for the model's own.
+
+    Args:
+        proven: what the norm's own forward computes.
+        formula: what it is to compute.
 
     Raises:
         ValueError: the server has no such formula.
     """
-    own = recipe.own or recipe
     if numerics == "model":
-        return own
+        return None
     served = None
     where = ""
-    if own.layout != "last":
-        where = f" {own.notes()}"
-    elif not own.other_input:
-        served = _formula(numerics, own.spec)
+    if proven.layout != "last":
+        where = f" {proven.notes()}"
+    elif not proven.other_input:
+        served = _formula(numerics, formula)
     if served is None:
-        raise ValueError(f"{SERVERS[numerics]} has no {own.spec}{where}")
+        raise ValueError(f"{SERVERS[numerics]} has no {formula}{where}")
     spec, rounds_sum = served
     # what follows may count on the order in memory of torch's own norms
-    loses_order = own.spec.functional and not spec.functional
-    return replace(
-        own,
-        spec=spec,
-        own=own,
-        row_major=own.row_major or loses_order,
-        numerics=numerics,
-        rounds_sum=rounds_sum,
-    )
+    loses_order = formula.functional and not spec.functional
+    return ServerRounding(numerics, spec, rounds_sum, loses_order)
 
 
 def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:

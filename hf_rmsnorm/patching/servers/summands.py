@@ -12,9 +12,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from ..formula import HALF_DTYPES
-from ..ops.backend import under_transform
-from ..ops.launches import TENSOR_TYPES
+from ...formula import HALF_DTYPES
+from ...ops.backend import under_transform
+from ...ops.launches import TENSOR_TYPES
 
 _HELD = "_hf_rmsnorm_summands"
 _readers = weakref.WeakSet()  # norms that have read an unrounded sum
@@ -25,32 +25,23 @@ class _Summands(NamedTuple):
     state: tuple  # of the sum
     left: Tensor
     right: Tensor
-    returned: bool
 
 
-def keep_summands(
-    total: Tensor,
-    left: Tensor,
-    right: Tensor,
-    returned: bool,
-    again: bool,
-):
-    """Keep the summands of ``total = left + right``; those of a sum that is a summand
-    itself go, as its norm has run.
+def keep_summands(total: Tensor, left: Tensor, right: Tensor, again: bool):
+    """Keep the summands of ``total = left + right``.
 
     Args:
-        returned: a module returns the sum.
-        again: a checkpoint may run the reader of the returned sum a second time.
+        again: a checkpoint may run the readers of earlier sums a second time. Else
+            those of a sum that is a summand itself go, as its norm has run.
     """
     for summand in (left, right):
         storage = summand.untyped_storage()
-        before = vars(storage).get(_HELD)
-        if before is not None and not (before.returned and again):
+        if not again and _HELD in vars(storage):
             delattr(storage, _HELD)
     if total.dtype in HALF_DTYPES:  # a sum in float32 is not rounded
         left = left.detach().expand(total.shape)
         right = right.detach().expand(total.shape)
-        summands = _Summands(_state(total), left, right, returned)
+        summands = _Summands(_state(total), left, right)
         setattr(total.untyped_storage(), _HELD, summands)
 
 

@@ -25,7 +25,7 @@ from hf_rmsnorm import (
     use_backend,
     verify_equivalence,
 )
-from hf_rmsnorm.patching.numerics import SERVERS
+from hf_rmsnorm.patching.servers.rounding import SERVERS
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ own reads the rounded sum.
 import torch
 from torch import Tensor, is_grad_enabled
 
-from ..formula import NormSpec
-from ..kernels.operands import any_requires_grad, of_sum, row_major
-from ..reference import reference_norm
-from .autograd import forward_kind, norm_gradients
-from .launches import by_kernel, launches_of
-from .norm import resolve_backend
+from ...formula import NormSpec
+from ...kernels.operands import any_requires_grad, of_sum, row_major
+from ...ops.autograd import forward_kind, norm_gradients
+from ...ops.launches import by_kernel, launches_of
+from ...ops.norm import resolve_backend
+from ...reference import reference_norm
 
 
 class _NormOfSummands(torch.autograd.Function):

@@ -1,0 +1,50 @@
+"""What a patch asks of a norm, and what the norm computes then."""
+
+import torch
+from torch import nn
+
+from hf_rmsnorm.formula import NormSpec
+from hf_rmsnorm.fused.asked import NOTHING, Asked
+from hf_rmsnorm.fused.recipe import Recipe
+from hf_rmsnorm.patching.servers.rounding import rounding_of
+
+SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
+PLAIN = Recipe(SPEC, weight="weight")
+
+
+def saving(norm, recipe=PLAIN, needed=""):
+    return NOTHING.saving_memory(norm, recipe, needed)
+
+
+def test_what_keeps_its_output():
+    norm = nn.RMSNorm(64)
+    assert not NOTHING.keeps_output and NOTHING.notes() == ""
+    assert saving(norm).keeps_output
+    where = "not where one launch rotates or modulates it"
+    assert saving(norm).notes() == f"keeps its output for backward, but {where}"
+    outside = Recipe(NormSpec(False, 1e-6, eps_outside=True), weight="weight")
+    why = "its formula has eps_outside"
+    assert saving(norm, outside).notes() == f"keeps its input for backward: {why}"
+    assert not saving(norm, needed="Block writes to its output").keeps_output
+    with torch.no_grad():
+        norm.weight[0] = 0.0
+    assert not saving(norm).keeps_output
+    norm.weight = None
+    assert saving(norm).keeps_output
+
+
+def test_a_norm_whose_input_is_written_keeps_a_copy():
+    written = Asked(input_written="Block")
+    assert written.notes().endswith("in half precision: Block writes to its input")
+
+
+def test_what_was_proven_is_computed_as_it_was_asked():
+    layer = Recipe(NormSpec(True, 1e-5, functional=True), weight="weight")
+    assert NOTHING.of(layer) == layer and not NOTHING.instead
+    converted = Asked(as_rms=True)
+    assert not converted.of(layer).spec.centered and layer.spec.centered
+    assert converted.notes() == "as the converted checkpoint says"
+    served = Asked(rounding=rounding_of("vllm", PLAIN, SPEC))
+    assert served.of(PLAIN).spec.rounding == "before_weight"
+    assert served.notes() == "as vLLM 0.33.0 rounds"
+    assert served.instead == "norm of vllm"
