@@ -165,14 +165,14 @@ class PatchedNorm:
             return y.contiguous()
         return y
 
-    def run_own(self, module: Module, args: tuple, kwargs: dict):
-        """`compute_own`, which `count_launches` hears of."""
+    def run_original(self, module: Module, args: tuple, kwargs: dict):
+        """`compute_original`, which `count_launches` hears of."""
         if watchers:
             inputs = [*args, *kwargs.values(), None]
             note(NORM, (module,), inputs[0])
-        return self.compute_own(module, args, kwargs)
+        return self.compute_original(module, args, kwargs)
 
-    def compute_own(self, module: Module, args: tuple, kwargs: dict):
+    def compute_original(self, module: Module, args: tuple, kwargs: dict):
         """The result of the module's own forward. Where that computes something else,
         it is the formula in plain torch.
 
@@ -180,7 +180,7 @@ class PatchedNorm:
             TypeError: the forward is replaced, and the formula does not cover the call.
         """
         if self.replaces and self.is_ours(module):
-            return _in_plain_torch(self, module, args, kwargs)
+            return _by_reference(self, module, args, kwargs)
         return self.base.forward(module, *args, **kwargs)
 
 
@@ -188,10 +188,10 @@ def _forward_of(norm: PatchedNorm):
     def forward(self, *args, **kwargs):
         is_compiled = is_compiling()
         if is_compiled and compiles_original():
-            return norm.compute_own(self, args, kwargs)
+            return norm.compute_original(self, args, kwargs)
         call = read(norm, self, args, kwargs)
         if call is None:
-            return norm.run_own(self, args, kwargs)
+            return norm.run_original(self, args, kwargs)
         launches, operands = call
         y = None
         if not is_compiled:
@@ -199,7 +199,7 @@ def _forward_of(norm: PatchedNorm):
         if y is None:
             y = run_by_backend(norm, launches.spec, operands)
         if y is None:
-            return norm.run_own(self, args, kwargs)
+            return norm.run_original(self, args, kwargs)
         if watchers:
             note(NORM, (self,), operands[0])
         if norm.is_plain:
@@ -212,7 +212,7 @@ def _forward_of(norm: PatchedNorm):
 
 
 def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple | None:
-    """The arguments of `run` for a call, (launches, operands); None if `compute_own`
+    """The arguments of `run` for a call, (launches, operands); None if `compute_original`
     has to serve it.
 
     x is the input, or a view of it, with its rows along the last dimension. The formula
@@ -254,7 +254,7 @@ def _read_any(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
 
 
 def run_by_backend(norm: PatchedNorm, spec: NormSpec, operands: tuple):
-    """The norm, by the backend in force; None where `compute_own` is to compute it."""
+    """The norm, by the backend in force; None where `compute_original` is to compute it."""
     x, weight, bias, gate, *_ = operands
     if left_alone(x):
         return None
@@ -282,7 +282,7 @@ def _launches(norm: PatchedNorm, spec: NormSpec) -> Launches:
 _launches_of_another_formula = lru_cache(1_024)(_launches)
 
 
-def _in_plain_torch(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict):
+def _by_reference(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict):
     x, gate = _inputs(norm, args, kwargs)
     held = norm.held_by(module)
     spec = None

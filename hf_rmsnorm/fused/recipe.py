@@ -16,7 +16,7 @@ from ..kernels.operands import present
 from ..ops.backend import autocast_enabled, autocasts_functional
 
 InputLayout = Literal["last", "channels_first"]
-AutocastWay = Literal["torch", "off", "lowered", "own"]
+AutocastWay = Literal["torch", "off", "lowered", "original"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Recipe:
         autocast: what it computes while autocast is on for a type of device, as (type,
             way). ``"torch"``: what torch's own norm does. ``"off"``: the formula, as
             without autocast. ``"lowered"``: the formula of operands that it has cast to
-            autocast's dtype (`NemotronLayerNorm1P`). ``"own"``: unknown, as on all
+            autocast's dtype (`NemotronLayerNorm1P`). ``"original"``: unknown, as on all
             types that are not named. Empty where it is ``"torch"`` on all types.
         row_major: the output is contiguous whatever the strides of the input.
 
@@ -139,8 +139,8 @@ class Recipe:
         """
         device_type = x.device.type
         ways = dict(self.autocast)
-        way = ways.pop(device_type, "own")
-        if way == "own" or any(map(autocast_enabled, ways)):
+        way = ways.pop(device_type, "original")
+        if way == "original" or any(map(autocast_enabled, ways)):
             return None
         if way == "torch" or not autocast_enabled(device_type):
             return x, weight, bias, spec
@@ -197,7 +197,7 @@ class Recipe:
             notes.append("over dimension 1")
         if self.only_float32:
             notes.append("in float32 only: in half precision it runs its own forward")
-        if "own" in dict(self.autocast).values():
+        if "original" in dict(self.autocast).values():
             notes.append("under autocast it runs its own forward")
         elif self.autocast:
             notes.append("under autocast no sum is fused with it")

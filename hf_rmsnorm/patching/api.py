@@ -189,14 +189,13 @@ def _check_served(model: Module, entries: list[Entry], strict: bool) -> None:
     left = [entry for entry in entries if entry.recipe is None and not entry.excluded]
     for entry in left:
         which = f"{entry.paths[0]!r} ({entry.class_name})"
+        reason = entry.refusal.reason
         if entry.required:
             what = "by its config this model was trained as RMSNorm"
-            raise ValueError(f"{what}, and {which} cannot run so: {entry.reason}")
+            raise ValueError(f"{what}, and {which} cannot run so: {reason}")
         if strict:
             what = f"strict: {len(left)} of the norms cannot be swapped, first {which}"
-            raise ValueError(
-                f"{what}: {entry.reason}; list it in exclude to accept that"
-            )
+            raise ValueError(f"{what}: {reason}; list it in exclude to accept that")
 
 
 def _no_change(model: Module, entries: list[Entry]) -> str:

@@ -10,6 +10,7 @@ from ..fused.asked import NOTHING, Asked
 from ..fused.norm import PatchedNorm
 from ..fused.recipe import Recipe
 from .formula.recognise import class_name
+from .formula.refusals import Refusal
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Entry:
     Attributes:
         recipe: what its own forward computes; None where that runs.
         asked: what is asked of it besides.
-        reason, cure: why that runs, and how a user may change it.
+        refusal: why that runs.
         note: on the norm that is computed, for the report.
         before: what an earlier call has swapped it for, if one has.
         stays: it was swapped, and this call does not name it.
@@ -33,8 +34,7 @@ class Entry:
     module: Module
     paths: list[str]
     recipe: Recipe | None = None
-    reason: str | None = None
-    cure: str = ""
+    refusal: Refusal | None = None
     note: str = ""
     asked: Asked = NOTHING
     before: PatchedNorm | None = None
@@ -54,11 +54,10 @@ class Entry:
         """What it computes as it is asked; only of one that has a recipe."""
         return self.asked.of(self.recipe)
 
-    def leave(self, reason: str, cure: str = "") -> None:
+    def leave(self, refusal: Refusal) -> None:
         """Have its own forward run."""
         self.recipe = None
-        self.reason = reason
-        self.cure = cure
+        self.refusal = refusal
 
 
 @dataclass(frozen=True)

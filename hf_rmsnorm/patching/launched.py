@@ -188,7 +188,7 @@ def _why_not_launched(what: str, norms: list[Module], x) -> str:
         return UNKNOWN
     changed = why_not_run(norm, recipe)
     if changed is not None:
-        return changed[0]
+        return changed.reason
     reason = ""
     if what != watch.NORM:  # else it was called as a module
         reason = next(filter(None, map(why_called, norms)), "")

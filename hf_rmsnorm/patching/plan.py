@@ -14,7 +14,8 @@ from ..fused.norm import norm_of
 from .converted import follow_conversion
 from .entries import Entry
 from .formula.probe import neutral_modes
-from .formula.recognise import recognise
+from .formula.recognise import NOT_A_NORM, recognise
+from .formula.refusals import Refusal
 from .layers.writes import written_in
 from .servers.rounding import rounding_of
 from .swap import why_not_run
@@ -106,7 +107,7 @@ def list_norms(model: Module) -> list[Entry]:
             )
             continue
         verdict = recognise(module)
-        if verdict.recipe is not None or verdict.reason is not None:
+        if verdict != NOT_A_NORM:
             entries.append(Entry(module, names, *verdict))
     return entries
 
@@ -158,7 +159,7 @@ def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None
     for glob in exclude:
         if _matches(entry, glob):
             entry.excluded = True
-            entry.leave(f"excluded by {glob!r}")
+            entry.leave(Refusal(f"excluded by {glob!r}"))
             return
     if include is None or any(_matches(entry, glob) for glob in include):
         return
@@ -166,7 +167,7 @@ def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None
         entry.stays = True
     else:
         entry.excluded = True
-        entry.leave("not in include")
+        entry.leave(Refusal("not in include"))
 
 
 def _settle(entry: Entry, options: Options) -> None:
@@ -174,8 +175,8 @@ def _settle(entry: Entry, options: Options) -> None:
     if not entry.stays:
         entry.asked = options.applied(entry)
     recipe = entry.computed
-    why_not = why_not_run(entry.module, recipe)
-    if why_not is None:
+    refusal = why_not_run(entry.module, recipe)
+    if refusal is None:
         entry.formula = recipe.spec_of(entry.module)
     else:
-        entry.leave(*why_not)
+        entry.leave(refusal)

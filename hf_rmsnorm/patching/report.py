@@ -143,7 +143,7 @@ def report_on(
         recipe = entry.recipe
         for path in entry.paths:
             if recipe is None:
-                skipped.append(Skipped(path, name, entry.reason, entry.cure))
+                skipped.append(Skipped(path, name, *entry.refusal))
                 continue
             asked = entry.asked
             numerics = "model" if asked.rounding is None else asked.rounding.numerics

@@ -15,6 +15,7 @@ from ..fused.recipe import Recipe
 from ..fused.subclass import exchanged
 from . import registries
 from .entries import Entry
+from .formula.refusals import Refusal
 
 
 def replaced_forward(module: Module) -> str | None:
@@ -40,21 +41,19 @@ def replaced_forward(module: Module) -> str | None:
     return name_of(stored)
 
 
-def why_not_run(norm: Module, recipe: Recipe) -> tuple[str, str] | None:
-    """(reason, cure) where a norm with a class for this recipe would run its own
-    forward all the same.
-    """
+def why_not_run(norm: Module, recipe: Recipe) -> Refusal | None:
+    """Why a norm with a class for this recipe would run its own forward all the same."""
     other = replaced_forward(norm)
     if other is not None:
         reason = f"its forward was replaced on the instance by {other}"
         cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
-        return reason, cure
+        return Refusal(reason, cure)
     if recipe.spec_of(norm) is None:
         changed = recipe.changes(norm)
         if not changed:
             changed = [f"{recipe.eps} is now {getattr(norm, recipe.eps)}"]
         reason = f"it runs its own forward: {', '.join(changed)}"
-        return reason, "set it back, or unpatch the model and patch it again"
+        return Refusal(reason, "set it back, or unpatch the model and patch it again")
     return None
 
 
@@ -134,7 +133,7 @@ class Changes:
             # a metaclass or __init_subclass__ of the user's may refuse in any way
             what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
             cure = "let the class be subclassed; until then it runs its own forward"
-            entry.leave(what, cure)
+            entry.leave(Refusal(what, cure))
         note_path(entry.module, entry.paths[0])
 
     def undo(self) -> None:

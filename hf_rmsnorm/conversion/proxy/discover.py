@@ -115,12 +115,12 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
         return norms
     why = NO_LAYER_NORM
     for module in proxy.model.modules():
-        recipe, reason, _ = recognise(module)
+        recipe, refusal = recognise(module)
         if recipe is not None and not recipe.spec.centered:
             why = RMS_ALREADY
-        elif reason is not None:
+        elif refusal is not None:
             name = type(module).__name__
-            why = f"patch_model would not run {name} as RMSNorm: {reason}"
+            why = f"patch_model would not run {name} as RMSNorm: {refusal.reason}"
     if silent:
         count = len(norms) + len(silent)
         why = (

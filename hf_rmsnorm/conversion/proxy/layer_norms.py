@@ -50,8 +50,8 @@ def nothing_to_convert(model: torch.nn.Module) -> str:
     """
     why = NO_LAYER_NORM
     for module in model.modules():
-        recipe, reason, _ = recognise(module)
-        if reason is not None:
+        recipe, refusal = recognise(module)
+        if refusal is not None:
             return ""
         if recipe is None:
             continue

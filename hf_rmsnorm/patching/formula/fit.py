@@ -264,12 +264,12 @@ class Fit(Trial):
 
     def _way_under_autocast(self, recipe: Recipe, device_type: str) -> AutocastWay:
         if recipe.gate is not None or not self.code.is_plain_under_autocast:
-            return "own"
+            return "original"
         for way in ("torch", "off", "lowered"):
             with contextlib.suppress(Unusable):
                 if self._computes_so(recipe, device_type, way):
                     return way
-        return "own"
+        return "original"
 
     def _computes_so(self, recipe: Recipe, device_type: str, way: AutocastWay) -> bool:
         """Whether this is what the module computes while autocast is on there."""

@@ -14,7 +14,7 @@ from ...fused.source import CannotRewrite
 from ...kernels.sizes import MAX_HIDDEN_SIZE
 from .fit import Fit
 from .probe import neutral_modes, own_values, true_shape
-from .refusals import NotInFamily, NotPlain, Refused
+from .refusals import NotInFamily, NotPlain, Refusal, Refused
 
 # A name only makes a module worth a line in the report when it is not swapped.
 NORM_NAME = re.compile(r"(rms|layer|qk|head|add|gated)_?norm", re.IGNORECASE)
@@ -23,13 +23,12 @@ ROOTS = {"rsqrt", "norm", "vector_norm", "normalize", "layer_norm", "rms_norm"}
 
 
 class Verdict(NamedTuple):
-    """The result for one module: a recipe; or the reason why it has none; or neither,
+    """The result for one module: a recipe; or why it has none; or neither,
     if it is not a norm at all.
     """
 
     recipe: Recipe | None = None
-    reason: str | None = None
-    cure: str = ""  # how a user may remove the reason
+    refusal: Refusal | None = None
 
 
 NOT_A_NORM = Verdict()
@@ -73,7 +72,7 @@ def _examine(module: Module, is_named: bool) -> tuple[Verdict, bool]:
         with neutral_modes():
             return Verdict(Fit(module).recipe()), True
     except Refused as error:
-        verdict = Verdict(None, str(error), error.cure)
+        verdict = Verdict(None, Refusal(str(error), error.cure))
         is_proven = _is_own(error)
         is_norm = is_named or isinstance(error, NotInFamily)
         if isinstance(error, NotPlain):
@@ -83,7 +82,7 @@ def _examine(module: Module, is_named: bool) -> tuple[Verdict, bool]:
         is_proven = False
         is_norm = is_named
         reason = f"it could not be examined: {type(error).__name__}: {error}"
-        verdict = Verdict(None, reason, NotInFamily.cure)
+        verdict = Verdict(None, Refusal(reason, NotInFamily.cure))
     return verdict if is_norm else NOT_A_NORM, is_proven
 
 
@@ -103,16 +102,16 @@ def _refusal(module: Module, values: dict[str, object]) -> Verdict | None:
     """The verdict on a module that must not even be run."""
     if isinstance(module, torch.jit.ScriptModule):
         cure = "patch the model before torch.jit"
-        return Verdict(None, "it is scripted or traced", cure)
+        return Verdict(None, Refusal("it is scripted or traced", cure))
     if torch.nn.utils.parametrize.is_parametrized(module):
         cure = "patch the model before the parametrization, or remove that first"
-        return Verdict(None, "its weight is parametrized", cure)
+        return Verdict(None, Refusal("its weight is parametrized", cure))
     if next(module.children(), None) is not None:
         return _refusal_of_parent(module)
     for value in values.values():
         if isinstance(value, Tensor) and value.numel() > MAX_HIDDEN_SIZE:
             reason = f"its hidden size {value.numel()} is above {MAX_HIDDEN_SIZE}"
-            return Verdict(None, reason, NotInFamily.cure)
+            return Verdict(None, Refusal(reason, NotInFamily.cure))
     return None
 
 
@@ -123,7 +122,7 @@ def _refusal_of_parent(module: Module) -> Verdict:
         for child in module.children():
             if list(child.parameters()):
                 return NOT_A_NORM
-    return Verdict(None, "it has submodules", NotInFamily.cure)
+    return Verdict(None, Refusal("it has submodules", NotInFamily.cure))
 
 
 def _signature(module: Module, values: dict[str, object]) -> tuple:

@@ -1,5 +1,16 @@
 """Why a module has no recipe, each with its cure."""
 
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """Why a norm runs its own forward, and how a user may change that; "" where that is
+    what was asked.
+    """
+
+    reason: str
+    cure: str = ""
+
 
 class Refused(Exception):
     """The reason, in words.

@@ -10,7 +10,7 @@ from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.recipe import Recipe, parameters_of, shapes_fit
 
 BF16, FP32 = torch.bfloat16, torch.float32
-OWN = (("cpu", "own"), ("cuda", "own"))
+OWN = (("cpu", "original"), ("cuda", "original"))
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 RECIPE = Recipe(SPEC, weight="weight", eps="eps", eps_value=1e-6)
 
@@ -52,11 +52,14 @@ def test_which_rows_a_call_normalises():
 
 
 @pytest.mark.parametrize(
-    "way, dtype", [("torch", FP32), ("off", FP32), ("lowered", BF16), ("own", None)]
+    "way, dtype",
+    [("torch", FP32), ("off", FP32), ("lowered", BF16), ("original", None)],
 )
 def test_what_autocast_makes_of_a_call(way, dtype):
     spec = NormSpec(True, 1e-5, weight_offset=1.0, functional=True)
-    recipe = Recipe(spec, weight="weight", autocast=(("cpu", way), ("cuda", "own")))
+    recipe = Recipe(
+        spec, weight="weight", autocast=(("cpu", way), ("cuda", "original"))
+    )
     x, weight = torch.ones(2, 4), torch.full((4,), 0.25)
     with torch.autocast("cpu", BF16):
         cast = recipe.under_autocast(x, weight, None, spec)
