@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 VOCABULARY = 96
 POSITIONS = 96
-IMAGE_PATCHES = 3  # along each side
+IMAGE_PATCHES = 4  # along each side; even, as some models join 2 x 2 of them
 INNER = 24  # width inside an MLP: nothing of the structure hangs on it
 
 _NO_WIDTH = re.compile(
@@ -23,6 +23,7 @@ _WIDTH = re.compile(
 )
 _POSITIONS = re.compile(
     r"max_(source_|target_)?position|n_positions|n_ctx|max_seq|seq_len|block_size$"
+    r"|^attention_window$"
 )
 _TOKEN = re.compile(r"tok(en)?_(id|index)s?$")
 _VOCABULARY = re.compile(r"vocab_size$|^vocab_size")
@@ -96,11 +97,20 @@ def _narrow(
             if name.startswith("_") and name != "_max_position_embeddings":
                 continue
             narrow = _narrow_value(name, value, factor, inner)
-            if pictures and name == "image_size" and type(value) is type(patch) is int:
-                narrow = min(value, IMAGE_PATCHES * patch)
+            if pictures and name == "image_size" and type(value) is type(patch):
+                narrow = _picture(value, patch)
             # past validators, which would see some widths narrowed and some not
             vars(part)[name] = narrow
     return config
+
+
+def _picture(size, patch):
+    """The size of a smaller picture; some configs list the height and the width."""
+    if isinstance(size, (list, tuple)):
+        return type(size)(map(_picture, size, patch))
+    if type(size) is int:
+        return min(size, IMAGE_PATCHES * patch)
+    return size
 
 
 def _narrow_value(name: str, value, factor: int, inner: bool):
