@@ -109,7 +109,7 @@ def make_proxy(
     if not isinstance(source, PretrainedConfig):
         folder = Path(source)
     errors = {}  # the first at each step
-    last = ""
+    failures = []
     for factor, narrow in _candidates(cls, config, shapes):
         step = "make"
         try:
@@ -119,10 +119,12 @@ def make_proxy(
             run(model, arguments)
         except MISFITS as error:
             words = one_line(error)
-            if words == last:
-                break  # it is not about the widths
-            last = words
             errors.setdefault(step, words)
+            failures.append(words)
+            # torch says so of sizes that do not fit
+            tries = 3 if isinstance(error, RuntimeError) else 2
+            if failures[-tries:] == [words] * tries:
+                break  # it is not about the widths
             continue
         is_own = inputs is None
         narrow = plain(narrow)
