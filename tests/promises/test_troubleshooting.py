@@ -27,17 +27,16 @@ FRAMES = {
     ("conversion/proxy/model.py", "make_proxy"): "nothing_to_convert",
     ("formula.py", "__post_init__"): "the field of a NormSpec",
     ("integrations/trainer.py", "on_save"): "TRAINED of finetuned.py",
-    ("kernels/compiled.py", "_loaded"): "a KernelUnavailable",
+    ("kernels/compiled.py", "_load"): "a KernelUnavailable",
     ("patching/api.py", "_patch"): "what the report says",
     ("patching/formula/fit.py", "recipe"): "an error of NormSpec",
     ("patching/formula/plain_code.py", "_refusal"): "a verb and its object",
     ("patching/formula/plain_code.py", "read_function"): "another reason",
-    ("patching/numerics.py", "as_rounded_by"): "a reason, for 'list it in exclude'",
+    ("patching/servers/rounding.py", "rounding_of"): "a reason, for 'list it in exclude'",
 }
 # Those whose messages only the package's own code can meet.
 INTERNAL = {
     ("__init__.py", "__getattr__"),  # Python's own words
-    ("kernels/serves.py", "require"),
     ("ops/operators.py", "spec_args"),
 }
 
