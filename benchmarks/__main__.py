@@ -6,6 +6,7 @@ from the root of a checkout.
     python -m benchmarks ratios              the same of one norm and layer, for the installed Triton alone
     python -m benchmarks train               a training run, unpatched, patched, with Liger, and with both
     python -m benchmarks layer               kernels and bytes of one decoder layer, and Liger's; needs no GPU
+    python -m benchmarks rows                what every kernel takes for a row, as compiled; needs no GPU
     python -m benchmarks cpu                 time that a patch costs where no kernel runs
     python -m benchmarks COMMAND --help
 
@@ -29,6 +30,7 @@ from hf_rmsnorm.cli.main import Parser, add_command, execute
 COMMANDS = {
     **command.COMMANDS,
     "layer": layer,
+    "rows": layer.Rows(),
     "cpu": cpu,
     "gpu": gpu_check,
     "gpu-report": gpu_report,

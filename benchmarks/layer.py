@@ -23,11 +23,11 @@ from pathlib import Path
 
 from benchmarks.command import chosen_shapes, write_result
 from benchmarks.layer_table import committed, models_table, row_table
+from benchmarks.ptx.driver import NEEDED, run_kernels_on_cpu
 from benchmarks.shapes import LAYERS
 from hf_rmsnorm.cli.common import CliError, Result
 from hf_rmsnorm.cli.env import versions
 
-ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 64
 LIBRARIES = ("torch", "triton", "transformers", "liger-kernel")
 
@@ -76,9 +76,8 @@ def run(args) -> Result:
 
 
 def _counted(shapes: dict, tokens: int, rows: bool) -> dict:
-    _start_executor()
+    start_executor()
     from benchmarks.layer_count import count_layer
-    from benchmarks.layer_rows import count_rows
 
     used = versions(LIBRARIES)
     liger = used["liger-kernel"] is not None
@@ -87,22 +86,41 @@ def _counted(shapes: dict, tokens: int, rows: bool) -> dict:
         name: count_layer(shape, tokens, liger) for name, shape in shapes.items()
     }
     if rows:
-        data["row"] = count_rows(liger)
+        from benchmarks.rows import beside_liger
+
+        data["row"] = beside_liger(liger)
     return data
 
 
-def _start_executor() -> None:
-    """From now on kernels on CPU tensors run from their PTX, by the executor of the
-    tests.
+class Rows:
+    """Count what each kernel takes for a row: instructions of warps, 32-byte sectors of
+    memory, barriers, shuffles; needs no GPU.
+
+    The kernels are compiled for an H100 (sm_90) and their PTX is executed.
     """
+
+    def add_arguments(self, parser) -> None:
+        """It has none besides the common ones."""
+
+    def run(self, args) -> Result:
+        start_executor()
+        from benchmarks.rows import of_every_kernel
+
+        found = of_every_kernel()
+        lines = []
+        for name, counts in found.items():
+            figures = "  ".join(f"{unit} {value:g}" for unit, value in counts.items())
+            lines.append(f"{name:60} {figures}")
+        return Result(found, "\n".join(lines))
+
+
+def start_executor() -> None:
+    """From now on kernels on CPU tensors run from their PTX."""
     if "triton" in sys.modules:
         raise CliError(
             "triton is imported already, and may interpret kernels: run this in a process of its own"
         )
     os.environ.pop("TRITON_INTERPRET", None)
-    sys.path.insert(0, str(ROOT / "tests/helpers"))
-    from ptx.driver import NEEDED, run_kernels_on_cpu
-
     if not run_kernels_on_cpu():
         raise CliError(f"this executes PTX, of {NEEDED}: pip install triton==3.9.0")
     from triton.runtime import driver

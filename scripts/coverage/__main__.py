@@ -2,7 +2,6 @@
 
     python -m scripts.coverage patch                                      every causal LM and base type, bit for bit
     python -m scripts.coverage patch --mapping causal --only llama,gpt2 --out two.json
-    python -m scripts.coverage patch --mapping causal --interpreter norms     also the kernels, in the interpreter
     python -m scripts.coverage patch --mapping causal --interpreter fusion    also fused layers there; their operators
     python -m scripts.coverage convert --out scripts/results/convert-5.23.0.json
     python -m scripts.coverage diffusers --jobs 1 --out scripts/results/diffusers-0.42.1.json
@@ -82,9 +81,9 @@ def parser() -> argparse.ArgumentParser:
         )
     patch.add_argument(
         "--interpreter",
-        choices=("norms", "fusion"),
+        choices=("fusion",),
         default="",
-        help="also run the kernels in Triton's interpreter",
+        help="also run fused layers in Triton's interpreter, and count operators",
     )
     convert.add_argument(
         "--rest", action="store_true", help="only what --update does not have"

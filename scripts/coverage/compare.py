@@ -50,8 +50,7 @@ def examine(
     """Build, run, patch, compare and unpatch one type.
 
     Args:
-        interpreter: what to run in Triton's interpreter besides: "norms", each alone;
-            "fusion", the model as a whole.
+        interpreter: "fusion" to run fused models in Triton's interpreter besides.
 
     Returns:
         ``{"type", "mapping", "model_class", "built", "ran", "error", "runs": [...]}``;
@@ -114,9 +113,6 @@ def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
     if interpreter == "fusion" and arguments is not None and _is_fused(run):
         say("running fused layers in the interpreter")
         run["fusion"] = compare_fusion(model, arguments, _same_bits)
-    if interpreter == "norms" and norms:
-        say("running the kernels in the interpreter")
-        run["interpreter"] = _in_interpreter(model.float(), scenes[:1], norms)
     return run
 
 
@@ -352,75 +348,3 @@ def _saved_bytes(model) -> str:
                 file.name.encode() + (file.read_bytes() if file.is_file() else b"")
             )
     return digest.hexdigest()
-
-
-def _double(value):
-    return (
-        value.double()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-    )
-
-
-def _in_interpreter(model, scenes, norms: dict) -> dict:
-    """Every swapped norm that runs, in float32 through the kernels, against float64 and
-    the original's own error.
-    """
-    from tolerance import assert_as_accurate
-
-    def single(value):
-        return (
-            value.float()
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-            else value
-        )
-
-    seen: dict[str, tuple] = {}
-    handles = [
-        m.register_forward_hook(_recorder(seen, p), with_kwargs=True)
-        for p, m in norms.items()
-    ]
-    scenes = [
-        (path, part, {n: single(v) for n, v in arguments.items()})
-        for path, part, arguments in scenes
-    ]
-    eager = [_outputs(m, a) for _, m, a in scenes]
-    for handle in handles:
-        handle.remove()
-    failures = []
-    with torch.no_grad():
-        originals = {p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()}
-        with hf_rmsnorm.patched(model):
-            with hf_rmsnorm.use_backend("triton"):
-                fused = {
-                    p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()
-                }
-                outputs = [_outputs(m, a) for _, m, a in scenes]
-            with hf_rmsnorm.use_backend("reference"):  # float64 stays that throughout
-                for path, (args, kwargs) in seen.items():
-                    doubled = {n: _double(v) for n, v in kwargs.items()}
-                    exact = copy.deepcopy(norms[path]).double()(
-                        *map(_double, args), **doubled
-                    )
-                    if exact.numel() == 0:
-                        continue
-                    try:
-                        assert_as_accurate(fused[path], originals[path], exact, path)
-                    except AssertionError as error:
-                        failures.append(str(error))
-    largest = [
-        max((_relative(a, b) for a, b in zip(x, y, strict=True)), default=0.0)
-        for x, y in zip(eager, outputs, strict=True)
-    ]
-    return {
-        "norms": len(seen),
-        "failures": failures,
-        "largest_output_difference": max(largest, default=0.0),
-    }
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    if not a.is_floating_point() or a.numel() == 0:
-        return 0.0
-    a, b = a.double().nan_to_num(), b.double().nan_to_num()
-    return ((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item()

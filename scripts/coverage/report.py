@@ -30,7 +30,6 @@ def wrong(result: dict) -> list[str]:
             for c, reason, _ in run["not_norms"]
             if not reason
         ]
-        found += run.get("interpreter", {}).get("failures", [])
         fusion = run.get("fusion", {})
         found += [
             f"fusion: not {key}"

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from places import ROOT
 from processes import python
-from ptx.driver import NEEDED, reads_ptx
 
 from benchmarks import (
     compact,
@@ -28,6 +27,7 @@ from benchmarks import (
 )
 from benchmarks.__main__ import main
 from benchmarks.counting import decoded_layer
+from benchmarks.ptx.driver import NEEDED, reads_ptx
 from benchmarks.shapes import SHAPES, TINY
 from benchmarks.timing import Stopwatch
 
