@@ -396,6 +396,6 @@ def run(args) -> Result:
             write_json(path, result)
     return Result(
         result,
-        f"{gpu_report.tables(result)}\n\nresults: {path}",
+        f"{gpu_report.report(result)}\n\nresults: {path}",
         0 if result["passed"] else 1,
     )

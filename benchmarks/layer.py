@@ -21,12 +21,13 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.command import chosen_shapes, write_result
-from benchmarks.layer_table import committed, models_table, row_table
+from benchmarks.compact import write_result
+from benchmarks.layer_table import models_table, row_table
 from benchmarks.ptx.driver import NEEDED, run_kernels_on_cpu
-from benchmarks.shapes import LAYERS
+from benchmarks.shapes import SHAPES, TINY, ModelShape
 from hf_rmsnorm.cli.common import CliError, Result
 from hf_rmsnorm.cli.env import versions
+from hf_rmsnorm.paths import did_you_mean
 
 TOKENS = 64
 LIBRARIES = ("torch", "triton", "transformers", "liger-kernel")
@@ -48,31 +49,32 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="also write the JSON there"
     )
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="count nothing: print the tables of the committed result",
-    )
 
 
 def run(args) -> Result:
-    """Count, or show the committed result."""
-    shapes = chosen_shapes(args.models, LAYERS)
-    data = (
-        committed()
-        if args.table
-        else _counted(shapes, args.tokens, rows=args.models is None)
-    )
-    if missing := [name for name in shapes if name not in data["models"]]:
-        raise CliError(
-            f"the committed result has no {', '.join(missing)}: leave out --table to count it"
-        )
+    data = _counted(_chosen(args.models), args.tokens, rows=args.models is None)
     if args.out:
         write_result(args.out, data)
-    lines = models_table(data, list(shapes))
+    lines = models_table(data)
     if args.models is None:
         lines += ["", *row_table(data)]
     return Result(data, "\n".join(lines))
+
+
+def _chosen(names: str | None) -> dict[str, ModelShape]:
+    """The shapes of a comma-separated list of names; without one all of published
+    models.
+    """
+    if names is None:
+        return SHAPES
+    known = SHAPES | TINY
+    for name in names.split(","):
+        if name not in known:
+            like = did_you_mean(name, known)
+            raise CliError(
+                f"no such shape: {name}; choose among {', '.join(known)}{like}"
+            )
+    return {name: known[name] for name in names.split(",")}
 
 
 def _counted(shapes: dict, tokens: int, rows: bool) -> dict:

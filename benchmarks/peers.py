@@ -43,14 +43,12 @@ class Case:
         shape: of x; for q and k (batch, length, heads, key heads, head_dim).
         weight_offset: 1.0 for the norms of Gemma.
         compiled: also measure torch.compile, which takes seconds to compile.
-        models: names of the shapes that it comes from.
     """
 
     kind: Kind
     shape: tuple[int, ...]
     weight_offset: float = 0.0
     compiled: bool = False
-    models: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         offset = f" weight + {self.weight_offset:g}" if self.weight_offset else ""
