@@ -10,7 +10,7 @@ the run:
 
     tests    pytest -m gpu
     kernels  forward, backward and both, for RMSNorm, LayerNorm, add + norm and strided q/k norms, against Hugging Face
-             eager, F.rms_norm, torch.compile, Liger and Quack (those two where importable); every implementation is
+             eager, F.rms_norm, torch.compile and, where it is installed, Liger; every implementation is
              first compared with float64 under the tests' tolerance policy, and marked where it fails
     host     what one call on one row costs the host
     llama, qwen3

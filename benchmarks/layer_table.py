@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from benchmarks.speed import UNPATCHED, speed_words, times_as_fast
+from benchmarks.tables import markdown
 
 RESULTS = Path(__file__).resolve().parents[1] / "scripts/results"
 GPU = "nvidia-h100-80gb-hbm3-2026-11-25.json"  # the newest with Liger
@@ -80,7 +82,7 @@ def models_table(
             if timed:
                 cells += _ranges(speeds, name, variant)
             rows.append(cells)
-    return [*_table(header, rows), "", note]
+    return [*markdown(header, rows), "", note]
 
 
 def row_table(data: dict) -> list[str]:
@@ -88,25 +90,15 @@ def row_table(data: dict) -> list[str]:
     for an H100.
     """
     row = data["row"]
-    ways, units = ("forward", "backward"), ("instructions", "sectors")
-    header = [
-        f"RMSNorm, a row of {row['hidden_size']}, bf16",
-        *(f"{way}: {unit}" for way in ways for unit in units),
-    ]
+    columns = list(product(("forward", "backward"), ("instructions", "sectors")))
+    header = [f"RMSNorm, a row of {row['hidden_size']}, bf16"]
+    header += [f"{way}: {unit}" for way, unit in columns]
     rows = []
     for variant, words in VARIANTS.items():
         if variant in row["forward"]:
-            rows.append(
-                [
-                    words,
-                    *(
-                        f"{row[way][variant][unit]:.0f}"
-                        for way in ways
-                        for unit in units
-                    ),
-                ]
-            )
-    return _table(header, rows)
+            cells = [f"{row[way][variant][unit]:.0f}" for way, unit in columns]
+            rows.append([words, *cells])
+    return markdown(header, rows)
 
 
 @dataclass(frozen=True)
@@ -209,7 +201,7 @@ def speeds_table() -> list[str]:
             entries = speed.phases.get(phase)
             cells.append(speed_words(*entries) if entries else "")
         rows.append(cells)
-    return _table(header, rows)
+    return markdown(header, rows)
 
 
 TABLES = {
@@ -218,11 +210,6 @@ TABLES = {
     "layer row": lambda: row_table(committed()),
     "speeds": speeds_table,
 }
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def _counted(counts: dict) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from benchmarks.speed import UNPATCHED, speed_words
 
 
@@ -29,6 +31,13 @@ def columns(rows: list[tuple]) -> list[str]:
 def table(title: str, rows: list[tuple]) -> str:
     """A table whose first row is its header."""
     return "\n".join([title, *columns(rows)])
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable]) -> list[str]:
+    """The lines of a table for the documentation."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
 
 
 def heading(environment: dict) -> str:
