@@ -72,14 +72,8 @@ def examine(
         has one run with them and one without.
     """
     started = time.monotonic()
-    result = {
-        "type": model_type,
-        "mapping": mapping,
-        "built": False,
-        "ran": False,
-        "error": None,
-    }
-    result |= {"errors": [], "runs": []}
+    result = {"type": model_type, "mapping": mapping}
+    result |= {"built": False, "ran": False, "error": None, "runs": []}
     try:
         stand_in_for_timm()
         cls, config = classes_of(model_type, mapping)
@@ -98,18 +92,13 @@ def examine(
             )
     if result["ran"]:
         result["error"] = None
-    result["errors"] = [] if result["ran"] else result["errors"]
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
 
 
 def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
     say("patching")
-    run = {
-        **how,
-        "arguments": sorted(arguments or ()),
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
+    run = dict(how)
     formulas = _patch_once(model, run)
     norms = {path: model.get_submodule(path) for path in formulas}
     say("comparing")

@@ -161,9 +161,6 @@ def _planned(cls, config, inputs) -> dict:
         "largest_mean": max(
             (v for k, v in proof.means.items() if k not in stays), default=0.0
         ),
-        "centred": len(plan.centre),
-        "copied": len(plan.copy),
-        "undetermined": len(plan.undetermined),
         "reason": "; ".join(dict.fromkeys(stays.values())),
     }
     verdict = "failed" if not proof.passed else "partly" if stays else "converted"

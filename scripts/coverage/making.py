@@ -41,8 +41,7 @@ def first_that_runs(cls, config, features, started, result, say):
             built = build_in(style, cls, config, features, CONFIG.get(result["type"]))
         except Exception as error:
             # any constructor may refuse a size in its own way: the next style is tried
-            result["errors"].append(f"{style}: {line(error)}")
-            result["error"] = result["error"] or result["errors"][0]
+            result["error"] = result["error"] or f"{style}: {line(error)}"
             continue
         if built is None:
             return None
@@ -51,7 +50,6 @@ def first_that_runs(cls, config, features, started, result, say):
         result["built"] = True
         say(f"finding inputs in style {style}, features {features}")
         arguments, dtype = _arguments(model, style, result)
-        result["error"] = result["errors"][-1] if result["errors"] else None
         if arguments is not None:
             result["ran"] = True
             return model, arguments, {**how, "dtype": str(dtype).removeprefix("torch.")}
@@ -74,7 +72,7 @@ def _arguments(model, style: str, result: dict) -> tuple[dict | None, torch.dtyp
             arguments, errors = None, [line(timeout)]
         if arguments is not None:
             return arguments, dtype
-        result["errors"].append(f"{style}, {dtype}: {errors[0][:300]}")
+        result["error"] = f"{style}, {dtype}: {errors[0][:300]}"
         if not any(DTYPE_ERROR.search(error) for error in errors):
             break
     return None, dtype

@@ -138,25 +138,9 @@ def _run_all(task: Task, jobs: list[Job], workers: int, tell: Callable) -> None:
             finish(pipe, {"crash": f"not done after {task.seconds} s"})
 
 
-# arguments of the model; errors behind the first; figures of a plan that no page shows
-NOT_COMMITTED = {
-    "arguments", "parameters", "errors", "margins", "centred", "scaled", "copied",
-    "undetermined",
-}  # fmt: skip
-
-
-def committed(result):
-    """A result without what nothing reads later."""
-    if isinstance(result, dict):
-        return {k: committed(v) for k, v in result.items() if k not in NOT_COMMITTED}
-    if isinstance(result, list):
-        return [committed(value) for value in result]
-    return result
-
-
 def lines_of(results: list[dict]) -> str:
     """JSON with a line for each type, so that a change of one is a line of a diff."""
-    lines = (json.dumps(committed(result), separators=(",", ":")) for result in results)
+    lines = (json.dumps(result, separators=(",", ":")) for result in results)
     return "[\n" + ",\n".join(lines) + "\n]"
 
 
