@@ -96,7 +96,7 @@ class Inputs(Candidates):
             return value
         shape = [*value.shape]
         shape[size[0]] = size[1]
-        return self._normal(*shape)
+        return self.normal(*shape)
 
     def attempts(self) -> Iterator[dict]:
         """Keyword arguments to try; send the error of each back in, and the next have
