@@ -19,15 +19,14 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 import hf_rmsnorm
-from hf_rmsnorm.fused import modulated
+from hf_rmsnorm.fused.watch import MODULATED_SUM, MODULATION
+from hf_rmsnorm.patching.launched import Piece
 
 from . import BadOptions
 from .inputs import tensors
@@ -50,14 +49,13 @@ def examine(
     model, inputs = build(name, torch.bfloat16)
     say("running it before")
     expected = _outputs(model, inputs)
-    launches = _Launches()
     say("patching")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model without any norm is a result here
         patched = hf_rmsnorm.patched(model)
         report = patched.__enter__()
     say("running it patched")
-    with hf_rmsnorm.use_backend("triton"), launches.counted():
+    with hf_rmsnorm.use_backend("triton"), hf_rmsnorm.count_launches(model) as ran:
         by_kernels = _outputs(model, inputs)
     patched.__exit__(None, None, None)
     say("running it backward")
@@ -65,7 +63,7 @@ def examine(
         "type": name,
         "norms": len(report.swapped),
         "alone": len(report.skipped),
-        **launches.counts,
+        **_counts(ran.pieces),
         "differing": _differing(by_kernels, expected),
         "values": sum(t.numel() for t in expected),
         "verified": _verified(model, inputs),
@@ -73,33 +71,15 @@ def examine(
     }
 
 
-class _Launches:
-    """Counts the norms of a forward that are launched with their modulation, and with
-    the sum before it.
+def _counts(pieces: tuple[Piece, ...]) -> dict[str, int]:
+    """How many norms of a forward were launched with their modulation, and of these with
+    the sum before.
     """
-
-    def __init__(self):
-        self.counts = {"modulated": 0, "sums": 0, "gated": 0, "apart": 0}
-
-    def counted(self) -> AbstractContextManager:
-        return mock.patch.object(
-            modulated, "_in_one_launch", self._counting(modulated._in_one_launch)
-        )
-
-    def _counting(self, in_one_launch: Callable) -> Callable:
-        def launch(piece, norm, x, scale, shift, gate=None, residual=None):
-            both = in_one_launch(piece, norm, x, scale, shift, gate, residual)
-            # A modulation that is not launched with its sum is tried without: it is
-            # counted then.
-            if both is None:
-                self.counts["apart"] += residual is None
-                return None
-            self.counts["modulated"] += 1
-            self.counts["sums"] += residual is not None
-            self.counts["gated"] += gate is not None
-            return both
-
-        return launch
+    launched: Counter = Counter()
+    for piece in pieces:
+        launched[piece.what] += piece.launched
+    sums = launched[MODULATED_SUM]
+    return {"modulated": launched[MODULATION] + sums, "sums": sums}
 
 
 def _outputs(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
