@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
@@ -39,13 +40,14 @@ class Candidates:
         self.model, self.dtype, self.hints = model, dtype, hints or {}
         self.config = getattr(model, "config", None)
         self.generator = torch.Generator().manual_seed(seed)
-        parameters = inspect.signature(model.forward).parameters
-        kinds = {p.kind for p in parameters.values()}
-        several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        self.parameters = {n: p for n, p in parameters.items() if p.kind not in several}
-        self.optional = [*self.parameters]
-        if inspect.Parameter.VAR_KEYWORD in kinds:
-            self.optional.append("use_cache")
+        self.parameters = {}
+        self.optional = []
+        for name, parameter in inspect.signature(model.forward).parameters.items():
+            if parameter.kind == parameter.VAR_KEYWORD:
+                self.optional.append("use_cache")
+            elif parameter.kind != parameter.VAR_POSITIONAL:
+                self.parameters[name] = parameter
+                self.optional.append(name)
 
     def candidates(self, name: str) -> list:
         """Values for one argument, the likeliest first; empty where nothing is known of
@@ -64,7 +66,8 @@ class Candidates:
 
     def _hinted(self, hint):
         if callable(hint):
-            hint = hint(*[self.model][: len(inspect.signature(hint).parameters)])
+            of_model = inspect.signature(hint).parameters
+            hint = hint(self.model) if of_model else hint()
         hint = self._value(hint)
         if isinstance(hint, torch.Tensor) and hint.is_floating_point():
             return hint.to(self.dtype)
@@ -91,7 +94,9 @@ class Candidates:
     def side(self, name: str, default: int) -> tuple[int, int]:
         """Height and width."""
         value = self.setting(name, default=default)
-        return (value, value) if isinstance(value, int) else (value[-2], value[-1])
+        if isinstance(value, int):
+            return value, value
+        return value[-2], value[-1]
 
     @property
     def hidden_size(self) -> int:
@@ -152,14 +157,21 @@ def _spectrogram(c: Candidates, name: str) -> list:
     shapes = []
     for length in frames:
         shapes += (mels, length), (length, mels), (1, length, mels)
-    return [(BATCH, *s) for s in [*shapes, (100, wide), (100, c.hidden_size)]]
+    shapes.append((100, wide))
+    shapes.append((100, c.hidden_size))
+    return _of_a_batch(shapes)
 
 
 def _waveform(c: Candidates, name: str) -> list:
     mels = c.setting("num_mel_bins", default=80)
     patch = c.setting("max_length", default=128)
-    waves = [(4000,), (1, 4000), (16000,), (1, 16000), (1, 1920)]
-    shapes = [*waves, (24, mels), (patch, mels), (1024, mels), (1, 48000)]
+    shapes = [(4000,), (1, 4000), (16000,), (1, 16000), (1, 1920)]
+    shapes += (24, mels), (patch, mels), (1024, mels)
+    shapes.append((1, 48000))
+    return _of_a_batch(shapes)
+
+
+def _of_a_batch(shapes: list[tuple]) -> list[tuple]:
     return [(BATCH, *shape) for shape in shapes]
 
 
@@ -175,17 +187,23 @@ def _tokens(c: Candidates, name: str) -> list:
         if isinstance(count, int):
             books += count, count + 1
     books += 8, 9
-    shapes = [(BATCH, LENGTH), *((BATCH * n, LENGTH) for n in books)]
-    shapes += [(BATCH, LENGTH, n) for n in books]
-    shapes += [(BATCH, n, LENGTH) for n in books]
-    shapes += [(BATCH, n) for n in (64, 256, 128)]
+    shapes = [(BATCH, LENGTH)]
+    shapes += [(BATCH * count, LENGTH) for count in books]
+    shapes += [(BATCH, LENGTH, count) for count in books]
+    shapes += [(BATCH, count, LENGTH) for count in books]
+    shapes += [(BATCH, length) for length in (64, 256, 128)]
     return [c.ids(*shape) for shape in shapes]
 
 
 def _vectors(c: Candidates, name: str) -> list:
     hidden = c.hidden_size
-    shapes = [(BATCH, LENGTH, hidden), (BATCH, hidden), (LENGTH, hidden)]
-    return [*shapes, (BATCH, hidden, LENGTH), *_pictures(c, name)[:2]]
+    return [
+        (BATCH, LENGTH, hidden),
+        (BATCH, hidden),
+        (LENGTH, hidden),
+        (BATCH, hidden, LENGTH),
+        *_pictures(c, name)[:2],
+    ]
 
 
 def _pictures(c: Candidates, name: str) -> list:
@@ -208,8 +226,11 @@ def _pictures(c: Candidates, name: str) -> list:
     pictures = [(BATCH, channels, *side) for side in sides]
     videos = []
     for side in sides[:2]:
-        videos += [(BATCH, n, channels, *side) for n in (frames, 1, 2)]
-        videos += (BATCH, channels, frames, *side), (1, BATCH, channels, *side)
+        videos.append((BATCH, frames, channels, *side))
+        videos.append((BATCH, 1, channels, *side))
+        videos.append((BATCH, 2, channels, *side))
+        videos.append((BATCH, channels, frames, *side))
+        videos.append((1, BATCH, channels, *side))
         videos.append((BATCH, 1, 1, channels, *side))
     first = pictures[:2] + videos + pictures[2:]
     if "video" in name:
@@ -242,7 +263,8 @@ def _states(c: Candidates, name: str) -> list:
 
 
 def _times(c: Candidates, name: str) -> list:
-    return [_ones(*shape, dtype=c.dtype) for shape in ((BATCH,), (1,), (BATCH, 1))]
+    shapes = (BATCH,), (1,), (BATCH, 1)
+    return [_ones(*shape, dtype=c.dtype) for shape in shapes]
 
 
 def _boxes(c: Candidates, name: str) -> list:
@@ -265,9 +287,12 @@ def _has(pattern: str) -> Callable[[str], re.Match | None]:
 
 def _always(*values) -> Callable[[Candidates, str], list]:
     """The same values for every model; a list is that of a tensor."""
-    return lambda c, name: [
-        torch.tensor(v) if isinstance(v, list) else v for v in values
-    ]
+    made = []
+    for value in values:
+        if isinstance(value, list):
+            value = torch.tensor(value)
+        made.append(value)
+    return lambda c, name: copy.deepcopy(made)
 
 
 GRID = [1, 4, 4]

@@ -117,29 +117,35 @@ def shrunk_number(
     if style == "default" or value <= 0:
         return value
     action = action_of(name)
-    if layers and action == 2 and value == layers[0]:
-        return layers[1]
-    if (
-        layers
-        and action == "keep"
-        and LAYER_INDICES.search(name)
-        and "size" not in name
-    ):
-        return min(value, layers[1] - 1)
+    if layers is not None:
+        depth, kept = layers
+        if action == 2 and value == depth:
+            return kept
+        index = LAYER_INDICES.search(name) and "size" not in name
+        if action == "keep" and index:
+            return min(value, kept - 1)
     if action == "keep":
         return value
     if style == "divide8":
         if action in (64, 96, 16) and WIDTH.search(name):
             return _divided(value, least=4 * DIVISOR)
-        of_heads = action == 2 and "heads" in name
-        if of_heads or (action in (32, 8, 4) and "expert" not in name):
+        if _stays_in_division(name, action):
             return value
     return min(value, action)
 
 
+def _stays_in_division(name: str, action: int) -> bool:
+    """Whether a number is no width, where widths alone are divided."""
+    if action == 2:
+        return "heads" in name
+    return action in (32, 8, 4) and "expert" not in name
+
+
 def _divided(value: int, least: int) -> int:
     """A width divided, if it has at least this size and the result is whole."""
-    return value // DIVISOR if value % DIVISOR == 0 and value >= least else value
+    if value % DIVISOR or value < least:
+        return value
+    return value // DIVISOR
 
 
 def action_of(name: str) -> int | str:

@@ -163,24 +163,31 @@ def _kind(how: str) -> str:
 
 
 def totals(results: list[dict]) -> dict:
-    runs = [run for r in results for run in r["runs"][:1]]
-    bad = [bool(wrong(r)) for r in results]
-    ran = [bool(r["ran"]) for r in results]
-    fusions = Counter(kind for run in runs for kind in fused(run))
+    count: Counter = Counter()
+    fusions: Counter = Counter()
     formulas: Counter = Counter()
-    for run in runs:
-        for _, formula, count in run["swapped"]:
-            formulas[formula] += count
-    equal = [it_ran and not is_bad for it_ran, is_bad in zip(ran, bad, strict=True)]
+    for result in results:
+        is_wrong = bool(wrong(result))
+        count["built"] += bool(result["built"])
+        count["run"] += bool(result["ran"])
+        count["equal"] += result["ran"] and not is_wrong
+        count["wrong"] += is_wrong
+        for run in result["runs"][:1]:
+            fusions.update(fused(run))
+            count["not repeatable"] += not all(run["repeatable"])
+            for _, formula, norms in run["swapped"]:
+                formulas[formula] += norms
+            for _, _, norms in run["left_alone"]:
+                count["left alone"] += norms
     return {
         "tried": len(results),
-        "built": sum(bool(r["built"]) for r in results),
-        "run": sum(ran),
-        "bit_equal": sum(equal),
-        "with_wrong_results": sum(bad),
-        "not_repeatable": sum(not all(run["repeatable"]) for run in runs),
+        "built": count["built"],
+        "run": count["run"],
+        "bit_equal": count["equal"],
+        "with_wrong_results": count["wrong"],
+        "not_repeatable": count["not repeatable"],
         "norms_swapped": formulas.total(),
-        "norms_left_alone": sum(n for run in runs for *_, n in run["left_alone"]),
+        "norms_left_alone": count["left alone"],
         "types_with_fused_sums": fusions["sums"],
         "types_with_fused_pairs": fusions["pairs"],
         "types_with_fused_modulations": fusions["modulations"],

@@ -84,20 +84,24 @@ def take(task: Task, jobs: list[Job], found: dict[Job, dict], options) -> int:
     """
     done = []
 
+    def write() -> None:
+        if options.out:
+            options.out.write_text(task.text(found), encoding="utf-8")
+
     def tell(job: Job, result: dict) -> None:
         found[job] = result
         done.append(job)
-        seconds = f"({result['seconds']} s)" if "seconds" in result else ""
-        where = f"{len(done)} of {len(jobs)}, {job[0]}"
-        print(f"{where}: {task.verdict(result)} {seconds}", file=sys.stderr, flush=True)
+        text = f"{len(done)} of {len(jobs)}, {job[0]}: {task.verdict(result)}"
+        if "seconds" in result:
+            text += f" ({result['seconds']} s)"
+        print(text, file=sys.stderr, flush=True)
         # a run of half an hour that is stopped leaves its results
-        if options.out and len(done) % 25 == 0:
-            options.out.write_text(task.text(found), encoding="utf-8")
+        if len(done) % 25 == 0:
+            write()
 
     _run_all(task, jobs, options.jobs, tell)
-    if options.out:
-        options.out.write_text(task.text(found), encoding="utf-8")
-    return int(any(task.is_wrong(result) for result in found.values()))
+    write()
+    return int(any(map(task.is_wrong, found.values())))
 
 
 def _run_all(task: Task, jobs: list[Job], workers: int, tell: Callable) -> None:
@@ -133,9 +137,10 @@ def _run_all(task: Task, jobs: list[Job], workers: int, tell: Callable) -> None:
                 running[pipe][3] = message["stage"]
             else:
                 finish(pipe, message)
-        late = time.monotonic() - task.seconds
-        for pipe in [p for p, (_, _, start, _) in running.items() if start < late]:
-            finish(pipe, {"crash": f"not done after {task.seconds} s"})
+        now = time.monotonic()
+        for pipe, (_, _, start, _) in list(running.items()):
+            if now - start > task.seconds:
+                finish(pipe, {"crash": f"not done after {task.seconds} s"})
 
 
 def lines_of(results: list[dict]) -> str:
