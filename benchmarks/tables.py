@@ -18,14 +18,17 @@ def cell(value) -> str:
 
 def columns(rows: list[tuple]) -> list[str]:
     """Rows of cells as aligned lines, text to the left and figures to the right."""
-    lines = [""] * len(rows)
-    for column in zip(*rows, strict=True):
-        cells = [cell(value) for value in column]
-        width = max(map(len, cells))
-        is_text = not any(isinstance(value, (int, float)) for value in column)
-        for at, text in enumerate(cells):
-            lines[at] += "  " + (text.ljust(width) if is_text else text.rjust(width))
-    return [line.removeprefix("  ").rstrip() for line in lines]
+    aligned = [_aligned(column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+
+
+def _aligned(column: tuple) -> list[str]:
+    """The cells of a column, each as wide as the widest."""
+    cells = [cell(value) for value in column]
+    width = max(map(len, cells))
+    if any(isinstance(value, (int, float)) for value in column):
+        return [text.rjust(width) for text in cells]
+    return [text.ljust(width) for text in cells]
 
 
 def table(title: str, rows: list[tuple]) -> str:
@@ -186,14 +189,30 @@ def phase(title: str, variants: dict[str, dict]) -> list[str]:
     """What benchmarks/models.py measured of one phase, as aligned lines."""
     rows = [(title, *_OF_A_PHASE)]
     for variant, entry in variants.items():
-        notes = [f"{k} {cell(entry[k])}" for k in _COMPARED if entry.get(k) is not None]
         speed = None
         if "speedup" in entry:
             speed = speed_words(entry, variants[UNPATCHED])
-        figures = entry.get("tokens_per_s"), entry.get("ms"), speed
-        memory = entry.get("peak_gb"), entry.get("memory_ratio")
-        rows.append((variant, *figures, *memory, ", ".join(notes)[:120]))
+        rows.append(
+            (
+                variant,
+                entry.get("tokens_per_s"),
+                entry.get("ms"),
+                speed,
+                entry.get("peak_gb"),
+                entry.get("memory_ratio"),
+                _beside(entry),
+            )
+        )
     return columns(rows)
+
+
+def _beside(entry: dict) -> str:
+    """How a variant's results compare with the unpatched model's."""
+    notes = []
+    for key in _COMPARED:
+        if entry.get(key) is not None:
+            notes.append(f"{key} {cell(entry[key])}")
+    return ", ".join(notes)[:120]
 
 
 def training(data: dict) -> list[str]:
@@ -212,8 +231,14 @@ def training(data: dict) -> list[str]:
 def _of_a_run(entry: dict) -> tuple:
     if "error" in entry:
         return *[None] * 7, entry["error"][:90]
-    speeds = (entry[f"tokens_per_s{at}"] for at in ("", "_min", "_max"))
-    speed = "{:.0f} ({:.0f} to {:.0f})".format(*speeds)
-    figures = (entry.get(key) for key in ("speedup", "peak_gb", "memory_ratio"))
-    losses = entry["losses"][0], entry["losses"][-1], entry.get("max_abs_dloss")
-    return speed, *figures, *losses, ""
+    speed = "{tokens_per_s:.0f} ({tokens_per_s_min:.0f} to {tokens_per_s_max:.0f})"
+    return (
+        speed.format(**entry),
+        entry.get("speedup"),
+        entry.get("peak_gb"),
+        entry.get("memory_ratio"),
+        entry["losses"][0],
+        entry["losses"][-1],
+        entry.get("max_abs_dloss"),
+        "",
+    )
