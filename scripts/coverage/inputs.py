@@ -210,7 +210,7 @@ def find_inputs(
     Args:
         budget: seconds of CPU.
         most: attempts.
-        hints: arguments to begin with, as in `coverage_hints.INPUTS`.
+        hints: arguments to begin with, as in `hints.INPUTS`.
     """
     deadline = time.process_time() + budget
     inputs = Inputs(model, dtype, hints=hints)
