@@ -59,10 +59,30 @@ CHIPS = {
     "gfx942": Chip(GPUTarget("hip", "gfx942", 64), 304, 65_536),
 }
 
-_LLAMA = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
-_COHERE = NormSpec(centered=True, eps=1e-5)
 _LAYER_NORM = NormSpec(centered=True, eps=1e-5, has_bias=True)
 _ADAPTIVE = NormSpec(centered=True, eps=1e-6, has_weight=False, functional=True)
+FORMULAS = {
+    "llama": NormSpec(centered=False, eps=1e-6, rounding="before_weight"),
+    "gemma": NormSpec(centered=False, eps=1e-6, weight_offset=1.0),
+    "t5": NormSpec(centered=False, eps=1e-6, rounding="weight_dtype"),
+    "plain": NormSpec(centered=False, eps=1e-6, has_weight=False),
+    "mamba": NormSpec(
+        centered=False, eps=1e-5, rounding="before_weight", gate="silu_before"
+    ),
+    "qwen3_next": NormSpec(
+        centered=False, eps=1e-6, rounding="before_weight", gate="silu_after"
+    ),
+    "textbook": NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True),
+    "layernorm": _LAYER_NORM,
+    "gated_layernorm": replace(_LAYER_NORM, gate="silu_after"),
+    "cohere": NormSpec(centered=True, eps=1e-5),
+    "modulated": _ADAPTIVE,
+}
+FORMULAS["qk"] = FORMULAS["llama"]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# of x, and of the weight
+DTYPES = {"bf16": (BF16, BF16), "fp16": (FP16, FP16), "fp32": (FP32, FP32)}
+DTYPES |= {"halves": (BF16, FP16), "mixed": (BF16, FP32)}
 
 
 @dataclass(frozen=True)
@@ -88,91 +108,45 @@ class Variant:
     heads: bool = False
 
 
+def _named(name: str) -> Variant:
+    """The variant of a name: "add_" after a residual, the formula, dtypes, and what is
+    special.
+    """
+    formula, kind, *special = name.removeprefix("add_").split("-")
+    added = name.startswith("add_")
+    x, weight = DTYPES[kind]
+    if kind == "mixed" and (added or formula == "t5"):  # the stream in float32
+        x, weight = weight, x
+    spec = FORMULAS[formula]
+    return Variant(
+        spec,
+        x,
+        weight if spec.has_weight else None,
+        frozen="frozen" in special,
+        aligned="unaligned" not in special,
+        added=added,
+        output="output" in special,
+        strided="strided" in special,
+        modulated=formula == "modulated",
+        heads=formula == "qk",
+    )
+
+
 VARIANTS = {
-    "llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16),
-    "llama-bf16-frozen": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, frozen=True),
-    "llama-bf16-unaligned": Variant(
-        _LLAMA, torch.bfloat16, torch.bfloat16, aligned=False
-    ),
-    "llama-bf16-strided": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, strided=True),
-    "llama-fp16": Variant(_LLAMA, torch.float16, torch.float16),
-    "llama-fp32": Variant(_LLAMA, torch.float32, torch.float32),
-    "llama-fp32-unaligned": Variant(
-        _LLAMA, torch.float32, torch.float32, aligned=False
-    ),
-    "llama-mixed": Variant(_LLAMA, torch.bfloat16, torch.float32),
-    "gemma-bf16": Variant(
-        NormSpec(centered=False, eps=1e-6, weight_offset=1.0),
-        torch.bfloat16,
-        torch.bfloat16,
-    ),
-    "t5-mixed": Variant(
-        NormSpec(centered=False, eps=1e-6, rounding="weight_dtype"),
-        torch.float32,
-        torch.bfloat16,
-    ),
-    "plain-bf16": Variant(
-        NormSpec(centered=False, eps=1e-6, has_weight=False), torch.bfloat16, None
-    ),
-    "mamba-bf16": Variant(
-        NormSpec(
-            centered=False, eps=1e-5, rounding="before_weight", gate="silu_before"
-        ),
-        torch.bfloat16,
-        torch.bfloat16,
-    ),
-    "qwen3_next-bf16": Variant(
-        NormSpec(centered=False, eps=1e-6, rounding="before_weight", gate="silu_after"),
-        torch.bfloat16,
-        torch.bfloat16,
-    ),
-    "textbook-fp32": Variant(
-        NormSpec(centered=False, eps=1e-6, has_bias=True, eps_outside=True),
-        torch.float32,
-        torch.float32,
-    ),
-    "qk-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, heads=True),
-    "qk-bf16-unaligned": Variant(
-        _LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, heads=True
-    ),
-    "qk-fp32": Variant(_LLAMA, torch.float32, torch.float32, heads=True),
-    "layernorm-bf16": Variant(_LAYER_NORM, torch.bfloat16, torch.bfloat16),
-    "layernorm-bf16-strided": Variant(
-        _LAYER_NORM, torch.bfloat16, torch.bfloat16, strided=True
-    ),
-    "layernorm-fp32": Variant(_LAYER_NORM, torch.float32, torch.float32),
-    "cohere-bf16": Variant(_COHERE, torch.bfloat16, torch.bfloat16),
-    "gated_layernorm-bf16": Variant(
-        replace(_LAYER_NORM, gate="silu_after"), torch.bfloat16, torch.bfloat16
-    ),
-    "llama-bf16-output": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, output=True),
-    "llama-halves-output": Variant(_LLAMA, torch.bfloat16, torch.float16, output=True),
-    "layernorm-bf16-output": Variant(
-        _LAYER_NORM, torch.bfloat16, torch.bfloat16, output=True
-    ),
-    "add_llama-bf16-output": Variant(
-        _LLAMA, torch.bfloat16, torch.bfloat16, added=True, output=True
-    ),
-    "add_llama-bf16": Variant(_LLAMA, torch.bfloat16, torch.bfloat16, added=True),
-    "add_llama-bf16-frozen": Variant(
-        _LLAMA, torch.bfloat16, torch.bfloat16, frozen=True, added=True
-    ),
-    "add_llama-bf16-unaligned": Variant(
-        _LLAMA, torch.bfloat16, torch.bfloat16, aligned=False, added=True
-    ),
-    "add_llama-fp32": Variant(_LLAMA, torch.float32, torch.float32, added=True),
-    "add_llama-mixed": Variant(_LLAMA, torch.float32, torch.bfloat16, added=True),
-    "add_llama-fp32-unaligned": Variant(
-        _LLAMA, torch.float32, torch.float32, aligned=False, added=True
-    ),
-    "modulated-bf16": Variant(_ADAPTIVE, torch.bfloat16, None, modulated=True),
-    "add_modulated-bf16": Variant(
-        _ADAPTIVE, torch.bfloat16, None, added=True, modulated=True
-    ),
-    "add_layernorm-bf16": Variant(
-        _LAYER_NORM, torch.bfloat16, torch.bfloat16, added=True
-    ),
-}
+    name: _named(name)
+    for name in (
+        "llama-bf16", "llama-bf16-frozen", "llama-bf16-unaligned", "llama-bf16-strided",
+        "llama-fp16", "llama-fp32", "llama-fp32-unaligned", "llama-mixed",
+        "gemma-bf16", "t5-mixed", "plain-bf16", "mamba-bf16", "qwen3_next-bf16",
+        "textbook-fp32", "qk-bf16", "qk-bf16-unaligned", "qk-fp32",
+        "layernorm-bf16", "layernorm-bf16-strided", "layernorm-fp32", "cohere-bf16",
+        "gated_layernorm-bf16", "llama-bf16-output", "llama-halves-output",
+        "layernorm-bf16-output", "add_llama-bf16-output", "add_llama-bf16",
+        "add_llama-bf16-frozen", "add_llama-bf16-unaligned", "add_llama-fp32",
+        "add_llama-mixed", "add_llama-fp32-unaligned", "modulated-bf16",
+        "add_modulated-bf16", "add_layernorm-bf16",
+    )
+}  # fmt: skip
 
 
 def is_served(variant: Variant, hidden_size: int) -> bool:

@@ -5,6 +5,9 @@ does not repeat.
 from __future__ import annotations
 
 import json
+from pathlib import Path
+
+from hf_rmsnorm.cli.common import CliError
 
 DIGITS = 5  # of a float
 WIDTH = 800  # characters of a line
@@ -29,6 +32,20 @@ def compact_json(value, indent: int = 0) -> str:
         first, last = "[", "]"
     end = "\n" + " " * indent
     return f"{first}{end} {f',{end} '.join(parts)}{end}{last}"
+
+
+def write_result(file: Path, data: dict) -> None:
+    """Write a result as JSON.
+
+    Raises:
+        CliError: the file cannot be written.
+    """
+    try:
+        file.write_text(compact_json(data) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CliError(
+            f"cannot write {file}: {error.strerror}; pass another file with --out"
+        ) from error
 
 
 def _rounded(value):

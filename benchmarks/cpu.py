@@ -9,11 +9,10 @@ chance does.
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import os
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 from hf_rmsnorm.cli.common import CliError, Result, add_count
@@ -92,6 +91,7 @@ def measure(model, turns: int) -> dict:
     """Microseconds of CPU time for a token: median and least by kind, and the medians
     of the turns' own ratios.
     """
+    from benchmarks.host import timed_in_turns
     from hf_rmsnorm import patch_model
 
     # Copies of the modules with the same weights, so that they lie where they lie for
@@ -101,45 +101,37 @@ def measure(model, turns: int) -> dict:
         for kind in (PLAIN, PATCHED, AGAIN)
     }
     patch_model(models[PATCHED])
-    for each in models.values():
-        _microseconds(each)
-    spent: dict[str, list[float]] = {kind: [] for kind in models}
-    for turn in range(turns):
-        gc.collect()
-        gc.disable()
-        kinds = [*models][turn % 3 :] + [*models][: turn % 3]
-        for kind in kinds:
-            spent[kind].append(_microseconds(models[kind]))
-        gc.enable()
+    calls = {kind: _decoding(each) for kind, each in models.items()}
+    spent = timed_in_turns(calls, turns, "cpu", TOKENS)
 
     def ratio(kind: str) -> float:
-        return statistics.median(
-            a / b for a, b in zip(spent[kind], spent[PLAIN], strict=True)
-        )
+        pairs = zip(spent[kind], spent[PLAIN], strict=True)
+        return statistics.median(a / b for a, b in pairs)
 
     found: dict = {
         kind: {"us": statistics.median(each), "us_min": min(each)}
         for kind, each in spent.items()
     }
-    found |= {
+    return found | {
         "turns": turns,
         "parameters": sum(p.numel() for p in model.parameters()),
         "ratio": ratio(PATCHED),
-    }
-    return found | {
         "ratio of least": min(spent[PATCHED]) / min(spent[PLAIN]),
         "ratio by chance": ratio(AGAIN),
     }
 
 
-def _microseconds(model) -> float:
-    """Of CPU time for each of some tokens after a prompt, with a cache."""
+def _decoding(model) -> Callable[[], None]:
+    """Decodes a token behind a prompt, the same one each time."""
     import torch
 
     with torch.no_grad():
         cache = model(torch.arange(3, 3 + PROMPT)[None], use_cache=True).past_key_values
-        token = torch.tensor([[5]])
-        start = time.process_time()
-        for _ in range(TOKENS):
-            model(token, past_key_values=cache, use_cache=True)
-        return (time.process_time() - start) * 1e6 / TOKENS
+    token = torch.tensor([[5]])
+
+    @torch.no_grad()
+    def decode() -> None:
+        model(token, past_key_values=cache, use_cache=True)
+        cache.crop(-1)
+
+    return decode

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_rmsnorm.cli.env import PACKAGES, versions
 
-PEERS = ("liger-kernel", "quack-kernels")
+PEERS = ("liger-kernel",)
 
 
 def ask(*command: str) -> str | None:

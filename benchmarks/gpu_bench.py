@@ -41,7 +41,7 @@ DRY_CASES = (
     Case("LayerNorm", (6, 64)),
 )
 # sections and the shapes they take eight layers of
-MODELS = {"llama": "Llama-3-8B", "qwen3": "Qwen3-8B"}
+MODELS = {"llama": "Llama-3.1-8B", "qwen3": "Qwen3-8B"}
 DRY_SIZES = {
     "prompt": 4,
     "new_tokens": 3,

@@ -10,7 +10,7 @@ the run:
 
     tests    pytest -m gpu
     kernels  forward, backward and both, for RMSNorm, LayerNorm, add + norm and strided q/k norms, against Hugging Face
-             eager, F.rms_norm, torch.compile, Liger and Quack (those two where importable); every implementation is
+             eager, F.rms_norm, torch.compile and, where it is installed, Liger; every implementation is
              first compared with float64 under the tests' tolerance policy, and marked where it fails
     host     what one call on one row costs the host
     llama, qwen3
@@ -112,22 +112,10 @@ def run_tests(section: Section) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
-        # A dry run rehearses the bodies of those that are written for it.
-        where = ["tests/gpu"] if section.dry_run else gpu_test_files()
-        command = [sys.executable, "-m", "pytest", *where, "-m", "gpu", "-q", "-p", "no:cacheprovider",
-                   "--continue-on-collection-errors", f"--junitxml={report}"]  # fmt: skip
-        if importlib.util.find_spec("xdist") and not section.dry_run:
-            command += ["-n", "4"]  # most of the time is compilation on the host
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(ROOT), os.getenv("PYTHONPATH")])
-            )
-        }
-        environment["TRITON_INTERPRET"] = "1" if section.dry_run else "0"
-        if section.dry_run:
-            environment["HF_RMSNORM_REHEARSE_GPU_TESTS"] = "1"
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, text=True)  # fmt: skip
+        process = subprocess.Popen(
+            _pytest(section, report), cwd=ROOT, env=_environment(section),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
         try:
             output, _ = process.communicate(timeout=max(section.left(), 1))
         except subprocess.TimeoutExpired:
@@ -138,22 +126,39 @@ def run_tests(section: Section) -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
                 output, _ = process.communicate()
-        section.data |= {
-            "command": "pytest -m gpu",
-            "returncode": process.returncode,
-            "tail": output[-6000:],
-        }
-        section.data |= (
-            read_junit(report)
-            if report.exists()
-            else {"counts": {}, "failed": [], "slowest": []}
-        )
-    if process.returncode:
-        section.failures += [test["name"] for test in section.data["failed"]] or [
-            f"pytest: {process.returncode}"
-        ]
-    elif not section.data["counts"]["passed"]:
+        outcome = {"counts": {}, "failed": [], "slowest": []}
+        if report.exists():
+            outcome = read_junit(report)
+    code = process.returncode
+    section.data |= {"command": "pytest -m gpu", "returncode": code}
+    section.data |= {"tail": output[-6000:], **outcome}
+    if code:
+        failed = [test["name"] for test in outcome["failed"]]
+        section.failures += failed or [f"pytest: {code}"]
+    elif not outcome["counts"]["passed"]:
         section.failures.append("no GPU test ran")
+
+
+def _pytest(section: Section, report: Path) -> list[str]:
+    # A dry run rehearses the bodies of those that are written for it.
+    where = ["tests/gpu"] if section.dry_run else gpu_test_files()
+    command = [
+        sys.executable, "-m", "pytest", *where, "-m", "gpu", "-q",
+        "-p", "no:cacheprovider", "--continue-on-collection-errors",
+        f"--junitxml={report}",
+    ]  # fmt: skip
+    if importlib.util.find_spec("xdist") and not section.dry_run:
+        command += ["-n", "4"]  # most of the time is compilation on the host
+    return command
+
+
+def _environment(section: Section) -> dict[str, str]:
+    path = filter(None, [str(ROOT), os.getenv("PYTHONPATH")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    environment["TRITON_INTERPRET"] = "1" if section.dry_run else "0"
+    if section.dry_run:
+        environment["HF_RMSNORM_REHEARSE_GPU_TESTS"] = "1"
+    return environment
 
 
 def gpu_test_files(root: Path = ROOT) -> list[str]:
@@ -164,12 +169,11 @@ def gpu_test_files(root: Path = ROOT) -> list[str]:
     fail it.
     """
     marked = re.compile(r"\bmark\.gpu\b|\bgpu_tests\b")
-    found = (
-        p
-        for p in sorted((root / "tests").rglob("test_*.py"))
-        if marked.search(p.read_text(encoding="utf-8"))
-    )
-    return [p.relative_to(root).as_posix() for p in found]
+    found = []
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        if marked.search(path.read_text(encoding="utf-8")):
+            found.append(path.relative_to(root).as_posix())
+    return found
 
 
 def read_junit(path: Path) -> dict:
@@ -183,24 +187,19 @@ def read_junit(path: Path) -> dict:
         seconds[name] = float(case.get("time", 0))
         problem = next((e for e in case if e.tag in ("failure", "error")), None)
         skip = case.find("skipped")
-        counts[
-            "failed"
-            if problem is not None
-            else "skipped"
-            if skip is not None
-            else "passed"
-        ] += 1
         if problem is not None:
+            counts["failed"] += 1
             message = problem.get("message", "")
             if message == "collection failure":
                 # which says nothing; the exception is the last line
-                name, message = (
-                    case.get("name"),
-                    (problem.text or message).strip().rpartition("\n")[2],
-                )
+                text = (problem.text or message).strip()
+                name, message = case.get("name"), text.rpartition("\n")[2]
             failed.append({"name": name, "message": message[:600]})
         elif skip is not None:
+            counts["skipped"] += 1
             skipped.append({"name": name, "message": skip.get("message", "")[:200]})
+        else:
+            counts["passed"] += 1
     slowest = sorted(seconds.items(), key=lambda item: -item[1])[:10]
     return {"counts": counts, "failed": failed, "skipped": skipped, "slowest": slowest}
 
@@ -260,29 +259,20 @@ def supervise(name: str, folder: Path, dry_run: bool, soft: float, hard: float) 
             with contextlib.suppress(ProcessLookupError):
                 group(process.pid, signal.SIGKILL)
         process.join()
-    saved = (
-        json.loads(path.read_text(encoding="utf-8"))
-        if path.exists()
-        else {"data": {}, "failures": []}
-    )
-    result = {
-        "status": "passed",
-        "seconds": round(time.monotonic() - started, 1),
-        **saved,
-    }
+    saved = {"data": {}, "failures": []}
+    if path.exists():
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    seconds = round(time.monotonic() - started, 1)
+    result = {"status": "passed", "seconds": seconds, **saved}
     if saved["failures"]:
         result["status"] = "failed"
     if timed_out:
         result |= {"status": "error", "reason": "did not end in its time and was ended"}
     elif process.exitcode:
-        error = saved["data"].pop(
-            "error", f"the process ended with code {process.exitcode}"
-        )
-        result |= {
-            "status": "error",
-            "reason": error.strip().rpartition("\n")[2],
-            "traceback": error,
-        }
+        ended = f"the process ended with code {process.exitcode}"
+        error = saved["data"].pop("error", ended)
+        reason = error.strip().rpartition("\n")[2]
+        result |= {"status": "error", "reason": reason, "traceback": error}
     return result
 
 
@@ -292,39 +282,22 @@ def result_path(args, environment: dict) -> Path:
         return Path(os.environ["OUT"]) / "gpu_check.json"
     if args.out:
         return args.out
-    device = re.sub(
-        r"[^a-z0-9]+", "-", (environment["device"] or "dry-run").lower()
-    ).strip("-")
-    return (
-        ROOT
-        / "scripts"
-        / "results"
-        / f"{device}-{datetime.now(timezone.utc):%Y-%m-%d}.json"
-    )
+    device = (environment["device"] or "dry-run").lower()
+    device = re.sub(r"[^a-z0-9]+", "-", device).strip("-")
+    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    return ROOT / "scripts/results" / f"{device}-{date}.json"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="tiny shapes on the CPU, in Triton's interpreter",
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=560.0,
-        help="seconds for everything (default %(default)g)",
-    )
-    parser.add_argument(
-        "--only",
-        metavar="NAMES",
-        help=f"comma-separated sections: {','.join(SECTIONS)}",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="file for the results (the variable OUT, a folder, goes first)",
-    )
+    add = parser.add_argument
+    help = "tiny shapes on the CPU, in Triton's interpreter"
+    add("--dry-run", action="store_true", help=help)
+    help = "seconds for everything (default %(default)g)"
+    add("--budget", type=float, default=560.0, help=help)
+    help = f"comma-separated sections: {','.join(SECTIONS)}"
+    add("--only", metavar="NAMES", help=help)
+    help = "file for the results (the variable OUT, a folder, goes first)"
+    add("--out", type=Path, help=help)
 
 
 def run(args) -> Result:
@@ -339,63 +312,51 @@ def run(args) -> Result:
     os.environ["TRITON_INTERPRET"] = "1" if args.dry_run else "0"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = supervise(
-            "environment", folder, args.dry_run, start + 60, start + 60
-        )
-        if environment["status"] != "passed" or not (
-            args.dry_run or environment["data"]["device"]
-        ):
-            raise CliError(
-                environment.get(
-                    "reason", "torch sees no GPU; --dry-run rehearses on the CPU"
-                )
-            )
-        path = result_path(args, environment["data"])
+        environment = _examined(folder, args.dry_run, start + 60)
+        path = result_path(args, environment)
         path.parent.mkdir(parents=True, exist_ok=True)
+        waiting = {"status": "not run yet", "data": {}, "failures": []}
         result = {
             "format": FORMAT,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "dry_run": args.dry_run,
             "budget_s": args.budget,
-            "environment": environment["data"],
-            "sections": {
-                name: {"status": "not run yet", "data": {}, "failures": []}
-                for name in only
-            },
+            "environment": environment,
+            "sections": dict.fromkeys(only, waiting),
         }
+        sections = result["sections"]
         for name, share in SECTIONS.items():
             if name not in only:
                 continue
             soft = start + share * args.budget
-            if soft - time.monotonic() <= 0.05 * args.budget:
-                section = {
-                    "status": "skipped",
-                    "reason": "time ran out",
-                    "data": {},
-                    "failures": [],
-                }
-            else:
-                print(
-                    f"gpu: {name}, {soft - time.monotonic():.0f} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                section = supervise(
-                    name,
-                    folder,
-                    args.dry_run,
-                    soft,
-                    min(soft + 30, start + args.budget + 15),
-                )
-            result["sections"][name] = section
+            hard = min(soft + 30, start + args.budget + 15)
+            least = 0.05 * args.budget
+            sections[name] = _run(name, folder, args.dry_run, (soft, hard), least)
             result["seconds"] = round(time.monotonic() - start, 1)
-            result["passed"] = all(
-                s["status"] in ("passed", "skipped")
-                for s in result["sections"].values()
-            )
+            good = ("passed", "skipped")
+            result["passed"] = all(s["status"] in good for s in sections.values())
             write_json(path, result)
-    return Result(
-        result,
-        f"{gpu_report.tables(result)}\n\nresults: {path}",
-        0 if result["passed"] else 1,
-    )
+    text = f"{gpu_report.report(result)}\n\nresults: {path}"
+    return Result(result, text, 0 if result["passed"] else 1)
+
+
+def _examined(folder: Path, dry_run: bool, deadline: float) -> dict:
+    """The environment, which has a GPU unless this is a rehearsal."""
+    environment = supervise("environment", folder, dry_run, deadline, deadline)
+    found = environment["data"].get("device") or dry_run
+    if environment["status"] != "passed" or not found:
+        missing = "torch sees no GPU; --dry-run rehearses on the CPU"
+        raise CliError(environment.get("reason", missing))
+    return environment["data"]
+
+
+def _run(
+    name: str, folder: Path, dry_run: bool, ends: tuple[float, float], least: float
+) -> dict:
+    """The result of a section, which is skipped where less time than `least` is left."""
+    left = ends[0] - time.monotonic()
+    if left <= least:
+        reason = "time ran out"
+        return {"status": "skipped", "reason": reason, "data": {}, "failures": []}
+    print(f"gpu: {name}, {left:.0f} s", file=sys.stderr, flush=True)
+    return supervise(name, folder, dry_run, *ends)

@@ -21,13 +21,14 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.command import chosen_shapes, write_result
-from benchmarks.layer_table import committed, models_table, row_table
-from benchmarks.shapes import LAYERS
+from benchmarks.compact import write_result
+from benchmarks.layer_table import models_table, row_table
+from benchmarks.ptx.driver import NEEDED, run_kernels_on_cpu
+from benchmarks.shapes import SHAPES, TINY, ModelShape
 from hf_rmsnorm.cli.common import CliError, Result
 from hf_rmsnorm.cli.env import versions
+from hf_rmsnorm.paths import did_you_mean
 
-ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 64
 LIBRARIES = ("torch", "triton", "transformers", "liger-kernel")
 
@@ -48,37 +49,37 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="also write the JSON there"
     )
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="count nothing: print the tables of the committed result",
-    )
 
 
 def run(args) -> Result:
-    """Count, or show the committed result."""
-    shapes = chosen_shapes(args.models, LAYERS)
-    data = (
-        committed()
-        if args.table
-        else _counted(shapes, args.tokens, rows=args.models is None)
-    )
-    if missing := [name for name in shapes if name not in data["models"]]:
-        raise CliError(
-            f"the committed result has no {', '.join(missing)}: leave out --table to count it"
-        )
+    data = _counted(_chosen(args.models), args.tokens, rows=args.models is None)
     if args.out:
         write_result(args.out, data)
-    lines = models_table(data, list(shapes))
+    lines = models_table(data)
     if args.models is None:
         lines += ["", *row_table(data)]
     return Result(data, "\n".join(lines))
 
 
+def _chosen(names: str | None) -> dict[str, ModelShape]:
+    """The shapes of a comma-separated list of names; without one all of published
+    models.
+    """
+    if names is None:
+        return SHAPES
+    known = SHAPES | TINY
+    for name in names.split(","):
+        if name not in known:
+            like = did_you_mean(name, known)
+            raise CliError(
+                f"no such shape: {name}; choose among {', '.join(known)}{like}"
+            )
+    return {name: known[name] for name in names.split(",")}
+
+
 def _counted(shapes: dict, tokens: int, rows: bool) -> dict:
-    _start_executor()
+    start_executor()
     from benchmarks.layer_count import count_layer
-    from benchmarks.layer_rows import count_rows
 
     used = versions(LIBRARIES)
     liger = used["liger-kernel"] is not None
@@ -87,22 +88,41 @@ def _counted(shapes: dict, tokens: int, rows: bool) -> dict:
         name: count_layer(shape, tokens, liger) for name, shape in shapes.items()
     }
     if rows:
-        data["row"] = count_rows(liger)
+        from benchmarks.rows import beside_liger
+
+        data["row"] = beside_liger(liger)
     return data
 
 
-def _start_executor() -> None:
-    """From now on kernels on CPU tensors run from their PTX, by the executor of the
-    tests.
+class Rows:
+    """Count what each kernel takes for a row: instructions of warps, 32-byte sectors of
+    memory, barriers, shuffles; needs no GPU.
+
+    The kernels are compiled for an H100 (sm_90) and their PTX is executed.
     """
+
+    def add_arguments(self, parser) -> None:
+        """It has none besides the common ones."""
+
+    def run(self, args) -> Result:
+        start_executor()
+        from benchmarks.rows import of_every_kernel
+
+        found = of_every_kernel()
+        lines = []
+        for name, counts in found.items():
+            figures = "  ".join(f"{unit} {value:g}" for unit, value in counts.items())
+            lines.append(f"{name:60} {figures}")
+        return Result(found, "\n".join(lines))
+
+
+def start_executor() -> None:
+    """From now on kernels on CPU tensors run from their PTX."""
     if "triton" in sys.modules:
         raise CliError(
             "triton is imported already, and may interpret kernels: run this in a process of its own"
         )
     os.environ.pop("TRITON_INTERPRET", None)
-    sys.path.insert(0, str(ROOT / "tests/helpers"))
-    from ptx.driver import NEEDED, run_kernels_on_cpu
-
     if not run_kernels_on_cpu():
         raise CliError(f"this executes PTX, of {NEEDED}: pip install triton==3.9.0")
     from triton.runtime import driver

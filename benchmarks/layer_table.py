@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from benchmarks.speed import UNPATCHED, speed_range, speed_words, times_as_fast
+from benchmarks.tables import markdown
 
 RESULTS = Path(__file__).resolve().parents[1] / "scripts/results"
 GPU = "nvidia-h100-80gb-hbm3-2026-11-25.json"  # the newest with Liger
@@ -78,7 +80,7 @@ def models_table(data: dict, names: Iterable[str] = ()) -> list[str]:
             if timed:
                 cells += _ranges(speeds, name, variant)
             rows.append(cells)
-    return [*_table(header, rows), "", note]
+    return [*markdown(header, rows), "", note]
 
 
 def row_table(data: dict) -> list[str]:
@@ -86,25 +88,15 @@ def row_table(data: dict) -> list[str]:
     for an H100.
     """
     row = data["row"]
-    ways, units = ("forward", "backward"), ("instructions", "sectors")
-    header = [
-        f"RMSNorm, a row of {row['hidden_size']}, bf16",
-        *(f"{way}: {unit}" for way in ways for unit in units),
-    ]
+    columns = list(product(("forward", "backward"), ("instructions", "sectors")))
+    header = [f"RMSNorm, a row of {row['hidden_size']}, bf16"]
+    header += [f"{way}: {unit}" for way, unit in columns]
     rows = []
     for variant, words in VARIANTS.items():
         if variant in row["forward"]:
-            rows.append(
-                [
-                    words,
-                    *(
-                        f"{row[way][variant][unit]:.0f}"
-                        for way in ways
-                        for unit in units
-                    ),
-                ]
-            )
-    return _table(header, rows)
+            cells = [f"{row[way][variant][unit]:.0f}" for way, unit in columns]
+            rows.append([words, *cells])
+    return markdown(header, rows)
 
 
 @dataclass(frozen=True)
@@ -207,7 +199,7 @@ def speeds_table() -> list[str]:
             entries = speed.phases.get(phase)
             cells.append(speed_words(*entries) if entries else "")
         rows.append(cells)
-    return _table(header, rows)
+    return markdown(header, rows)
 
 
 def felt_table() -> list[str]:
@@ -233,9 +225,7 @@ def felt_table() -> list[str]:
             if chosen and chosen[0].of_its_norms_alone:
                 equal += " (all its kernels)"
             cells = [*_ranges(speeds, model, variant), _memory_range(chosen), equal]
-            rows.append(
-                [f"{model}, {words}", *(cell or "not run" for cell in cells)]
-            )
+            rows.append([f"{model}, {words}", *(cell or "not run" for cell in cells)])
     devices = " and ".join(dict.fromkeys(speed.device for speed in speeds))
     least, most = _range_of_rounds(speeds, "Llama-3.1-8B", "hf_rmsnorm", "decode")
     note = (
@@ -243,7 +233,7 @@ def felt_table() -> list[str]:
         f"rounds of decoding Llama: {least:.2f} to {most:.2f}. Memory: the peak of a "
         "training step. Equal bits: of a layer. Liger ran on the H100 alone."
     )
-    return [*_table(header, rows), "", note]
+    return [*markdown(header, rows), "", note]
 
 
 def _memory_range(speeds: list[Speed]) -> str:
@@ -273,11 +263,6 @@ TABLES = {
     "layer row": lambda: row_table(committed()),
     "speeds": speeds_table,
 }
-
-
-def _table(header: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
 def _counted(counts: dict) -> list[str]:

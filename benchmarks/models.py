@@ -272,22 +272,3 @@ def broken_together(where: str, entries: dict) -> list[str]:
     if error is None or "error" in entries.get(LIGER, {}):
         return []
     return [f"{where}, with Liger's MLP and loss: {error}"]
-
-
-def run(
-    shapes: dict[str, ModelShape],
-    phase: str,
-    sizes: dict,
-    layers: int,
-    device: str,
-    dtype: torch.dtype,
-) -> dict:
-    """By name of the shape what `run_phases` gives for one phase, of a model with so
-    many layers.
-    """
-    found = {}
-    for name, shape in shapes.items():
-        work = Workload(shape, sizes, layers, device, dtype)
-        run_phases(work, shape.model_type, found.setdefault(name, {}), (phase,))
-        del work  # its memory, before the next one's
-    return found

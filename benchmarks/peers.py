@@ -41,20 +41,15 @@ class Case:
             whose gradients arrive transposed, as attention sends them; "+ rotary" turns
             both by their positions behind that, as LLaMA's `apply_rotary_pos_emb` does.
         shape: of x; for q and k (batch, length, heads, key heads, head_dim).
-        weight_offset: 1.0 for the norms of Gemma.
         compiled: also measure torch.compile, which takes seconds to compile.
-        models: names of the shapes that it comes from.
     """
 
     kind: Kind
     shape: tuple[int, ...]
-    weight_offset: float = 0.0
     compiled: bool = False
-    models: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        offset = f" weight + {self.weight_offset:g}" if self.weight_offset else ""
-        return f"{self.kind} {'x'.join(map(str, self.shape))}{offset}"
+        return f"{self.kind} {'x'.join(map(str, self.shape))}"
 
     @property
     def paired(self) -> bool:
@@ -96,94 +91,51 @@ def other_libraries() -> tuple[dict[str, dict], dict[str, str]]:
     """The functions of other libraries that can be imported here, and for each its
     version or why it is missing.
     """
-    functions, found = {}, {}
+    try:
+        return {"liger": _liger()}, {"liger": metadata.version("liger-kernel")}
+    except Exception as error:
+        # a peer may fail to import in any way it likes; which way is in the result
+        return {}, {"liger": f"not importable: {type(error).__name__}: {error}"[:200]}
 
-    def liger():
-        from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-        # in_place=False: the default writes dx over dy, which other readers of dy would
-        # notice
-        def how(norm):
-            return (
-                EPS,
-                norm.weight_offset,
-                "gemma" if norm.weight_offset else "llama",
-                False,
-            )
+def _liger() -> dict[str, Callable]:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-        def add(x, residual, norm):
-            y, h = LigerFusedAddRMSNormFunction.apply(
-                x, residual, norm.weight, *how(norm)
-            )
-            return h, y
+    # the offset of the weight, and not in place: the default writes dx over dy, which
+    # other readers of dy would notice
+    how = (EPS, 0.0, "llama", False)
 
-        return {
-            "RMSNorm": lambda x, norm: LigerRMSNormFunction.apply(
-                x, norm.weight, *how(norm), None
-            ),
-            "LayerNorm": lambda x, norm: LigerLayerNormFunction.apply(
-                x, norm.weight, norm.bias, EPS
-            ),
-            "add + RMSNorm": add,
-        }
+    def rms_norm(x, norm):
+        return LigerRMSNormFunction.apply(x, norm.weight, *how, None)
 
-    def quack():
-        from quack import rmsnorm
+    def layer_norm(x, norm):
+        return LigerLayerNormFunction.apply(x, norm.weight, norm.bias, EPS)
 
-        def weight(norm):
-            return (
-                norm.weight + norm.weight_offset if norm.weight_offset else norm.weight
-            )
+    def add(x, residual, norm):
+        y, h = LigerFusedAddRMSNormFunction.apply(x, residual, norm.weight, *how)
+        return h, y
 
-        def add(x, residual, norm):
-            y, h = rmsnorm(x, weight(norm), residual=residual, eps=EPS, prenorm=True)[
-                :2
-            ]
-            return h, y
-
-        return {
-            "RMSNorm": lambda x, norm: rmsnorm(x, weight(norm), eps=EPS),
-            "add + RMSNorm": add,
-        }
-
-    for name, load, package in (
-        ("liger", liger, "liger-kernel"),
-        ("quack", quack, "quack-kernels"),
-    ):
-        try:
-            functions[name], found[name] = load(), metadata.version(package)
-        except Exception as error:
-            # a peer may fail to import in any way it likes; which way is in the result
-            found[name] = f"not importable: {type(error).__name__}: {error}"[:200]
-    return functions, found
+    return {"RMSNorm": rms_norm, "LayerNorm": layer_norm, "add + RMSNorm": add}
 
 
 def make_norms(case: Case, device: str, dtype: torch.dtype) -> list[nn.Module]:
     """The modules that Hugging Face models use for it, with random parameters: two for
     q and k.
     """
-    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    def make():
-        if case.kind == "LayerNorm":
-            norm = nn.LayerNorm(case.shape[-1], eps=EPS)
-        else:
-            norm = (Gemma2RMSNorm if case.weight_offset else LlamaRMSNorm)(
-                case.shape[-1], eps=EPS
-            )
-        norm = norm.to(device, dtype)
-        # for those who compute it by a function
-        norm.weight_offset = case.weight_offset
+    norms = []
+    for _ in range(2 if case.paired else 1):
+        cls = nn.LayerNorm if case.kind == "LayerNorm" else LlamaRMSNorm
+        norm = cls(case.shape[-1], eps=EPS).to(device, dtype)
         with torch.no_grad():
-            norm.weight.uniform_(0.5, 1.5).sub_(case.weight_offset)
+            norm.weight.uniform_(0.5, 1.5)
             if case.kind == "LayerNorm":
                 norm.bias.uniform_(-0.5, 0.5)
-        return norm
-
-    return [make() for _ in range(2 if case.paired else 1)]
+        norms.append(norm)
+    return norms
 
 
 def tables_of(case: Case, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -273,9 +225,9 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
 
 def implementations(
     case: Case, norms: list[nn.Module], libraries: dict, compile_backend: str | None
-) -> dict:
-    """Name -> `Implementation`; `hf_eager` is first, because the others are judged by it."""
-    kind, parameters = case.kind, [p for norm in norms for p in norm.parameters()]
+) -> dict[str, Implementation]:
+    """By name; `hf_eager` is first, because the others are judged by it."""
+    kind, parameters = case.kind, _parameters(norms)
     tables = tables_of(case, parameters[0].device, parameters[0].dtype)
     ours = _ours(kind, norms, tables)
     made = {
@@ -284,16 +236,9 @@ def implementations(
         AGAIN: ours,
     }
     if kind != "LayerNorm":  # nn.LayerNorm is F.layer_norm already
-
-        def functional(norm):
-            shape, weight, offset = norm.weight.shape, norm.weight, norm.weight_offset
-            if offset:
-                return lambda x: F.rms_norm(x, shape, weight + offset, EPS)
-            return lambda x: F.rms_norm(x, shape, weight, EPS)
-
-        made["F.rms_norm"] = Implementation(
-            composed(kind, [functional(norm) for norm in norms], tables), parameters
-        )
+        functional = [partial(_functional, norm) for norm in norms]
+        call = composed(kind, functional, tables)
+        made["F.rms_norm"] = Implementation(call, parameters)
     if compile_backend is not None:
         copies = [copy.deepcopy(norm) for norm in norms]
         call = torch.compile(
@@ -302,22 +247,32 @@ def implementations(
             fullgraph=True,
             backend=compile_backend,
         )
-        made[COMPILED] = Implementation(
-            call, [p for norm in copies for p in norm.parameters()]
-        )
+        made[COMPILED] = Implementation(call, _parameters(copies))
     for name, functions in libraries.items():
-        if kind == "add + RMSNorm" and kind in functions:
-            call = lambda x, residual, f=functions[kind]: f(x, residual, norms[0])  # noqa: E731
-        elif (
-            one := functions.get("LayerNorm" if kind == "LayerNorm" else "RMSNorm")
-        ) is not None:
-            call = composed(
-                kind, [lambda x, f=one, norm=norm: f(x, norm) for norm in norms], tables
-            )
-        else:
-            continue
-        made[name] = Implementation(call, parameters)
+        call = _of_library(functions, kind, norms, tables)
+        if call is not None:
+            made[name] = Implementation(call, parameters)
     return made
+
+
+def _parameters(norms: list[nn.Module]) -> list[torch.Tensor]:
+    return [p for norm in norms for p in norm.parameters()]
+
+
+def _functional(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, EPS)
+
+
+def _of_library(
+    functions: dict[str, Callable], kind: Kind, norms: list[nn.Module], tables: tuple
+) -> Callable | None:
+    """The case by a library's functions; None where it has none."""
+    if kind == "add + RMSNorm" and kind in functions:
+        return partial(functions[kind], norm=norms[0])
+    one = functions.get("LayerNorm" if kind == "LayerNorm" else "RMSNorm")
+    if one is None:
+        return None
+    return composed(kind, [partial(one, norm=norm) for norm in norms], tables)
 
 
 def make_set(case: Case, device: str, dtype: torch.dtype) -> tuple[list, list]:

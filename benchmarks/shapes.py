@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,16 @@ class ModelShape:
 
 
 SHAPES = {
-    "Llama-3-8B": ModelShape("llama", 4096, 14336, 32, 8, 128, 128256),
-    "Llama-3.2-1B": ModelShape("llama", 2048, 8192, 32, 8, 64, 128256),
-    "Qwen3-0.6B": ModelShape("qwen3", 1024, 3072, 16, 8, 128, 151936, qk_norm=True),
+    "Llama-3.1-8B": ModelShape("llama", 4096, 14336, 32, 8, 128, 128256),
     "Qwen3-8B": ModelShape("qwen3", 4096, 12288, 32, 8, 128, 151936, qk_norm=True),
-    "Mistral-7B": ModelShape("mistral", 4096, 14336, 32, 8, 128, 32768),
-    "Gemma-2-9B": ModelShape(
-        "gemma2", 3584, 14336, 16, 8, 256, 256000, weight_offset=1.0
-    ),
-}
-LAYERS = {  # those of which one layer is counted
-    "Llama-3.1-8B": SHAPES["Llama-3-8B"],
-    "Qwen3-8B": SHAPES["Qwen3-8B"],
     "Gemma-3-12B": ModelShape(
         "gemma3_text", 3840, 15360, 16, 8, 256, 262208, qk_norm=True, weight_offset=1.0
     ),
-    "Mistral-7B": SHAPES["Mistral-7B"],
+    "Mistral-7B": ModelShape("mistral", 4096, 14336, 32, 8, 128, 32768),
 }
 TRAINED = {  # on words of source code; a step takes a GPU some 25 ms
     "LLaMA": ModelShape("llama", 1024, 2816, 16, 4, 64, 32768),
-    "Qwen3": replace(SHAPES["Qwen3-0.6B"], vocabulary=32768),
+    "Qwen3": ModelShape("qwen3", 1024, 3072, 16, 8, 128, 32768, qk_norm=True),
 }
 # for a trial of the command
 TINY = {"tiny": ModelShape("qwen3", 64, 96, 4, 2, 16, 128, qk_norm=True)}
-# (hidden size, sequence) of published comparisons
-AGAINST_LAYER_NORM = ((512, 128), (1024, 512), (2048, 2048))

@@ -83,15 +83,14 @@ def train(
     ids: torch.Tensor,
     sizes: Sizes,
     device: str,
-    dtype: torch.dtype,
 ) -> dict:
-    """Train a new model of the shape with AdamW. ``tokens_per_s`` is a median over the
+    """Train a new bfloat16 model of the shape with AdamW. ``tokens_per_s`` is a median over the
     steps, and has its range and quartiles.
     """
     cuda = device == "cuda"
     gc.collect()  # the model of the run before
     torch.manual_seed(0)
-    model = build(shape, sizes.layers, device, dtype).train()
+    model = build(shape, sizes.layers, device).train()
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=cuda)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -128,8 +127,7 @@ def run(
     device: str,
     data: dict,
     rehearsal: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    shapes: dict[str, ModelShape] | None = None,
+    shapes: dict[str, ModelShape] = TRAINED,
     left: Callable[[], float] = lambda: math.inf,
     save: Callable[[], None] = lambda: None,
 ) -> list[str]:
@@ -140,8 +138,7 @@ def run(
             `train` gives, and ``speedup``, ``memory_ratio`` and ``max_abs_dloss``
             beside the unpatched model), ``skipped`` and ``liger``.
         rehearsal: tiny models and few steps.
-        shapes: by name; without them a LLaMA and a Qwen3, small enough for a GPU's
-            minute.
+        shapes: by name; a LLaMA and a Qwen3, small enough for a GPU's minute.
         left: seconds that are left: a run that may take longer is skipped, and named.
         save: called after each run.
 
@@ -149,7 +146,6 @@ def run(
         What failed of this package, in words.
     """
     sizes = REHEARSED if rehearsal else Sizes()
-    shapes = shapes or TRAINED
     if rehearsal:
         kinds = {name: shape.model_type for name, shape in shapes.items()}
         shapes = {n: replace(TINY["tiny"], model_type=k) for n, k in kinds.items()}
@@ -173,7 +169,7 @@ def run(
                 continue
             start = time.perf_counter()
             try:
-                entries[label] = train(shape, variant, ids, sizes, device, dtype)
+                entries[label] = train(shape, variant, ids, sizes, device)
             except Exception as error:
                 if variant.liger is None:
                     raise

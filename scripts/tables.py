@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from benchmarks import layer_table
+from benchmarks.tables import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
@@ -34,11 +35,8 @@ def result(name: str):
 def rows(head: str, cells: Iterable[tuple]) -> list[str]:
     """The lines of a table; `head` has the names of its columns with ``|`` between."""
     names = [name.strip() for name in head.split("|")]
-    lines = [names, ["---"] * len(names), *cells]
-    return [
-        "| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |"
-        for line in lines
-    ]
+    lines = [[str(cell).replace("|", "/") for cell in line] for line in cells]
+    return markdown(names, lines)
 
 
 def memory() -> list[str]:

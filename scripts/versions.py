@@ -12,7 +12,7 @@ torch for CUDA takes 6 GB, and one with a torch for CPUs, from an index that has
 takes 1 GB.
 
 A row that is a Transformers alone, as in 4.57.6, has this Python, and links to the
-torch and the Triton that it has. It takes a minute, and CI runs two. The row "newest"
+torch and the Triton that it has. It takes a minute. The row "newest"
 has this Python and no pins: what `pip install .` brings.
 
     --folder FOLDER    keeps the environments there (default: each is removed when its row is done)

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from ptx.driver import run_kernels_on_cpu
 from sampling import CASES, choose
+
+from benchmarks.ptx.driver import run_kernels_on_cpu
 
 torch.set_num_threads(1)  # tiny operators: a second thread only spins
 

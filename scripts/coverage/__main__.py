@@ -2,16 +2,14 @@
 
     python -m scripts.coverage patch                                      every causal LM and base type, bit for bit
     python -m scripts.coverage patch --mapping causal --only llama,gpt2 --out two.json
-    python -m scripts.coverage patch --mapping causal --interpreter norms     also the kernels, in the interpreter
     python -m scripts.coverage patch --mapping causal --interpreter fusion    also fused layers there; their operators
     python -m scripts.coverage convert --out scripts/results/convert-5.23.0.json
     python -m scripts.coverage diffusers --jobs 1 --out scripts/results/diffusers-0.42.1.json
-    python -m scripts.coverage diffusers --page scripts/results/diffusers-0.42.1.json
     python -m scripts.coverage regimes --out scripts/results/regimes.json      trained, offloaded, sharded, ...
     python -m scripts.coverage regimes --check scripts/results/regimes.json    where that is no longer so
 
-Each type runs in a process of its own, with a limit of time and of memory. The table
-goes to the terminal, and with --out beside the JSON as text.
+Each type runs in a process of its own, with a limit of time and of memory. What came of
+it goes to the terminal, and with --out to a JSON with a line for each type.
 """
 
 from __future__ import annotations
@@ -29,6 +27,13 @@ if not __package__:
 
 from scripts.coverage import BadOptions
 
+COMMANDS = {
+    "patch": "patch each and compare it, bit for bit, with the model before",
+    "convert": "convert each and prove it, as LayerNorm and as RMSNorm",
+    "diffusers": "patch each transformer of diffusers, in the interpreter",
+    "regimes": "count the fused pieces that run as kernels in each regime",
+}
+
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
@@ -37,64 +42,25 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    patch = commands.add_parser(
-        "patch", help="patch each and compare it, bit for bit, with the model before"
-    )
-    convert = commands.add_parser(
-        "convert", help="convert each and prove it, as LayerNorm and as RMSNorm"
-    )
-    diffusers = commands.add_parser(
-        "diffusers", help="patch each transformer of diffusers, in the interpreter"
-    )
-    regimes = commands.add_parser(
-        "regimes", help="count the fused pieces that run as kernels in each regime"
-    )
-    regimes.add_argument("--only", metavar="MODELS", help="models, separated by commas")
-    regimes.add_argument("--out", type=Path, metavar="FILE", help="the JSON")
-    regimes.add_argument(
-        "--check",
-        type=Path,
-        metavar="FILE",
-        help="a JSON made earlier: another result is an error",
-    )
-    for command in (patch, convert):
-        command.add_argument(
-            "--mapping", choices=("causal", "base", "all"), default="all"
-        )
-    for command in (patch, convert, diffusers):
-        command.add_argument(
-            "--only", metavar="TYPES", help="types, separated by commas"
-        )
-        command.add_argument(
-            "--jobs", type=int, default=2, help="how many at a time (default 2)"
-        )
-        command.add_argument(
-            "--out",
-            type=Path,
-            metavar="FILE",
-            help="the JSON; the table goes beside it as .txt",
-        )
-        command.add_argument(
-            "--update",
-            type=Path,
-            metavar="FILE",
-            help="a JSON made earlier: what is not redone stays",
-        )
-    patch.add_argument(
-        "--interpreter",
-        choices=("norms", "fusion"),
-        default="",
-        help="also run the kernels in Triton's interpreter",
-    )
-    convert.add_argument(
-        "--rest", action="store_true", help="only what --update does not have"
-    )
-    diffusers.add_argument(
-        "--page",
-        type=Path,
-        metavar="FILE",
-        help="print a JSON in Markdown; runs nothing",
-    )
+    for name, words in COMMANDS.items():
+        command = commands.add_parser(name, help=words)
+        command.add_argument("--only", metavar="NAMES", help="separated by commas")
+        command.add_argument("--out", type=Path, metavar="FILE", help="the JSON")
+        if name == "regimes":
+            help = "a JSON made earlier: another result is an error"
+            command.add_argument("--check", type=Path, metavar="FILE", help=help)
+            continue
+        help = "how many at a time (default 2)"
+        command.add_argument("--jobs", type=int, default=2, help=help)
+        help = "a JSON made earlier: what is not redone stays"
+        command.add_argument("--update", type=Path, metavar="FILE", help=help)
+        if name != "diffusers":
+            kinds = ("causal", "base", "all")
+            command.add_argument("--mapping", choices=kinds, default="all")
+        if name == "patch":
+            help = "also run fused layers in Triton's interpreter, and count operators"
+            kinds = ("fusion",)
+            command.add_argument("--interpreter", choices=kinds, default="", help=help)
     return made
 
 

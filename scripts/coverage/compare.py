@@ -1,11 +1,16 @@
-"""One type of model: built, run, patched, compared and unpatched."""
+"""One type of model: built, run, patched, compared and unpatched; and with what surrounds
+its norms fused, beside norms that are swapped one by one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import hashlib
+import inspect
 import os
+import re
+import sys
 import tempfile
 import time
 import warnings
@@ -21,15 +26,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 import hf_rmsnorm
+from benchmarks.counting import Operators
 
 from . import BadOptions
-from .fusion import compare_fusion
 from .inputs import find_inputs, fresh, tensors
-from .making import TIME_LIMIT, first_that_runs
+from .making import TIME_LIMIT, first_that_runs, stand_in_for_timm
 from .models import config_class, model_class
-from .reasons import why_not_a_norm
-from .timm import stand_in_for_timm
-from .workers import line
+from .runs import line
+from .unreported import why_not_a_norm
 
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
 
@@ -44,14 +48,23 @@ def chosen(only: str | None) -> set[str] | None:
     return types
 
 
+def classes_of(model_type: str, mapping: str) -> tuple[type, type]:
+    """The model class of a type, and the class of its config."""
+    cls = model_class(MAPPINGS[mapping][model_type], model_type)
+    config = config_class(model_type)
+    own = getattr(cls, "config_class", None)
+    if own is not None and not issubclass(config, own):
+        config = own  # the decoder of a composite type has another config
+    return cls, config
+
+
 def examine(
     model_type: str, mapping: str, interpreter: str = "", say=lambda stage: None
 ) -> dict:
     """Build, run, patch, compare and unpatch one type.
 
     Args:
-        interpreter: what to run in Triton's interpreter besides: "norms", each alone;
-            "fusion", the model as a whole.
+        interpreter: "fusion" to run fused models in Triton's interpreter besides.
 
     Returns:
         ``{"type", "mapping", "model_class", "built", "ran", "error", "runs": [...]}``;
@@ -59,27 +72,16 @@ def examine(
         has one run with them and one without.
     """
     started = time.monotonic()
-    result = {
-        "type": model_type,
-        "mapping": mapping,
-        "built": False,
-        "ran": False,
-        "error": None,
-    }
-    result |= {"errors": [], "runs": []}
+    result = {"type": model_type, "mapping": mapping}
+    result |= {"built": False, "ran": False, "error": None, "runs": []}
     try:
         stand_in_for_timm()
-        cls = model_class(MAPPINGS[mapping][model_type], model_type)
-        config = config_class(model_type)
-        own = getattr(cls, "config_class", None)
-        if own is not None and not issubclass(config, own):
-            config = own  # the decoder of a composite type has another config
+        cls, config = classes_of(model_type, mapping)
     except Exception as error:  # an optional dependency is missing, whatever it raises
         return {**result, "error": line(error)}
     result["model_class"] = cls.__name__
-    done: set[tuple] = set()
     for features in (True, False):
-        run = first_that_runs(cls, config, features, started, done, result, say)
+        run = first_that_runs(cls, config, features, started, result, say)
         if run is not None:
             compared = _compare(*run, interpreter, say)
             result["runs"].append(compared)
@@ -88,21 +90,15 @@ def examine(
             result["ran"] |= (
                 bool(compared["parts_run"]) and compared["norms_run"] == swapped
             )
-            done.add(tuple(run[2]["features"]))
     if result["ran"]:
         result["error"] = None
-    result["errors"] = [] if result["ran"] else result["errors"]
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
 
 
 def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
     say("patching")
-    run = {
-        **how,
-        "arguments": sorted(arguments or ()),
-        "parameters": sum(p.numel() for p in model.parameters()),
-    }
+    run = dict(how)
     formulas = _patch_once(model, run)
     norms = {path: model.get_submodule(path) for path in formulas}
     say("comparing")
@@ -113,10 +109,7 @@ def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
     _compare_norms(model, run, norms, seen, formulas)
     if interpreter == "fusion" and arguments is not None and _is_fused(run):
         say("running fused layers in the interpreter")
-        run["fusion"] = compare_fusion(model, arguments, _same_bits)
-    if interpreter == "norms" and norms:
-        say("running the kernels in the interpreter")
-        run["interpreter"] = _in_interpreter(model.float(), scenes[:1], norms)
+        run["fusion"] = compare_fusion(model, arguments)
     return run
 
 
@@ -354,73 +347,88 @@ def _saved_bytes(model) -> str:
     return digest.hexdigest()
 
 
-def _double(value):
-    return (
-        value.double()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-    )
+NEW_TOKENS = 3
 
 
-def _in_interpreter(model, scenes, norms: dict) -> dict:
-    """Every swapped norm that runs, in float32 through the kernels, against float64 and
-    the original's own error.
+def compare_fusion(model, arguments: dict) -> dict:
+    """Run a model in Triton's interpreter with its norms alone swapped, and with what
+    surrounds them fused.
+
+    Returns:
+        ``operators``: of one forward, views and allocations left out, kernel launches
+            counted, as Hugging Face's,
+        with norms alone, and fused. ``launches``: of these the last has so many.
+            ``hidden_states``: whether the model
+        returns them. ``bit_equal``: of all outputs, and ``tokens_equal`` of greedy
+            ones, or why there are none. ``rotation``: as of `_rotation`.
     """
-    from tolerance import assert_as_accurate
+    found: dict = {"operators": [], "hidden_states": True}
+    outputs, tokens = [], []
+    try:
+        with torch.no_grad():
+            model(**fresh(arguments), output_hidden_states=True)
+        arguments = {**arguments, "output_hidden_states": True}
+    except TypeError:
+        found["hidden_states"] = False
+    for options in (None, {"fuse_residual": False}, {"fuse_residual": True}):
+        if options is not None:
+            hf_rmsnorm.patch_model(model, **options)
+        with hf_rmsnorm.use_backend("triton"), torch.no_grad():
+            torch.manual_seed(0)
+            of_model = model if options is not None else None
+            with (
+                Operators() as operators,
+                hf_rmsnorm.count_launches(of_model) as launches,
+            ):
+                result = model(**fresh(arguments))
+            found["operators"].append(operators.computing + launches.total())
+            outputs.append([t.detach().clone() for t in tensors(result)])
+            if options is not None and "tokens" not in found:
+                try:
+                    torch.manual_seed(0)
+                    tokens.append(_generate(model, arguments))
+                except Exception as error:
+                    # whatever it is that this type cannot generate from
+                    found["tokens"] = f"{type(error).__name__}: {str(error)[:100]}"
+    found["rotation"] = _rotation(model, launches)
+    hf_rmsnorm.unpatch_model(model)
+    found["launches"] = launches.total()
+    found["bit_equal"] = _same_bits(outputs[1], outputs[2])
+    found["tokens_equal"] = found.pop("tokens", None) or _same_bits(
+        *([t] for t in tokens)
+    )
+    return found
 
-    def single(value):
-        return (
-            value.float()
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-            else value
-        )
 
-    seen: dict[str, tuple] = {}
-    handles = [
-        m.register_forward_hook(_recorder(seen, p), with_kwargs=True)
-        for p, m in norms.items()
-    ]
-    scenes = [
-        (path, part, {n: single(v) for n, v in arguments.items()})
-        for path, part, arguments in scenes
-    ]
-    eager = [_outputs(m, a) for _, m, a in scenes]
-    for handle in handles:
-        handle.remove()
-    failures = []
-    with torch.no_grad():
-        originals = {p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()}
-        with hf_rmsnorm.patched(model):
-            with hf_rmsnorm.use_backend("triton"):
-                fused = {
-                    p: norms[p](*args, **kwargs) for p, (args, kwargs) in seen.items()
-                }
-                outputs = [_outputs(m, a) for _, m, a in scenes]
-            with hf_rmsnorm.use_backend("reference"):  # float64 stays that throughout
-                for path, (args, kwargs) in seen.items():
-                    doubled = {n: _double(v) for n, v in kwargs.items()}
-                    exact = copy.deepcopy(norms[path]).double()(
-                        *map(_double, args), **doubled
-                    )
-                    if exact.numel() == 0:
-                        continue
-                    try:
-                        assert_as_accurate(fused[path], originals[path], exact, path)
-                    except AssertionError as error:
-                        failures.append(str(error))
-    largest = [
-        max((_relative(a, b) for a, b in zip(x, y, strict=True)), default=0.0)
-        for x, y in zip(eager, outputs, strict=True)
-    ]
-    return {
-        "norms": len(seen),
-        "failures": failures,
-        "largest_output_difference": max(largest, default=0.0),
+def _rotation(model, launches) -> str:
+    """Of the rotary embeddings of a model: ``"fused"``, alone or with norms, or why one
+    is not; "" where it has none.
+    """
+    pieces = []
+    for piece in launches.pieces:  # some layers may have no positions
+        if "rotary" in piece.what and (piece.has_run or piece.missed):
+            pieces.append(piece)
+    for piece in pieces:
+        if piece.missed:
+            return piece.reason
+    if pieces:
+        return "fused"
+    for module in model.modules():
+        code = inspect.unwrap(type(module).forward).__code__
+        for name in code.co_names:
+            if re.search("rotary_pos_emb|rotary_emb$|_rope", name) and name in vars(
+                sys.modules[type(module).__module__]
+            ):
+                return f"{name} is called or rotates in another way"
+    return ""
+
+
+def _generate(model, arguments: dict) -> torch.Tensor:
+    given = {
+        name: value
+        for name, value in fresh(arguments).items()
+        if name != "output_hidden_states"
     }
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    if not a.is_floating_point() or a.numel() == 0:
-        return 0.0
-    a, b = a.double().nan_to_num(), b.double().nan_to_num()
-    return ((a - b).abs().max() / a.abs().max().clamp_min(1e-30)).item()
+    return model.generate(
+        **given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+    )

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import torch
 import transformers
@@ -24,17 +22,17 @@ from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
-from .compare import MAPPINGS, chosen
+from .compare import MAPPINGS, chosen, classes_of
 from .inputs import find_inputs
-from .models import Shrinker, build, config_class, model_class
+from .making import build_in
 from .numbers import STYLES
-from .report import lines_of
-from .workers import Job, line, run_all
+from .runs import Job, Task, in_document, line, take
 
 TIME_LIMIT = 120  # seconds a type may take
 LONGEST_ERROR = 300  # characters
 # Verdict -> words of the refusal.
 WITHOUT = {"RMSNorm": "it uses RMSNorm already", "no LayerNorm": "it has no LayerNorm"}
+NOT_MADE = "could not be made here"
 UNREACHED = ("the inputs reached", "the inputs made no use of")
 
 
@@ -76,12 +74,7 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
     started = time.monotonic()
     result = {"type": model_type, "mapping": mapping, "variants": [], "error": None}
     try:
-        cls, config = (
-            model_class(MAPPINGS[mapping][model_type], model_type),
-            config_class(model_type),
-        )
-        own = getattr(cls, "config_class", None)
-        config = own if own is not None and not issubclass(config, own) else config
+        cls, config = classes_of(model_type, mapping)
     except Exception as error:  # an optional dependency is missing, whatever it raises
         return {**result, "error": line(error)}
     result["model_class"] = cls.__name__
@@ -90,55 +83,49 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
         if isinstance(made, str):
             result["error"] = result["error"] or made[:LONGEST_ERROR]
             if not result["variants"] and not features:
-                with contextlib.suppress(Exception):
-                    # nor can the type's own config be built: the error above says why
-                    found = _convert(cls, config(), None)
-                    if "could not be made here" not in found["reason"]:
-                        result["variants"].append({"features": [], **found})
+                result["variants"] += _of_its_own_config(cls, config)
         elif made is not None:
             model, arguments, switched = made
-            result["variants"].append(
-                {"features": switched, **_convert(cls, model.config, arguments)}
-            )
+            variant = _convert(cls, model.config, arguments)
+            result["variants"].append({"features": switched, **variant})
     if result["variants"]:
         result["error"] = None
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
 
 
+def _of_its_own_config(cls, config) -> list[dict]:
+    """A variant of a type of which nothing tiny runs, if its own config can be built."""
+    with contextlib.suppress(Exception):
+        found = _convert(cls, config(), None)
+        if NOT_MADE not in found["reason"]:
+            return [{"features": [], **found}]
+    return []
+
+
 def _tiny(cls, config, features: bool, deadline: float):
     """(model, arguments it runs on, features switched on); None if there are none; the
     first error if no size runs.
     """
-    first = None
+    errors = []
+    hints = INPUTS.get(config.model_type)
     for style in STYLES:
         if time.monotonic() > deadline:
             break
-        shrinker = Shrinker(style, features)
-        for _ in range(5):
-            try:
-                tiny = shrinker.make(config)
-                if features and not shrinker.switched:
-                    return None
-                model = build(cls, tiny, small=style not in ("shallow", "default"))
-            except Exception as error:
-                # any constructor may refuse a size in its own way: the next style is
-                # tried
-                first = first or f"{style}: {line(error)}"
-                if not shrinker.repair(line(error)):
-                    break
-                continue
-            arguments, error = find_inputs(
-                model, torch.float32, budget=2, hints=INPUTS.get(config.model_type)
-            )
-            if arguments is not None:
-                return model, arguments, sorted(shrinker.switched)
-            first = (
-                first
-                or f"{style}: {error if isinstance(error, str) else '; '.join(error[:2])}"
-            )
-            break
-    return first or "not built in time"
+        try:
+            made = build_in(style, cls, config, features)
+        except Exception as error:
+            # any constructor may refuse a size in its own way: the next style is tried
+            errors.append(f"{style}: {line(error)}")
+            continue
+        if made is None:
+            return None
+        model, switched = made
+        found, met = find_inputs(model, torch.float32, budget=2, hints=hints)
+        if found is not None:
+            return model, found, switched
+        errors.append(f"{style}: {'; '.join(met[:2])}")
+    return errors[0] if errors else "not built in time"
 
 
 def _convert(cls, config, arguments: dict | None) -> dict:
@@ -148,14 +135,12 @@ def _convert(cls, config, arguments: dict | None) -> dict:
     if arguments is None:
         return _planned(cls, config, None)
     result = _planned(cls, config, lambda model: arguments)
-    if any(words in result["reason"] for words in UNREACHED):
-        with_towers = _planned(cls, config, None)
-        reached = not any(
-            words in with_towers["reason"]
-            for words in (*UNREACHED, "could not be made here")
-        )
-        result = with_towers if reached else result
-    return result
+    if not any(words in result["reason"] for words in UNREACHED):
+        return result
+    with_towers = _planned(cls, config, None)
+    if any(words in with_towers["reason"] for words in (*UNREACHED, NOT_MADE)):
+        return result
+    return with_towers
 
 
 def _planned(cls, config, inputs) -> dict:
@@ -165,12 +150,8 @@ def _planned(cls, config, inputs) -> dict:
         proof = prove(plan, proxy)
     except ConversionRefused as refusal:
         reason = str(refusal)
-        return {
-            "verdict": next(
-                (v for v, words in WITHOUT.items() if words in reason), "refused"
-            ),
-            "reason": reason,
-        }
+        kinds = [kind for kind, words in WITHOUT.items() if words in reason]
+        return {"verdict": kinds[0] if kinds else "refused", "reason": reason}
     stays = {n.path: n.reason for n in plan.norms if not n.becomes_rms}
     found = {
         "norms": len(plan.norms),
@@ -180,9 +161,6 @@ def _planned(cls, config, inputs) -> dict:
         "largest_mean": max(
             (v for k, v in proof.means.items() if k not in stays), default=0.0
         ),
-        "centred": len(plan.centre),
-        "copied": len(plan.copy),
-        "undetermined": len(plan.undetermined),
         "reason": "; ".join(dict.fromkeys(stays.values())),
     }
     verdict = "failed" if not proof.passed else "partly" if stays else "converted"
@@ -205,38 +183,11 @@ def summary(results: list[dict]) -> dict:
     return dict(Counter(verdict(r) for r in results))
 
 
-def table(results: list[dict]) -> str:
-    rows = [f"{'type':32} {'norms':>9} {'LayerNorm':>10} {'RMSNorm':>10}  verdict"]
-    for r in results:
-        for v in r["variants"]:
-            if v["verdict"] in WITHOUT:
-                continue
-            name = r["type"] + (
-                f" + {','.join(v['features'])}" if v["features"] else ""
-            )
-            counts = f"{v['rms_norms']}/{v['norms']}" if "norms" in v else ""
-            errors = (
-                f"{v['stock']:10.1e} {v['rms']:10.1e}"
-                if "stock" in v
-                else f"{'':10} {'':10}"
-            )
-            rows.append(
-                f"{name[:32]:32} {counts:>9} {errors}  {v['verdict']}{': ' * bool(v['reason'])}{v['reason']}"
-            )
-        if not r["variants"]:
-            rows.append(
-                f"{r['type'][:32]:32} {'':9} {'':10} {'':10}  not run: {r['error']}"
-            )
-    return "\n".join(
-        [*rows, "", ", ".join(f"{n} {k}" for k, n in summary(results).items()), ""]
-    )
-
-
 def jobs_of(only: set[str] | None) -> list[Job]:
+    """The types of the causal mapping, and those that only the base mapping has."""
     causal, base = MAPPINGS["causal"], MAPPINGS["base"]
-    jobs = [(t, "causal") for t in causal] + [
-        (t, "base") for t in base if t not in causal
-    ]
+    jobs = [(t, "causal") for t in causal]
+    jobs += [(t, "base") for t in base if t not in causal]
     return [job for job in jobs if only is None or job[0] in only]
 
 
@@ -245,49 +196,34 @@ def run(options) -> int:
     fails its proof.
     """
     transformers.logging.set_verbosity_error()
-    found: dict[tuple[str, str], dict] = {}
+    found: dict[Job, dict] = {}
     if options.update:
-        found = {
-            (r["type"], r["mapping"]): r
-            for r in json.loads(options.update.read_text())["types"]
-        }
+        earlier = json.loads(options.update.read_text(encoding="utf-8"))["types"]
+        found = {(result["type"], result["mapping"]): result for result in earlier}
     jobs = jobs_of(chosen(options.only))
-    jobs = [
-        job
-        for job in jobs
-        if options.mapping in ("all", job[1]) and not (options.rest and job in found)
-    ]
-    count = 0
-
-    def tell(result: dict) -> None:
-        nonlocal count
-        count += 1
-        found[result["type"], result["mapping"]] = result
-        text = f"{count} of {len(jobs)}, {result['type']}: {verdict(result)} ({result.get('seconds')} s)"
-        print(text, file=sys.stderr, flush=True)
-        if options.out and count % 25 == 0:
-            # a run of half an hour that is stopped leaves its results
-            _write(options.out, found)
-
-    run_all(
-        jobs, examine, crashed, warm=("gpt2", "causal"), workers=options.jobs,
-        seconds=TIME_LIMIT, tell=tell,
-    )  # fmt: skip
-    if options.out:
-        _write(options.out, found)
-    print(table(_ordered(found)))
-    return 1 if any(verdict(r) == "failed" for r in found.values()) else 0
+    jobs = [job for job in jobs if options.mapping in ("all", job[1])]
+    task = Task(
+        examine,
+        crashed,
+        verdict,
+        lambda result: verdict(result) == "failed",
+        text,
+        warm=("gpt2", "causal"),
+        seconds=TIME_LIMIT,
+    )
+    code = take(task, jobs, found, options)
+    counts = summary(list(found.values()))
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return code
 
 
-def _ordered(found: dict) -> list[dict]:
-    return [found[job] for job in jobs_of(None) if job in found]
-
-
-def _write(path: Path, found: dict) -> None:
-    results = _ordered(found)
-    versions = {"hf_rmsnorm": hf_rmsnorm.__version__}
-    versions |= {"transformers": transformers.__version__, "torch": torch.__version__}
-    document = {"versions": versions, "summary": summary(results), "types": "<types>"}
-    text = json.dumps(document, indent=1).replace('"<types>"', lines_of(results))
-    path.write_text(text + "\n", encoding="utf-8")
-    path.with_suffix(".txt").write_text(table(results), encoding="utf-8")
+def text(found: dict[Job, dict]) -> str:
+    """The JSON, with a line for each type."""
+    results = [found[job] for job in jobs_of(None) if job in found]
+    versions = {
+        "hf_rmsnorm": hf_rmsnorm.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+    }
+    document = {"versions": versions, "summary": summary(results)}
+    return in_document(document, results)

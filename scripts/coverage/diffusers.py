@@ -1,42 +1,42 @@
 """Patch a tiny random model of every transformer in diffusers and compare it, bit for
 bit, with the model before.
+
+`scripts/data/diffusers_models.json` has for each class the arguments of its constructor
+and of its forward. A tensor there is a word and a shape (``"normal 2x4x8"``, ``"true
+2x8"``, ``"ids 10 2x8"``: numbers below 10), or ``{"float": [0.5]}`` with its values.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
+import inspect
 import json
+import pkgutil
 import platform
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
-from unittest import mock
 
 import torch
 
 import hf_rmsnorm
-from hf_rmsnorm.fused import modulated
+from hf_rmsnorm.fused.watch import MODULATED_SUM, MODULATION
+from hf_rmsnorm.patching.launched import Piece
 
 from . import BadOptions
-from .diffusers_models import build, classes
 from .inputs import tensors
-from .workers import Job, line, run_all
+from .runs import Job, Task, in_document, line, take
 
+DATA = Path(__file__).resolve().parents[1] / "data" / "diffusers_models.json"
+DTYPES = {"int": torch.int64, "bool": torch.bool}
 TIME_LIMIT = 600  # seconds that a class may take in the interpreter
-WARM = "DiTTransformer2DModel", "diffusers"
-COUNTS = {
-    "norms": "norms swapped",
-    "alone": "norms left alone",
-    "modulated": "norms launched with scale and shift",
-    "sums": "of these, with the residual sum before",
-    "gated": "of these, with a gate in that sum",
-    "apart": "modulations that no launch served",
-}
+MAPPING = "diffusers"
+WARM = "DiTTransformer2DModel", MAPPING
 
 
 def examine(
@@ -49,14 +49,13 @@ def examine(
     model, inputs = build(name, torch.bfloat16)
     say("running it before")
     expected = _outputs(model, inputs)
-    launches = _Launches()
     say("patching")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model without any norm is a result here
         patched = hf_rmsnorm.patched(model)
         report = patched.__enter__()
     say("running it patched")
-    with hf_rmsnorm.use_backend("triton"), launches.counted():
+    with hf_rmsnorm.use_backend("triton"), hf_rmsnorm.count_launches(model) as ran:
         by_kernels = _outputs(model, inputs)
     patched.__exit__(None, None, None)
     say("running it backward")
@@ -64,7 +63,7 @@ def examine(
         "type": name,
         "norms": len(report.swapped),
         "alone": len(report.skipped),
-        **launches.counts,
+        **_counts(ran.pieces),
         "differing": _differing(by_kernels, expected),
         "values": sum(t.numel() for t in expected),
         "verified": _verified(model, inputs),
@@ -72,35 +71,15 @@ def examine(
     }
 
 
-class _Launches:
-    """Counts the norms of a forward that are launched with their modulation, and with
-    the sum before it.
+def _counts(pieces: tuple[Piece, ...]) -> dict[str, int]:
+    """How many norms of a forward were launched with their modulation, and of these with
+    the sum before.
     """
-
-    def __init__(self):
-        self.counts = {"modulated": 0, "sums": 0, "gated": 0, "apart": 0}
-
-    def counted(self) -> AbstractContextManager:
-        return mock.patch.object(
-            modulated,
-            "_launched_modulation",
-            self._counting(modulated._launched_modulation),
-        )
-
-    def _counting(self, in_one_launch: Callable) -> Callable:
-        def launch(piece, norm, x, scale, shift, gate=None, residual=None):
-            both = in_one_launch(piece, norm, x, scale, shift, gate, residual)
-            # A modulation that is not launched with its sum is tried without: it is
-            # counted then.
-            if both is None:
-                self.counts["apart"] += residual is None
-                return None
-            self.counts["modulated"] += 1
-            self.counts["sums"] += residual is not None
-            self.counts["gated"] += gate is not None
-            return both
-
-        return launch
+    launched: Counter = Counter()
+    for piece in pieces:
+        launched[piece.what] += piece.launched
+    sums = launched[MODULATED_SUM]
+    return {"modulated": launched[MODULATION] + sums, "sums": sums}
 
 
 def _outputs(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
@@ -138,58 +117,34 @@ def run(options) -> int:
     """What ``python -m scripts.coverage diffusers`` does; returns 1 where a patch
     changed a result.
     """
-    if options.page:
-        print(page_table(json.loads(options.page.read_text(encoding="utf-8"))))
-        return 0
     names = options.only.split(",") if options.only else list(classes())
     if unknown := set(names) - set(classes()):
         raise BadOptions(
             f"diffusers {version('diffusers')} has no class {', '.join(sorted(unknown))}"
         )
-    entries = (
-        json.loads(options.update.read_text(encoding="utf-8"))["types"]
-        if options.update
-        else []
-    )
-    results = {entry["type"]: entry for entry in entries}
-
-    def tell(entry: dict) -> None:
-        results[entry["type"]] = entry
-        print(f"{entry['type']}: {verdict(entry)}", file=sys.stderr, flush=True)
-        if options.out:
-            _write(options.out, results)
-
-    jobs = [(name, "diffusers") for name in names]
-    run_all(
-        jobs,
-        examine,
-        crashed,
-        warm=WARM,
-        workers=options.jobs,
-        seconds=TIME_LIMIT,
-        tell=tell,
-    )
-    print(text_table(_document(results)["types"]))
-    return 1 if any(is_wrong(entry) for entry in results.values()) else 0
+    found = {}
+    if options.update:
+        earlier = json.loads(options.update.read_text(encoding="utf-8"))["types"]
+        found = {(entry["type"], MAPPING): entry for entry in earlier}
+    task = Task(examine, crashed, verdict, is_wrong, text, WARM, TIME_LIMIT)
+    code = take(task, [(name, MAPPING) for name in names], found, options)
+    print(page_table(_document(found)))
+    return code
 
 
-def _document(results: dict[str, dict]) -> dict:
+def _document(found: dict[Job, dict]) -> dict:
     packages = ("hf_rmsnorm", "diffusers", "torch")
     versions = {name: version(name.replace("_", "-")) for name in packages}
     return {
         "versions": {**versions, "python": platform.python_version()},
-        "types": [results[name] for name in sorted(results)],
+        "types": [found[job] for job in sorted(found)],
     }
 
 
-def _write(path: Path, results: dict[str, dict]) -> None:
-    document = _document(results)
-    lines = ",\n".join(json.dumps(entry) for entry in document["types"])
-    head = json.dumps({**document, "types": "<types>"}, indent=1)
-    path.write_text(
-        head.replace('"<types>"', f"[\n{lines}\n]") + "\n", encoding="utf-8"
-    )
-    path.with_suffix(".txt").write_text(text_table(document["types"]), encoding="utf-8")
+def text(found: dict[Job, dict]) -> str:
+    """The JSON, with a line for each class."""
+    document = _document(found)
+    return in_document(document, document["types"])
 
 
 def is_wrong(entry: dict) -> bool:
@@ -203,33 +158,12 @@ def verdict(entry: dict) -> str:
         return f"not run: {entry['error'][:100]}"
     if is_wrong(entry):
         return entry["verified"][:100]
-    differing = (
-        f"{entry['differing']} of {entry['values']} values rounded otherwise"
-        if entry["differing"]
-        else ""
-    )
-    not_compared = (
-        ""
-        if entry["verified"].startswith("PASS")
-        else entry["verified"].partition(":")[0]
-    )
-    return "; ".join(part for part in (differing or "bit-equal", not_compared) if part)
-
-
-def text_table(entries: list[dict]) -> str:
-    """The table for a terminal."""
-    lines = [f"{'class':<40} {' '.join(f'{name:>9}' for name in COUNTS)}  result"]
-    for entry in entries:
-        counts = " ".join(f"{entry.get(name, ''):>9}" for name in COUNTS)
-        lines.append(f"{entry['type']:<40} {counts}  {verdict(entry)}")
-    lines += ["", *(f"{name}: {words}" for name, words in COUNTS.items())]
-    reasons = [
-        (entry["type"], reason)
-        for entry in entries
-        for reason in entry.get("reasons", ())
-    ]
-    lines += ["", "left alone:", *(f"  {name}: {reason}" for name, reason in reasons)]
-    return "\n".join(lines) + "\n"
+    words = "bit-equal"
+    if entry["differing"]:
+        words = f"{entry['differing']} of {entry['values']} values rounded otherwise"
+    if not entry["verified"].startswith("PASS"):
+        words += f"; {entry['verified'].partition(':')[0]}"
+    return words
 
 
 def page_table(document: dict) -> str:
@@ -254,3 +188,98 @@ def page_table(document: dict) -> str:
 
 def _short(name: str) -> str:
     return re.sub(r"(Transformer)?(1D|2D|3D)?(Model)?$", "", name) or name
+
+
+@functools.cache
+def classes() -> dict[str, type]:
+    """The transformers of the installed diffusers, by name."""
+    from diffusers import ModelMixin
+    from diffusers.models import transformers
+
+    names = [
+        f"{transformers.__name__}.{module.name}"
+        for module in pkgutil.iter_modules(transformers.__path__)
+    ]
+    values = [
+        value
+        for name in names
+        for value in vars(importlib.import_module(name)).values()
+    ]
+    models = {
+        c
+        for c in values
+        if inspect.isclass(c) and issubclass(c, ModelMixin) and c.__module__ in names
+    }
+    return {cls.__name__: cls for cls in sorted(models, key=lambda cls: cls.__name__)}
+
+
+def build(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict]:
+    """(model, arguments of its forward), the same each time; in its dtype but for the
+    parts that stay in float32.
+
+    Raises:
+        KeyError: the JSON has no such class.
+    """
+    entry = json.loads(DATA.read_text(encoding="utf-8"))[name]
+    torch.manual_seed(0)
+    model = classes()[name](**_tuples(entry["config"])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # as if trained: zeros would hide gates and modulations
+            noise = torch.randn_like(parameter)
+            parameter.copy_(
+                parameter + 0.1 * noise if parameter.dim() < 2 else 0.15 * noise
+            )
+    _cast(model, dtype)
+    return model, {key: _value(value, dtype) for key, value in entry["inputs"].items()}
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast as ``from_pretrained(torch_dtype=dtype)`` does."""
+    kept = set(model._keep_in_fp32_modules or ())
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+
+
+def _tuples(value):
+    """The JSON's lists as the tuples that constructors expect."""
+    if isinstance(value, dict):
+        return {key: _tuples(part) for key, part in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _value(value, dtype: torch.dtype):
+    if isinstance(value, str) and " " in value:
+        return _tensor(*value.split(), dtype=dtype)
+    if isinstance(value, list):
+        return [_value(part, dtype) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if "new" in value:
+        return pkgutil.resolve_name(value["new"])(*value["arguments"])
+    if len(value) == 1 and (kind := next(iter(value))) in ("float", *DTYPES):
+        return torch.tensor(value[kind], dtype=DTYPES.get(kind, dtype))
+    return {
+        int(key) if key.isdigit() else key: _value(part, dtype)
+        for key, part in value.items()
+    }
+
+
+def _tensor(kind: str, *words: str, dtype: torch.dtype) -> torch.Tensor:
+    shape = [int(size) for size in words[-1].split("x")]
+    generator = torch.Generator().manual_seed(sum(shape))
+    match kind:
+        case "normal":
+            return torch.randn(shape, generator=generator).to(dtype)
+        case "ones":
+            return torch.ones(shape, dtype=dtype)
+        case "true":
+            return torch.ones(shape, dtype=torch.bool)
+        case "ids":
+            return torch.randint(int(words[0]), shape, generator=generator)
+        case "full":
+            return torch.full(shape, int(words[0]))
+    raise ValueError(
+        f"{DATA.name}: {kind!r} is no kind of tensor: write normal, ones, true, ids or full"
+    )

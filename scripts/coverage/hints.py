@@ -6,6 +6,9 @@ Only this tool knows of these: recognition and kernels do not mention models.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
 from transformers.models.sam2_video.modeling_sam2_video import Sam2VideoInferenceSession
 
@@ -51,72 +54,9 @@ def _second_frame(model: torch.nn.Module):
 
 # By type: values of attributes of its config or, as "Class.attribute", of any part's
 # config.
-CONFIG: dict[str, dict] = {
-    "clap": {"spec_size": 256, "ClapAudioConfig.hidden_size": 512},
-    "pp_doclayout_v3": {"num_queries": 8},
-    "pp_doclayout_v4": {"num_queries": 8},
-    "grounding-dino": {"num_queries": 8},
-    "mm-grounding-dino": {"num_queries": 8},
-    "molmo2": {"vision_feature_layer": [1, 0]},
-    "granite4_vision": {
-        "downsample_rate": "1/2",
-        "deepstack_layer_map": [[0, 0], [1, 1]],
-    },
-    "instructblip": {"image_token_index": 100},
-    "instructblipvideo": {"video_token_index": 100},
-    "clvp": {"hidden_size": 128},
-    "edgetam": {
-        "backbone_channel_list": [64] * 4,
-        "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
-        "image_size": 16,
-    },
-    "edgetam_vision_model": {"backbone_channel_list": [64] * 4},
-    "perception_lm": {"model_args": {"embed_dim": 64}},
-    "pp_ocrv6_medium_det": {
-        "intraclass_block_number": 0,
-        "scale_factor_list": [1, 2, 4, 8],
-        "kernel_list": [3, 2, 2],
-    },
-    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
-    "lw_detr": {"projector_scale_factors": [1.0], "image_size": 64, "num_queries": 8},
-    "neucodec": {"quantization_dim": 128},
-    "vitdet": {"residual_block_indices": [1]},
-    "xcodec2": {"quantization_dim": 128},
-    **dict.fromkeys(
-        # by default only the fourth layer is no linear one
-        ("qwen4_exp", "qwen4_exp_text"),
-        {
-            "layer_types": ["linear_attention", "indexed_attention"],
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 4,
-            "indexer_compress_ratio": 2,
-        },
-    ),
-    **dict.fromkeys(
-        ("sam2", "sam2_vision_model", "sam2_hiera_det_model"),
-        {
-            "embed_dim_per_stage": [64, 128, 256, 512],
-            "backbone_channel_list": [512, 256, 128, 64],
-            "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]],
-            "patch_size": 16,
-        },
-    ),
-    "lilt": {"hidden_size": 96},
-    "omdet-turbo": {
-        "apply_layernorm_after_vision_backbone": False,
-        "encoder_in_channels": [16, 32, 48, 64],
-        "vision_features_channels": [64] * 4,
-        "num_feature_levels": 4,
-    },
-    "qwen3_asr_encoder": {"n_window": 50, "n_window_infer": 100},
-    "tvp": {"num_frames": 2, "max_img_size": 256, "visual_prompt_size": 16},
-    "sam": {"output_channels": 64, "num_pos_feats": 32},
-    "sam_hq": {"output_channels": 64, "num_pos_feats": 32},
-    "seggpt": {"merge_index": 0, "image_size": [64, 32], "patch_size": 8},
-    "t5gemma2_encoder": {"T5Gemma2TextConfig.dropout_rate": 0.0},
-}
+CONFIG: dict[str, dict] = json.loads(
+    (Path(__file__).resolve().parents[1] / "data/config_hints.json").read_text()
+)
 # By type: arguments of its forward. A tuple is the shape of random numbers; a function
 # gives the value.
 INPUTS: dict[str, dict] = {

@@ -1,53 +1,55 @@
-"""Makes a model of a type that is small and runs, and the arguments that it runs on."""
+"""Makes a model of a type that is small and runs, and the arguments that it runs on.
+
+Vision towers that Transformers takes from timm get a stand-in, so that the types around
+them can be built.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import signal
 import time
-from collections import defaultdict
+from typing import Any
 
 import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.utils import ModelOutput, is_timm_available
 
 from .hints import CONFIG, INPUTS
 from .inputs import find_inputs
 from .models import Shrinker, build
-from .numbers import FIXED, STYLES
-from .workers import line
+from .numbers import STYLES
+from .runs import line
 
+REPAIRS = 5  # of a config, by what errors ask for
 TIME_LIMIT = 180  # seconds a type may take, on a slow machine
 DTYPE_ERROR = re.compile(r"dtype|[Bb]float16|BFloat16|same type|scalar type|Half|FFT")
 
 
-def first_that_runs(cls, config, features, started, done, result, say):
+def first_that_runs(cls, config, features, started, result, say):
     """(model, arguments, how it was made) in the first style that runs, or None."""
-    best, kinds = None, defaultdict(set)
+    best = None
     for style in STYLES:
-        if any(len(styles) > 2 for styles in kinds.values()) and style != STYLES[-1]:
-            # three ways of choosing sizes gave the same error: the size is not the
-            # cause
-            continue
         if time.monotonic() - started > TIME_LIMIT / 4 * (2 - features):
             break
         say(f"building in style {style}, features {features}")
         try:
-            built = _build(
-                cls, config, style, features, done, CONFIG.get(result["type"], {})
-            )
+            built = build_in(style, cls, config, features, CONFIG.get(result["type"]))
         except Exception as error:
             # any constructor may refuse a size in its own way: the next style is tried
-            result["errors"].append(f"{style}: {line(error)}")
-            result["error"] = result["error"] or result["errors"][0]
+            result["error"] = result["error"] or f"{style}: {line(error)}"
             continue
         if built is None:
             return None
-        model, switched = built
+        model, switched = to_bfloat16(built[0]), built[1]
         how = {"style": style, "features": switched, "dtype": "bfloat16"}
         result["built"] = True
         say(f"finding inputs in style {style}, features {features}")
-        arguments, dtype = _arguments(model, style, result, kinds)
-        result["error"] = result["errors"][-1] if result["errors"] else None
+        arguments, dtype = _arguments(model, style, result)
         if arguments is not None:
             result["ran"] = True
             return model, arguments, {**how, "dtype": str(dtype).removeprefix("torch.")}
@@ -55,14 +57,9 @@ def first_that_runs(cls, config, features, started, done, result, say):
     return best if not result["ran"] else None
 
 
-def _arguments(
-    model, style: str, result: dict, kinds: dict[str, set]
-) -> tuple[dict | None, torch.dtype]:
+def _arguments(model, style: str, result: dict) -> tuple[dict | None, torch.dtype]:
     """(arguments that the model runs on, the dtype that it has then); None after
     errors, which `result` gets.
-
-    Args:
-        kinds: by error, without its numbers, the styles that it was met in.
     """
     for dtype in (torch.bfloat16, torch.float32):
         try:
@@ -75,36 +72,28 @@ def _arguments(
             arguments, errors = None, [line(timeout)]
         if arguments is not None:
             return arguments, dtype
-        result["errors"].append(f"{style}, {dtype}: {errors[0][:300]}")
-        kinds[re.sub(r"\d+", "#", errors[0])[:80]].add(
-            "fixed" if style in FIXED else style
-        )
+        result["error"] = f"{style}, {dtype}: {errors[0][:300]}"
         if not any(DTYPE_ERROR.search(error) for error in errors):
             break
     return None, dtype
 
 
-def _build(
-    cls, config, style: str, features: bool, done: set, hints: dict, repairs: int = 5
-):
-    """(model in bfloat16, the features switched on), or None if there are none or those
-    were done before.
-
-    What an error asks for is tried before it is raised.
+def build_in(style: str, cls, config, features: bool, hints: dict | None = None):
+    """(model in float32, the features switched on) in a style; None where there are
+    none to switch on. What an error asks for is tried before it is raised.
     """
     shrinker = Shrinker(style, features, hints)
-    for attempt in range(repairs):
+    for attempt in range(REPAIRS):
         try:
             tiny = shrinker.make(config)
-            switched = tuple(sorted(shrinker.switched))
-            if switched in done or (features and not switched):
+            switched = sorted(shrinker.switched)
+            if features and not switched:
                 return None
             with _seconds(30):
-                return to_bfloat16(
-                    build(cls, tiny, small=style not in ("shallow", "default"))
-                ), list(switched)
-        except Exception as error:  # see there
-            if attempt == repairs - 1 or not shrinker.repair(line(error)):
+                return build(cls, tiny, small=style != "default"), switched
+        except Exception as error:
+            # any constructor may refuse a size in its own way
+            if attempt == REPAIRS - 1 or not shrinker.repair(line(error)):
                 raise
 
 
@@ -148,3 +137,56 @@ def to_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
         ):
             buffer.data = buffer.data.to(torch.bfloat16)
     return model
+
+
+@dataclasses.dataclass
+class StandInOutput(ModelOutput):
+    last_hidden_state: Any = None
+    logits: torch.Tensor | None = None
+    hidden_states: tuple | None = None
+
+
+class StandIn(transformers.PreTrainedModel):
+    """In the place of a part that timm makes: patches of 8 x 8, projected, with no
+    norm.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        made = (
+            config.model_args
+            if isinstance(getattr(config, "model_args", None), dict)
+            else {}
+        )
+        width = getattr(config, "hidden_size", None) or made.get("embed_dim", 64)
+        self.levels = len(made["out_indices"]) if made.get("features_only") else 0
+        self.projection = torch.nn.Conv2d(3, width, 8, 8)
+        self.head = torch.nn.Linear(width, getattr(config, "num_labels", 2) or 2)
+        self.post_init()
+
+    def forward(self, pixel_values, **kwargs):
+        y = self.projection(pixel_values)
+        levels = [
+            torch.nn.functional.interpolate(y, scale_factor=2.0**-i)
+            for i in range(self.levels)
+        ]
+        return StandInOutput(
+            last_hidden_state=levels or y, logits=self.head(y.mean((2, 3)))
+        )
+
+
+def stand_in_for_timm() -> None:
+    """Let the types that hold a model of timm be built without it; timm's own types are
+    not built then.
+    """
+    if is_timm_available():
+        return
+    for model_type, name in MODEL_MAPPING_NAMES.items():
+        if "TimmWrapperModel" in (name, *name):
+            config = CONFIG_MAPPING[model_type]
+            model = type("StandIn", (StandIn,), {"config_class": config})
+            for auto in (
+                transformers.AutoModel,
+                transformers.AutoModelForImageClassification,
+            ):
+                auto.register(config, model, exist_ok=True)

@@ -304,7 +304,7 @@ class Shrinker:
             for n in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
         )
         depth = next((d for d in depths if isinstance(d, int)), None)
-        if depth is None or self.style in ("default", "deep"):
+        if depth is None or self.style == "default":
             return None
         kinds = [
             len(set(map(str, v))) * (2 if n == "layers_block_type" else 1)

@@ -59,19 +59,11 @@ LAYER_INDICES = re.compile(
     r"layers$|idxs|indic|index|layer_ids|hook_ids|deepstack|layer_id$|feature_layer"
 )
 
-# How numbers are shrunk: to fixed sizes; these, and None filled in too; these but for
-# the depth; widths divided by a common number; only the depth; not at all.
-STYLES = (
-    "fixed",
-    "filled",
-    "deep",
-    "divide8",
-    "divide4",
-    "divide16",
-    "shallow",
-    "default",
-)
-FIXED = STYLES[:3]
+# How numbers are shrunk: to fixed sizes; these, and None filled in too; widths divided
+# by a common number; not at all.
+STYLES = ("fixed", "filled", "divide8", "default")
+FIXED = ("fixed", "filled")
+DIVISOR = 8
 
 
 def shrunk_list(style: str, name: str, value, layers: tuple[int, int] | None):
@@ -112,14 +104,7 @@ def _sizes(style: str, name: str, value):
     if name.endswith("in_channels") and len(set(value)) == 1 and style in FIXED:
         return type(value)(min(v, 64) for v in value)
     if WIDTH.search(name) and max(value) >= 32:
-        divisor = (
-            8
-            if style in FIXED
-            else int(style.removeprefix("divide").replace("shallow", "1"))
-        )
-        return type(value)(
-            v // divisor if v % divisor == 0 and v >= 16 else v for v in value
-        )
+        return type(value)(_divided(v, least=16) for v in value)
     return value
 
 
@@ -132,40 +117,35 @@ def shrunk_number(
     if style == "default" or value <= 0:
         return value
     action = action_of(name)
-    if layers and action == 2 and value == layers[0]:
-        return layers[1]
-    if (
-        layers
-        and action == "keep"
-        and LAYER_INDICES.search(name)
-        and "size" not in name
-    ):
-        return min(value, layers[1] - 1)
-    if style.startswith("divide") and action in (64, 96, 16) and WIDTH.search(name):
-        return _divided(value, int(style.removeprefix("divide")))
-    if action == "keep" or _keeps(style, name, action):
+    if layers is not None:
+        depth, kept = layers
+        if action == 2 and value == depth:
+            return kept
+        index = LAYER_INDICES.search(name) and "size" not in name
+        if action == "keep" and index:
+            return min(value, kept - 1)
+    if action == "keep":
         return value
+    if style == "divide8":
+        if action in (64, 96, 16) and WIDTH.search(name):
+            return _divided(value, least=4 * DIVISOR)
+        if _stays_in_division(name, action):
+            return value
     return min(value, action)
 
 
-def _divided(value: int, divisor: int) -> int:
-    """A width divided, if the result is whole and at least four."""
-    return value // divisor if value % divisor == 0 and value >= 4 * divisor else value
+def _stays_in_division(name: str, action: int) -> bool:
+    """Whether a number is no width, where widths alone are divided."""
+    if action == 2:
+        return "heads" in name
+    return action in (32, 8, 4) and "expert" not in name
 
 
-def _keeps(style: str, name: str, action: int) -> bool:
-    """Whether a style that divides, or changes the depth alone, leaves a number as it
-    is.
-    """
-    if style.startswith("divide"):
-        return (action in (32, 8, 4) and "expert" not in name) or (
-            action == 2 and "heads" in name
-        )
-    if style == "shallow":
-        return (
-            action in (4, 8, 16, 32, 64, 96) or "heads" in name
-        ) and "expert" not in name
-    return False
+def _divided(value: int, least: int) -> int:
+    """A width divided, if it has at least this size and the result is whole."""
+    if value % DIVISOR or value < least:
+        return value
+    return value // DIVISOR
 
 
 def action_of(name: str) -> int | str:

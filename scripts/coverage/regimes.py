@@ -32,8 +32,8 @@ from transformers import AutoConfig, PreTrainedModel, logging
 
 import hf_rmsnorm
 
-from . import BadOptions, diffusers_models
-from .workers import line
+from . import BadOptions, diffusers
+from .runs import line
 
 RANKS = 2
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def build(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict]:
     """(model, arguments of its forward): random, the same each time."""
     kind, model_type, sizes = MODELS[name]
     if not model_type:
-        model, inputs = diffusers_models.build(kind, dtype)
+        model, inputs = diffusers.build(kind, dtype)
         return model, inputs | {"return_dict": False}
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **sizes)

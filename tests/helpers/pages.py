@@ -9,6 +9,7 @@ from places import ROOT
 
 NAMES = ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")
 FILES = [*(ROOT / f"{name}.md" for name in NAMES), *sorted(ROOT.glob("docs/*.md"))]
+FILES += [ROOT / f"{folder}/README.md" for folder in ("benchmarks", "scripts")]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in FILES

@@ -3,7 +3,8 @@
 import os
 
 import pytest
-from ptx.driver import NEEDED, RUN_BY
+
+from benchmarks.ptx.driver import NEEDED, RUN_BY
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from functools import cache
 import pytest
 import torch
 from heads import fused_qk_norm
-from ptx import Fault, Kernel
 
+from benchmarks.ptx import Fault, Kernel
 from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.ops import fused_norm
 

@@ -1,11 +1,17 @@
 """Each fault that the executor of PTX must see, and what is allowed."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from ptx import Fault, Unknown
-from ptx.probe import THREADS, launch, numbers
+from places import PYTHONPATH, ROOT
+
+from benchmarks.ptx import Fault, Unknown
+from benchmarks.ptx.driver import RUN_BY
+from benchmarks.ptx.probe import THREADS, launch, numbers
 
 parametrize = pytest.mark.parametrize
 
@@ -345,3 +351,19 @@ def test_a_program_of_one_warp_meets_where_its_warp_does():
 def test_no_barrier_of_one_warp_among_several_is_known():
     with pytest.raises(Unknown):
         launch(BARRIER_OF_A_WARP)
+
+
+def test_the_kernel_of_the_page_runs_and_is_refused_as_shown(tmp_path):
+    page = (ROOT / "benchmarks/ptx/README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    *printed, fault = re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines()
+    file = tmp_path / "shown.py"  # Triton reads the source of a kernel
+    file.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    for name in ("TRITON_INTERPRET", RUN_BY):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, file], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == printed
+    assert done.stderr.splitlines()[-1] == fault

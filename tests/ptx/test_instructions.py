@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from ptx.probe import THREADS, computed, launch
+
+from benchmarks.ptx.probe import THREADS, computed, launch
 
 parametrize = pytest.mark.parametrize
 

@@ -9,7 +9,8 @@ import os
 
 import pytest
 from processes import python
-from ptx.driver import CHIP
+
+from benchmarks.ptx.driver import CHIP
 
 SAMPLE = (
     # Norms forward and backward, q and k forward. It looks at the PTX, which names the

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from scripts.coverage import scan
+from scripts.coverage import unreported
 
 COMMITTED = SCRIPTS / "results" / f"coverage-{transformers_version}.json"
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
@@ -66,11 +66,11 @@ def test_a_wrong_result_is_noticed():
     """
     code = """if True:
         import json
-        from scripts.coverage import compare, report
+        from scripts.coverage import compare, patch
         from hf_rmsnorm.fused import norm as layers
         real = layers.fused_norm
         layers.fused_norm = lambda *args: real(*args) * 1.01
-        print(json.dumps(report.wrong(compare.examine("llama", "causal"))))
+        print(json.dumps(patch.wrong(compare.examine("llama", "causal"))))
     """
     wrong = json.loads(python("-c", code).splitlines()[-1])
     assert "model: not bit_equal" in wrong
@@ -95,8 +95,8 @@ def unnamed(*folder: Path) -> set[str]:
     """Norm classes in the installed source that the committed table neither names nor
     lists as built by no type.
     """
-    classes = scan.norm_classes(*folder).keys()
-    return classes - scan.seen_classes(TABLE) - TABLE["not_built"].keys()
+    classes = unreported.norm_classes(*folder).keys()
+    return classes - unreported.seen_classes(TABLE) - TABLE["not_built"].keys()
 
 
 @pytest.mark.full

@@ -22,6 +22,7 @@ HEIGHT = {}
 for height, line in enumerate(LAYERS.splitlines()):
     for name in line.split(", "):
         HEIGHT[name] = height
+HELPERS = ROOT / "tests" / "helpers"
 OPTIONAL = ("triton", "torch.distributed")  # not installed, or not built, everywhere
 MOST_LINES = 550
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -50,9 +51,10 @@ class Import:
 def files() -> dict[str, Path]:
     """Every file of the layers by its dotted name."""
     found = {}
-    for folder in ("hf_rmsnorm", "benchmarks", "scripts"):
+    for folder in ("hf_rmsnorm", "benchmarks", "scripts", "tests/helpers"):
+        start = HELPERS if folder == "tests/helpers" else ROOT
         for path in (ROOT / folder).rglob("*.py"):
-            relative = path.relative_to(ROOT).with_suffix("")
+            relative = path.relative_to(start).with_suffix("")
             name = ".".join(relative.parts)
             found[name.removesuffix(".__init__")] = path
     return found
@@ -148,8 +150,27 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(below).prepare()  # raises and names the circle
 
 
+# A file that puts a folder on the search path, and why no other way serves.
+INSERTS = {
+    "scripts/convert_layernorm_to_rmsnorm.py": "runs in a clone that is not installed",
+    "scripts/minilm.py": "measures an example, which finds its neighbour by its folder",
+}
+
+
+def test_no_folder_is_put_on_the_search_path():
+    """So that no import leads where the tests above do not look."""
+    found = set()
+    for path in files().values():
+        if path.is_relative_to(PACKAGE):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path":
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found == INSERTS.keys()
+
+
 def test_no_file_is_too_long():
-    for path in PACKAGE.rglob("*.py"):
+    for path in files().values():
         lines = path.read_text().splitlines()
         assert len(lines) <= MOST_LINES, path
 

@@ -11,7 +11,7 @@ from torch.fx.node import map_arg
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, settings
-from scripts.coverage import diffusers_models
+from scripts.coverage import diffusers as diffusers_models
 
 FAMILIES = ["llama", "gpt2", "gemma3_text", "mixtral", "qwen3"]
 

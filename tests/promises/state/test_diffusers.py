@@ -16,7 +16,7 @@ hooks = pytest.importorskip("diffusers.hooks", reason="a diffusers with caches")
 helpers = pytest.importorskip(
     "diffusers.hooks._helpers", reason="a diffusers with a table of blocks"
 )
-models = pytest.importorskip("scripts.coverage.diffusers_models")
+models = pytest.importorskip("scripts.coverage.diffusers")
 
 FLUX = "FluxTransformer2DModel"
 WAN = "WanTransformer3DModel"

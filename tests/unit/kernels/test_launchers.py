@@ -4,7 +4,8 @@ import os
 
 import pytest
 import torch
-from ptx.driver import RUN_BY
+
+from benchmarks.ptx.driver import RUN_BY
 
 triton = pytest.importorskip("triton", reason="there is nothing to launch")
 
@@ -19,7 +20,7 @@ executes = pytest.mark.skipif(
 def test_the_launches_of_the_triton_that_is_installed_are_known():
     """If this fails: read CudaLauncher in its backends/nvidia/driver.py beside
     `launchers`, compare the arguments, and name the version there, and in `TRITONS` of
-    tests/helpers/ptx/driver.py.
+    benchmarks/ptx/driver.py.
     """
     assert launchers.KNOWN, launchers.VERSION
 

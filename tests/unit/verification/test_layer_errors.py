@@ -46,5 +46,7 @@ def test_a_model_without_hidden_states_is_refused_in_one_line():
 
     model = torch.nn.Sequential(torch.nn.LayerNorm(8), Bare(8, 8))
     model.forward = model[1].forward
-    with pytest.raises(ValueError, match="Sequential returns no hidden states: leave out"):
+    with pytest.raises(
+        ValueError, match="Sequential returns no hidden states: leave out"
+    ):
         errors_by_layer(model, model, IDS)

@@ -206,18 +206,7 @@ class _Run:
         act(instruction, mask)
 
     def _compute(self, instruction, mask):
-        values = []
-        for slot, kind in zip(instruction.sources, instruction.kinds, strict=True):
-            value = self._whole(slot)
-            if value.dtype is not kind:
-                value = value.view(kind)
-            values.append(value)
-        if instruction.divides:
-            zero = values[1] == 0
-            if mask is not None:
-                zero = zero & mask
-            if zero.any():
-                raise Fault("division by zero")
+        values = self._sources(instruction, mask)
         results = instruction.function(*values)
         if self.blurred and instruction.approximate:
             results = blurred(results)
@@ -235,6 +224,22 @@ class _Run:
         if instruction.function is joined and mask is None:
             halves = [self._poison_of([slot]) for slot in instruction.sources]
             self.halves[instruction.targets[0]] = halves
+
+    def _sources(self, instruction, mask):
+        """What an instruction computes from, in the dtypes that it names."""
+        values = []
+        for slot, kind in zip(instruction.sources, instruction.kinds, strict=True):
+            value = self._whole(slot)
+            if value.dtype is not kind:
+                value = value.view(kind)
+            values.append(value)
+        if instruction.divides:
+            zero = values[1] == 0
+            if mask is not None:
+                zero = zero & mask
+            if zero.any():
+                raise Fault("division by zero")
+        return values
 
     def _whole(self, slot, use="", mask=None):
         """A register of all lanes, or a scalar; `use`: for what those of the mask must

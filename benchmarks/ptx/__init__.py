@@ -1,5 +1,5 @@
 """Runs the PTX that Triton compiled, on a CPU, and reports what a GPU would not say;
-see docs/architecture.md.
+see README.md beside this file.
 """
 
 from .decode import Kernel, Unknown
