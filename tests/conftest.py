@@ -12,6 +12,7 @@ them.
 
 import os
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -105,37 +106,36 @@ def the_same_random_numbers_in_any_order():
     torch.manual_seed(0)
 
 
-def watch(monkeypatch, calls, module, name, norms=1):
-    """Note the norms that a function of a module computes."""
-    real = getattr(module, name)
+@contextmanager
+def heard(*pieces):
+    """The norms of the pieces of these kinds that are computed fused meanwhile."""
+    # it imports triton, which asks for TRITON_INTERPRET
+    from hf_rmsnorm.fused.watch import watchers
 
-    def spy(*args, **kwargs):
-        made = real(*args, **kwargs)
-        if made is not None:
-            calls.extend([name] * norms)
-        return made
+    norms_of_pieces = []
 
-    monkeypatch.setattr(module, name, spy)
+    def hear(piece, norms, x, fused, reason):
+        if fused and piece in pieces:
+            norms_of_pieces.extend(norms)
 
-
-@pytest.fixture
-def fused_calls(monkeypatch):
-    """An entry for each norm that went through a patched module's fused forward."""
-    from hf_rmsnorm.fused import attention, norm, sums
-
-    calls = []
-    watch(monkeypatch, calls, norm, "fused_norm")
-    watch(monkeypatch, calls, norm, "run")
-    watch(monkeypatch, calls, sums, "run")
-    watch(monkeypatch, calls, attention, "run_qk", norms=2)
-    return calls
+    watchers.append(hear)
+    yield norms_of_pieces
+    watchers.remove(hear)
 
 
 @pytest.fixture
-def fused_sums(monkeypatch):
-    """An entry for each sum that was computed with its norm, in one launch."""
-    from hf_rmsnorm.fused import sums
+def fused_calls():
+    """The norm of each call that was computed fused, alone or with what surrounds it."""
+    from hf_rmsnorm.fused import watch
 
-    calls = []
-    watch(monkeypatch, calls, sums, "run")
-    return calls
+    with heard(watch.NORM, watch.SUM, watch.QK) as norms:
+        yield norms
+
+
+@pytest.fixture
+def fused_sums():
+    """The norm of each sum that was computed with it, in one launch."""
+    from hf_rmsnorm.fused import watch
+
+    with heard(watch.SUM) as norms:
+        yield norms

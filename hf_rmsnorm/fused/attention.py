@@ -96,7 +96,7 @@ def waiting(*norms) -> Waiting | None:
     if None not in ahead:
         return Waiting(norms, ahead)
     if watchers:
-        note(QK, norms, None)
+        note(QK, norms, None, False)
     return None
 
 
@@ -120,7 +120,7 @@ def norm_and_rotate(
         return rotate(q, k, cos, sin)
     rotated = _launched_heads(norms, rotate, PAIR, q, k, cos, sin)
     if watchers:
-        note(QK, norms.norms, q)
+        note(QK, norms.norms, q, rotated is not None)
     if rotated is not None:
         return rotated
     return rotate(*norm_each(norms, transposed, q, k), cos, sin)
@@ -140,7 +140,7 @@ def norm_and_rotate_one(
         no_heads = q.detach()[:, :0]
         rotated = _launched_heads(norms, rotate, ONE, q, no_heads, cos, sin)
     if watchers:
-        note(QK, norms.norms, x)
+        note(QK, norms.norms, x, rotated is not None)
     if rotated is not None:
         return rotated[0].transpose(1, 2)
     (normed,) = norm_each(norms, transposed, x)
@@ -167,7 +167,7 @@ def rotate_together(
         reason = UNPROVEN
         if way is not None:
             reason = why_not_rotated(q, k, cos, sin, way) or ""
-        note(ROTARY, (module,), q, reason)
+        note(ROTARY, (module,), q, rotated is not None, reason)
     if rotated is not None:
         return rotated
     return rotate(q, k, cos, sin, *more, **named)

@@ -121,7 +121,7 @@ def _launched_modulation(
         reason = ""
         if call is not None and both is None:
             reason = why_apart(*call)
-        note(piece, (norm,), x, reason)
+        note(piece, (norm,), x, both is not None, reason)
     return both
 
 

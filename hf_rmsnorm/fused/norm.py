@@ -169,7 +169,7 @@ class PatchedNorm:
         """`compute_original`, which `count_launches` hears of."""
         if watchers:
             inputs = [*args, *kwargs.values(), None]
-            note(NORM, (module,), inputs[0])
+            note(NORM, (module,), inputs[0], False)
         return self.compute_original(module, args, kwargs)
 
     def compute_original(self, module: Module, args: tuple, kwargs: dict):
@@ -201,7 +201,7 @@ def _forward_of(norm: PatchedNorm):
         if y is None:
             return norm.run_original(self, args, kwargs)
         if watchers:
-            note(NORM, (self,), operands[0])
+            note(NORM, (self,), operands[0], True)
         if norm.is_plain:
             return y
         return norm.returned(operands[0], y)

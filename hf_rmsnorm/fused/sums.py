@@ -24,7 +24,8 @@ def add_and_norm(left, right, norm, shared: bool = False):
     apart = shared and is_grad_enabled()
     both = None if apart else _launched_sum(left, right, norm)
     if watchers:
-        note(SUM, (norm,), right, _why_apart(left, right, apart))
+        is_fused = both is not None
+        note(SUM, (norm,), right, is_fused, _why_apart(left, right, apart))
     if both is not None:
         return both
     total = left + right

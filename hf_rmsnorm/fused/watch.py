@@ -1,5 +1,5 @@
-"""Tells `count_launches` of each fused piece that a forward computes. Outside of
-`count_launches` it does nothing.
+"""Tells `count_launches`, and whoever else watches, of each fused piece that a forward
+computes. While nobody watches it does nothing.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,19 @@ MODULATED_SUM = "residual add + norm + scale and shift"
 watchers: list[Callable] = []
 
 
-def note(piece: str, norms: tuple, x, reason: str = "") -> None:
-    """Tell each watcher that a piece was computed, by a kernel or without one.
+def note(piece: str, norms: tuple, x, fused: bool, reason: str = "") -> None:
+    """Tell each watcher that a piece is computed, fused or not.
 
     Args:
         piece: one of the names above.
         norms: the patched norms in it; of a rotary embedding alone, the attention.
         x: the input of the first, or a summand of it.
+        fused: whether this package computes it, not the model's own code: by a kernel
+            or, of a norm, by its formula in plain torch.
         reason: why it was not one launch, where that does not follow from the norms and
             x.
     """
     if is_compiling():
         return
     for watcher in list(watchers):
-        watcher(piece, norms, x, reason)
+        watcher(piece, norms, x, fused, reason)

@@ -77,8 +77,10 @@ class LaunchCount(Counter):
                 pieces.append(Piece(path, what, reason=NOT_CALLED))
         return tuple(pieces)
 
-    def note(self, what: str, norms: tuple, x, reason: str) -> None:
-        """Count a call of a piece: by a kernel if one was launched since the last call."""
+    def note(self, what: str, norms: tuple, x, fused: bool, reason: str) -> None:
+        """Count a call of a piece: by a kernel if it is fused, and one was launched since
+        the last call.
+        """
         norms = [norm for norm in norms if norm in self._parts]
         if not norms:  # of another model
             return
@@ -91,7 +93,7 @@ class LaunchCount(Counter):
         for name, count in self.items():
             if name.endswith("_forward"):
                 launched += count
-        if launched > self._launched_before:
+        if fused and launched > self._launched_before:
             piece.launched += 1
         else:
             piece.missed += 1

@@ -82,10 +82,14 @@ def test_the_reason_is_a_dtype(model):
 def test_the_reason_is_a_mixture_of_dtypes():
     model = torch.nn.Sequential(torch.nn.LayerNorm(8))
     patch_model(model)
+    teacher = torch.nn.LayerNorm(8)
+    patch_model(teacher)
     x = torch.ones(2, 8, dtype=torch.bfloat16)
     with torch.autocast("cpu"), count_launches(model) as launches:
+        teacher(x.float())
         model(x)
     (piece,) = launches.pieces
+    assert launches["norm_forward"] == 1, "the teacher's"
     assert piece.missed
     mixture = "x and its parameters are torch.bfloat16 and torch.float32"
     assert piece.reason.startswith(mixture)

@@ -9,8 +9,7 @@ import tiny_models
 import torch
 
 from hf_rmsnorm import patch_model, use_backend, verify_equivalence
-from hf_rmsnorm.fused import attention, sums
-from hf_rmsnorm.fused import norm as norm_module
+from hf_rmsnorm.fused import attention, norm, sums
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.reference import reference_norm, rotated
 
@@ -63,7 +62,7 @@ def test_what_is_fused_rightly_passes(family, dtype, fusions):
 
 
 class Launch:
-    """A call of the launch that serves a fused sum, or q and k."""
+    """A call of the launch that serves a norm, a fused sum, or q and k."""
 
     def __init__(self, start, launches, operands, way):
         self.start = start
@@ -77,7 +76,7 @@ class Launch:
 
 
 def put(monkeypatch, module, wrong):
-    """Put a faulty launch where a fused sum, or q and k, are launched."""
+    """Put a faulty launch where a norm, a fused sum, or q and k are launched."""
     name = "run"
     if module is attention:
         name = "run_qk"
@@ -263,21 +262,13 @@ def test_a_mask_that_is_dropped_is_named(monkeypatch):
         y = y.float() * factor[..., None]
         return y.to(x.dtype)
 
-    run = norm_module.run
-    fused = norm_module.fused_norm
-
-    def widened_run(launches, operands):
-        y = run(launches, operands)
+    def wrong(launch):
+        y = launch.run()
         if y is None:
             return None
-        return widened(y, operands[0], launches.spec)
+        return widened(y, launch.operands[0], launch.spec)
 
-    def widened_norm(x, weight, bias, spec, *rest):
-        y = fused(x, weight, bias, spec, *rest)
-        return widened(y, x, spec)
-
-    monkeypatch.setattr(norm_module, "run", widened_run)
-    monkeypatch.setattr(norm_module, "fused_norm", widened_norm)
+    put(monkeypatch, norm, wrong)
     report = verify("llama", FP32)
     assert failed(report.norms)
     assert not report.passed
