@@ -1,5 +1,6 @@
 """The shape of the code, read from its sources: imports go down the list in
-docs/architecture.md, in no circle, and none hides inside a function.
+docs/architecture.md, in no circle, and none hides inside a function. A test stands where
+its module does.
 """
 
 import ast
@@ -14,6 +15,9 @@ from places import ROOT
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 PACKAGE = ROOT / "hf_rmsnorm"
+UNIT = ROOT / "tests" / "unit"
+# of no one module: the shape of the code, and a promise of all kernels
+OF_SEVERAL = "test_import_order.py", "kernels/test_batch_invariance.py"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 # Each line of the list imports what stands above it, nothing of its own line.
 LAYERS = PAGE.partition("## Layers")[2]
@@ -173,6 +177,17 @@ def test_no_file_is_too_long():
     for path in files().values():
         lines = path.read_text().splitlines()
         assert len(lines) <= MOST_LINES, path
+
+
+def test_a_unit_test_is_found_from_its_module():
+    for path in UNIT.rglob("test_*.py"):
+        place = path.relative_to(UNIT)
+        if place.as_posix() in OF_SEVERAL:
+            continue
+        name = place.stem.removeprefix("test_") + "_"
+        modules = (PACKAGE / place.parent).glob("*.py")
+        found = [module for module in modules if name.startswith(f"{module.stem}_")]
+        assert found, f"{place}: no module of hf_rmsnorm/{place.parent} begins its name"
 
 
 def words_of(path: Path):

@@ -1,10 +1,16 @@
-"""How far outputs are apart in a proof."""
+"""How far outputs are apart in a proof, and which plans it fails."""
 
 import math
+from dataclasses import replace
 
+import pytest
 import torch
+from conversion_models import config_of
 
-from hf_rmsnorm.conversion.proxy.prove import difference
+from hf_rmsnorm.conversion.plan import Centre, ConversionRefused
+from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.model import make_proxy
+from hf_rmsnorm.conversion.proxy.prove import difference, prove
 
 
 def test_outputs_that_are_no_numbers_or_of_other_shapes_are_infinitely_apart():
@@ -29,3 +35,23 @@ def test_logits_of_words_that_are_hidden_count_as_equal():
     assert difference([logits], [logits]) == 0.0
     assert difference([logits], [changed]) == 0.5
     assert difference([logits], [shown]) == math.inf
+
+
+def test_the_proof_fails_when_the_plan_is_wrong():
+    proxy = make_proxy(config_of("gpt2"))
+    plan = discover(proxy)
+    first, *rest = plan.centre
+
+    def proof(**changes):
+        return prove(replace(plan, **changes), proxy)
+
+    assert proof().passed
+    forgotten = proof(centre=tuple(rest))
+    assert forgotten.stock <= 1e-12 < forgotten.rms
+    assert not forgotten.passed
+    qkv = Centre("transformer.h.0.attn.c_attn.weight", 0, 32)
+    assert proof(centre=(*plan.centre, qkv)).stock > 1e-6
+    assert proof(copy=(), config={}).stock > 1e-6
+    lost = replace(first, key="nowhere")
+    with pytest.raises(ConversionRefused, match="tensor 'nowhere'.*is missing"):
+        proof(centre=(*rest, lost))

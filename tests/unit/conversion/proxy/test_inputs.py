@@ -1,74 +1,20 @@
-"""Proxy models of published configs: they run, keep the structure, and their norms can
-be told from a sign.
+"""The inputs that are made for a proxy: texts, images and sound, as its model takes
+them.
 """
 
 from transformers import (
     CLIPConfig,
     LlavaConfig,
-    PersimmonConfig,
-    PhimoeConfig,
     SiglipConfig,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
 
-from hf_rmsnorm.conversion.proxy import model as proxy_module
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.shrink import POSITIONS
 
 TEXT = {"num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 32}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 4096,
-    "short_mscale": 1.25,
-    "long_mscale": 1.25,
-    "short_factor": [1.0 + i / 8 for i in range(64)],
-    "long_factor": [1.0 + i for i in range(64)],
-}
-
-
-def test_lists_of_longrope_are_as_long_as_the_narrow_heads_need():
-    sizes = {
-        "hidden_size": 512,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 640,
-    }
-    more = {
-        "num_local_experts": 2,
-        "max_position_embeddings": 131072,
-        "rope_parameters": LONGROPE,
-    }
-    proxy = make_proxy(PhimoeConfig(**{**TEXT, **sizes, **more}))
-    size = proxy.config.hidden_size // 4
-    factors = proxy.config.rope_parameters
-    assert proxy.factor > 1
-    assert len(factors["short_factor"]) == len(factors["long_factor"])
-    assert len(factors["long_factor"]) == size // 2
-    assert factors["short_factor"] == LONGROPE["short_factor"][:: proxy.factor]
-
-
-def test_a_norm_over_two_channels_is_not_taken_while_there_is_another_one(monkeypatch):
-    """There it is nearly a sign: no gradients to find anything by, and roundings that
-    grow from layer to layer.
-    """
-    monkeypatch.setattr(proxy_module, "SMALL", 0)
-    # heads of two channels would fit, those of four do not
-    monkeypatch.setattr(proxy_module, "MIDDLE", 15_000)
-    more = {
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "intermediate_size": 512,
-        "qk_layernorm": True,
-    }
-    proxy = make_proxy(PersimmonConfig(**TEXT, **more))
-    assert proxy.config.hidden_size == 4 * proxy_module.LEAST_ROW
-    plan = discover(proxy)
-    assert len(plan.norms) == 9
-    for norm in plan.norms:
-        assert norm.becomes_rms
 
 
 def test_a_proxy_that_hears_is_given_little_sound():
