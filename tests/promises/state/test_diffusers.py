@@ -72,6 +72,13 @@ def assert_equal(outputs, expected):
     assert all(map(torch.equal, outputs, expected))
 
 
+def launches_of(model, inputs, expected):
+    """What these outputs take."""
+    with count_launches() as launches:
+        assert_equal(steps(model, inputs, len(expected)), expected)
+    return launches
+
+
 @pytest.mark.parametrize("first", ["patch", "cache"])
 @pytest.mark.parametrize("undone_first", ["patch", "cache"])
 @caches
@@ -98,19 +105,13 @@ def test_a_cache_and_a_patch_in_any_order(name, first, undone_first):
     if undone_first == "patch":
         unpatch_model(model)
         model._reset_stateful_cache()
-        with count_launches() as launches:
-            assert_equal(steps(model, inputs), expected)
-        assert not launches
+        assert not launches_of(model, inputs, expected)
         model.disable_cache()
     else:
         model.disable_cache()
-        with count_launches() as launches:
-            assert_equal(steps(model, inputs, 1), uncached)
-        assert launches
+        assert launches_of(model, inputs, uncached)
         unpatch_model(model)
-    with count_launches() as launches:
-        assert_equal(steps(model, inputs, 1), uncached)
-    assert not launches
+    assert not launches_of(model, inputs, uncached)
     assert list(map(type, model.modules())) == types
 
 
@@ -160,13 +161,9 @@ def test_group_offloading(kind, first):
         offload(model)
     assert not report.skipped
     assert not any(layer.reason for layer in report.layers)
-    with count_launches() as launches:
-        assert_equal(steps(model, inputs, 1), expected)
-    assert launches
+    assert launches_of(model, inputs, expected)
     unpatch_model(model)
-    with count_launches() as launches:
-        assert_equal(steps(model, inputs, 1), expected)
-    assert not launches
+    assert not launches_of(model, inputs, expected)
 
 
 def test_a_forward_beneath_a_hook_that_someone_replaced_is_left_alone():
