@@ -139,3 +139,11 @@ def fused_sums():
 
     with heard(watch.SUM) as norms:
         yield norms
+
+
+@pytest.fixture
+def no_kernel_here(monkeypatch):
+    """As on a CPU outside of the tests: no kernel runs there."""
+    from hf_rmsnorm.ops.launches import left
+
+    monkeypatch.setitem(left, ("cpu", None), "there is no kernel here")

@@ -11,7 +11,6 @@ import transformers
 from hf_rmsnorm.cli import bench
 from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import demo_path
-from hf_rmsnorm.ops import backend
 
 SMALL = dict(
     vocab_size=64, num_hidden_layers=1, hidden_size=32, num_attention_heads=2,
@@ -37,14 +36,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def plain(monkeypatch):
-    """As on a CPU outside of the tests, where no kernel runs."""
-    monkeypatch.setattr(
-        backend, "_device_refusal", lambda *_: "there is no such device"
-    )
-
-
 def run(capsys, *argv):
     code = main(["bench", *map(str, argv), "--device", "cpu"])
     out, err = capsys.readouterr()
@@ -68,19 +59,19 @@ def test_both_sides_are_timed_and_compared(capsys, folder):
 
 
 def test_where_no_kernel_runs_it_says_that_the_times_are_of_the_same_code(
-    capsys, folder, plain
+    capsys, folder, no_kernel_here
 ):
     out = run(capsys, folder, "--new-tokens", 3, "--length", 8)
     assert out.startswith(f"{folder}: 3 norms swapped, bfloat16 on cpu\n")
     assert "tokens per second (3 new" in out and "the same tokens" in out
     assert "ms per training step (1 x 8 tokens)" in out
     text = " ".join(out.split())
-    assert "plain PyTorch (there is no such device); both times are of the same" in text
+    assert "plain PyTorch (there is no kernel here); both times are of the same" in text
 
 
 @pytest.mark.full
 def test_it_generates_greedily_whatever_the_checkpoint_asks_for(
-    capsys, tmp_path, plain
+    capsys, tmp_path, no_kernel_here
 ):
     shutil.copytree(demo_path("gpt2"), tmp_path, dirs_exist_ok=True)
     config = transformers.GenerationConfig(do_sample=True, temperature=9.0, num_beams=2)
@@ -91,21 +82,21 @@ def test_it_generates_greedily_whatever_the_checkpoint_asks_for(
     assert [len(side) for side in data["token_ids"]] == [4, 4]
 
 
-def test_no_train_leaves_the_step_out(capsys, folder, plain):
+def test_no_train_leaves_the_step_out(capsys, folder, no_kernel_here):
     argv = (folder, "--new-tokens", 1, "--no-train", "--dtype", "fp32")
     data = run_json(capsys, *argv)
     assert data["dtype"] == "float32" and "tokens_per_second" in data
     assert not {"step_ms", "losses", "batch"} & data.keys()
 
 
-def test_different_results_are_named(capsys, folder, plain, monkeypatch):
+def test_different_results_are_named(capsys, folder, no_kernel_here, monkeypatch):
     tokens = iter([[5, 6], [5, 7]] * 3)
     monkeypatch.setattr(bench, "greedy", lambda *args: next(tokens))
     out = run(capsys, folder, "--new-tokens", 2, "--no-train")
     assert "other tokens: run hf-rmsnorm verify" in out
 
 
-def test_a_short_context_shortens_prompt_and_text(capsys, tmp_path, plain):
+def test_a_short_context_shortens_prompt_and_text(capsys, tmp_path, no_kernel_here):
     tiny_models.build(
         "llama", num_hidden_layers=1, max_position_embeddings=16
     ).save_pretrained(tmp_path)
@@ -122,7 +113,7 @@ def test_a_short_context_shortens_prompt_and_text(capsys, tmp_path, plain):
     ids=["encoder", "encoder and decoder"],
 )
 def test_what_does_not_go_on_from_a_text_is_trained(
-    capsys, tmp_path, plain, name, config
+    capsys, tmp_path, no_kernel_here, name, config
 ):
     getattr(transformers, name)(config).save_pretrained(tmp_path)
     data = run_json(capsys, tmp_path, "--length", 8)

@@ -438,10 +438,7 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
     )
 
 
-def test_verify_exits_with_1_where_no_kernel_can_run(capsys, monkeypatch):
-    from hf_rmsnorm.ops import backend
-
-    monkeypatch.setattr(backend, "device_refusal", lambda *_: "there is no kernel here")
+def test_verify_exits_with_1_where_no_kernel_can_run(capsys, no_kernel_here):
     code, out, _ = run(
         capsys,
         "verify",

@@ -17,7 +17,6 @@ from transformers import (
 
 from hf_rmsnorm import HfRmsNormCallback, patch_model, use_backend
 from hf_rmsnorm.fused.norm import fused_part
-from hf_rmsnorm.ops import backend
 
 STEPS = 4
 
@@ -113,22 +112,13 @@ def test_the_report_is_logged_once(tmp_path, logged):
     ]
 
 
-@pytest.fixture
-def on_this_cpu(monkeypatch):
-    """Without Triton's interpreter; what is known of a device is asked again."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    backend._device_refusal.cache_clear()
-    yield
-    backend._device_refusal.cache_clear()
-
-
 def test_one_line_says_what_was_swapped_and_where_kernels_run(
-    tmp_path, capsys, on_this_cpu
+    tmp_path, capsys, no_kernel_here
 ):
     callback = HfRmsNormCallback(exclude="model.norm")
     made = make(tmp_path, tiny_models.build("llama"), callback)
     losses(made)
-    where = "runs on cpu: plain PyTorch (Triton has no backend for cpu)"
+    where = "runs on cpu: plain PyTorch (there is no kernel here)"
     line = f"hf_rmsnorm: 4 norms swapped, 1 skipped; {where}\n"
     assert capsys.readouterr().err == line, "once, though it trains"
     make(tmp_path, made.model, callback)
