@@ -24,8 +24,7 @@ def note(piece: str, norms: tuple, x, fused: bool, reason: str = "") -> None:
         piece: one of the names above.
         norms: the patched norms in it; of a rotary embedding alone, the attention.
         x: the input of the first, or a summand of it.
-        fused: whether this package computes it, not the model's own code: by a kernel
-            or, of a norm, by its formula in plain torch.
+        fused: whether the backend in force computes it, not the model's own code.
         reason: why it was not one launch, where that does not follow from the norms and
             x.
     """
