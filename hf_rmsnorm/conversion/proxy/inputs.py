@@ -16,6 +16,7 @@ FRAMES = 64  # of a sound
 STATES = 7  # of an encoder
 
 
+@torch.no_grad()
 def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dict:
     """Inputs for a float64 model that it runs on, through each tower that inputs can be
     made for.

@@ -22,10 +22,7 @@ def refuse_if_unreached(
     """
     # A module that was called has shown in the norms' inputs whether it writes. One of
     # another layer that was reached tells of its like.
-    called = set()
-    with torch.no_grad():
-        paths = leaves_of(proxy.model)
-        run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))
+    called = called_modules(proxy)
     reached = proxy.shapes.keys() - set(test.undetermined)
     known = {alike(name) for name in reached}
     masks = []
@@ -50,6 +47,15 @@ def refuse_if_unreached(
             "residual stream, it may write to it: pass inputs=... that use it"
         )
     return masks
+
+
+@torch.no_grad()
+def called_modules(proxy: ProxyModel) -> set[str]:
+    """The paths of the leaf modules that the inputs reach."""
+    called = set()
+    paths = leaves_of(proxy.model)
+    run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))
+    return called
 
 
 def _may_write(module: torch.nn.Module, leaf: str, lengths: set[int]) -> bool:
