@@ -283,6 +283,17 @@ def test_what_the_page_on_the_code_names_is_in_its_file():
         assert defined(path).issuperset(words), (path, names)
 
 
+def test_each_change_begins_in_one_place():
+    _, _, table = pages.PAGES["docs/architecture.md"].partition(
+        "| begin with |\n|---|---|\n"
+    )
+    rows, _, _ = table.partition("\n\n")
+    rows = rows.splitlines()
+    assert 20 <= len(rows) <= 25
+    for row in rows:
+        assert re.fullmatch(r"\| [^|]+ \| `\S+\.py`: `\w+` \|", row), row
+
+
 def test_the_interface_page_documents_every_public_name():
     documented = re.findall(r"^::: (\S+)$", pages.PAGES["docs/api.md"], re.MULTILINE)
     objects = [pkgutil.resolve_name(path) for path in documented]
