@@ -125,12 +125,16 @@ def _texts(node: ast.expr, names: dict, depth: int) -> list[str]:
         for value in names[node.id]:
             texts += _texts(value, others, depth - 1)
         return texts
-    parts = []
-    if isinstance(node, ast.JoinedStr):
-        parts = node.values
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = [node.left, node.right]
-    if not parts:
+    choices = [_texts(part, names, depth) for part in _parts(node)]
+    if not choices:
         return [HOLE]
-    choices = [_texts(part, names, depth) for part in parts]
     return ["".join(chosen) for chosen in itertools.product(*choices)][:MOST]
+
+
+def _parts(node: ast.expr) -> list[ast.expr]:
+    """What a text is made of; nothing where it is computed otherwise."""
+    if isinstance(node, ast.JoinedStr):
+        return node.values
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return [node.left, node.right]
+    return []
