@@ -16,14 +16,15 @@ from .subclass import derive, marked
 _CALL = Module.__call__
 
 
-def operands_ahead(norm, restricted: bool = False) -> tuple | None:
+def operands_ahead(norm, of_any_input: bool = False) -> tuple | None:
     """(its `PatchedNorm`, launches, weight, bias) of a patched norm that may be computed
     before it is called.
 
     None if the module is not patched, or has to be called. It has to be called in
     compiled code, if fusion is off, if its class defines `__call__`, for what
     `why_called` names, or if it is no norm of one input over its last dimension. Unless
-    `restricted`, it has to be called too if its recipe restricts its input.
+    `of_any_input`, it has to be called too if its recipe restricts its input: then the
+    caller asks whether it serves this one.
     """
     if is_compiling():
         return None
@@ -31,7 +32,7 @@ def operands_ahead(norm, restricted: bool = False) -> tuple | None:
     patched = getattr(cls, "_hf_rmsnorm_norm", None)
     if patched is None or cls.__call__ is not _CALL:
         return None
-    joins = patched.joins_restricted if restricted else patched.joins
+    joins = patched.joins_of_any_input if of_any_input else patched.joins
     if not joins or why_called(norm):
         return None
     if patched.recipe.autocast and autocast_anywhere():
@@ -48,7 +49,7 @@ def fused_layer_class(base: type, fusion) -> type:
     for a fusion.
 
     Args:
-        fusion: hashable; its ``guarded(base, owner)`` makes the forward, as
+        fusion: hashable; its ``forward_for(base, owner)`` makes the forward, as
             `source.guarded` does.
 
     Raises:
@@ -63,7 +64,7 @@ def fused_layer_class(base: type, fusion) -> type:
 def _made(base: type, own: Callable, fusion) -> type:
     marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
     owner: list[type] = []
-    forward = fusion.guarded(base, owner)
+    forward = fusion.forward_for(base, owner)
     cls = derive(base, forward, marks, fused_layer_class, fusion)
     owner.append(cls)
     if wrappers(cls.forward) != wrappers(own):

@@ -132,7 +132,7 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
     for t in (x, scale, *present(shift, multiplier, residual)):
         if type(t) is not Tensor:
             return None
-    ahead = operands_ahead(norm, restricted=True)
+    ahead = operands_ahead(norm, of_any_input=True)
     if ahead is None:
         return None
     patched, launches, weight, bias = ahead

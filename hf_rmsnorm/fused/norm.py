@@ -89,7 +89,7 @@ class PatchedNorm:
         self.is_plain = recipe.gate is None and not is_restricted
         # whether it may be computed with what surrounds it, as `operands_ahead` says
         self.joins = asked.fuse_residual and recipe.is_simple
-        self.joins_restricted = asked.fuse_residual and recipe.is_of_rows
+        self.joins_of_any_input = asked.fuse_residual and recipe.is_of_rows
 
     def launches_for(self, spec: NormSpec) -> Launches:
         """The launches of a formula: the recipe's own, or as a module computes it with
@@ -136,7 +136,8 @@ class PatchedNorm:
         if parameters is None:
             return None
         launches = self.launches
-        # where eps is fixed in the code, its name and its value are None
+        # where eps is fixed in the code, its name and its value are None; an equal number
+        # of another identity takes the longer way, to the same formula
         if self.may_change or module.__dict__.get(recipe.eps) is not recipe.eps_value:
             spec = recipe.spec_of(module)
             if spec is None:

@@ -26,7 +26,7 @@ MISSING = object()
 _HIP = torch.version.hip is not None
 _all: weakref.WeakSet = weakref.WeakSet()
 # devices whose kernels cannot be loaded, (type, index), and why
-left: dict[tuple, str] = {}
+given_up: dict[tuple, str] = {}
 _failing = threading.Lock()
 
 
@@ -217,5 +217,5 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
 
 def _leave(device: torch.device) -> None:
     lines = failed[device].splitlines()
-    left[device.type, device.index] = "; ".join(lines)
+    given_up[device.type, device.index] = "; ".join(lines)
     forget_launches()

@@ -11,10 +11,11 @@ from torch.nn import Module
 
 from ..fused.norm import recipe_of
 from .entries import Entry
+from .layers.fusions import fuse_layers
 from .plan import Globs, Options, make_plan
 from .report import PatchReport, report_on
-from .servers import sums
 from .servers.rounding import NUMERICS
+from .servers.sums import finder_for, missed_sums
 from .swap import Changes, set_recipe, unfuse, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
@@ -168,8 +169,8 @@ def _patch(
         for entry in entries:
             changes.carry_out(entry)
         _check_served(model, entries, strict)
-        layers = sums.fuse(model, entries)
-        missed = sums.missed(entries, layers)
+        layers = fuse_layers(model, finder_for(entries))
+        missed = missed_sums(entries, layers)
         if missed and strict:
             raise ValueError(f"strict: {missed}")
         report = report_on(model, entries, layers)
@@ -186,7 +187,7 @@ def _check_served(model: Module, entries: list[Entry], strict: bool) -> None:
     if strict and not entries:
         name = type(model).__name__
         raise ValueError(f"strict: this {name} has no norm to swap, leave strict out")
-    left = [entry for entry in entries if entry.recipe is None and not entry.excluded]
+    left = [entry for entry in entries if entry.proven is None and not entry.excluded]
     for entry in left:
         which = f"{entry.paths[0]!r} ({entry.class_name})"
         reason = entry.refusal.reason
@@ -201,7 +202,7 @@ def _check_served(model: Module, entries: list[Entry], strict: bool) -> None:
 def _no_change(model: Module, entries: list[Entry]) -> str:
     """That no norm is patched, and none was to be unpatched; "" otherwise."""
     for entry in entries:
-        if entry.recipe is not None or (entry.before and entry.excluded):
+        if entry.proven is not None or (entry.before and entry.excluded):
             return ""
     why = "there is none"
     if entries:

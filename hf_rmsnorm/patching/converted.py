@@ -248,9 +248,9 @@ def follow_conversion(model: Module, entries: list[Entry]) -> None:
         if not recorded or entry.excluded:
             continue
         entry.required = conversion.trained
-        if entry.recipe is not None and not entry.stays:
+        if entry.proven is not None and not entry.stays:
             eps = conversion.norms[recorded[0]]
-            as_rms, entry.note = _as_recorded(entry.recipe, eps, conversion)
+            as_rms, entry.note = _as_recorded(entry.proven, eps, conversion)
             entry.asked = replace(entry.asked, as_rms=as_rms)
 
 

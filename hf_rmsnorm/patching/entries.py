@@ -18,7 +18,7 @@ class Entry:
     """One norm of a model, and what becomes of it.
 
     Attributes:
-        recipe: what its own forward computes; None where that runs.
+        proven: what its own forward computes; None where that runs.
         asked: what is asked of it besides.
         refusal: why that runs.
         note: on the norm that is computed, for the report.
@@ -33,7 +33,7 @@ class Entry:
 
     module: Module
     paths: list[str]
-    recipe: Recipe | None = None
+    proven: Recipe | None = None
     refusal: Refusal | None = None
     note: str = ""
     asked: Asked = NOTHING
@@ -51,12 +51,12 @@ class Entry:
 
     @property
     def computed(self) -> Recipe:
-        """What it computes as it is asked; only of one that has a recipe."""
-        return self.asked.of(self.recipe)
+        """What it computes as it is asked; only where that is not its own forward."""
+        return self.asked.of(self.proven)
 
     def leave(self, refusal: Refusal) -> None:
         """Have its own forward run."""
-        self.recipe = None
+        self.proven = None
         self.refusal = refusal
 
 

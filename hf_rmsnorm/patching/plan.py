@@ -41,9 +41,9 @@ class Options:
         numerics = self.numerics
         if numerics is None:
             numerics = "model" if before.rounding is None else before.rounding.numerics
-        formula = before.formula(entry.recipe.spec)
+        formula = before.formula(entry.proven.spec)
         try:
-            rounding = rounding_of(numerics, entry.recipe, formula)
+            rounding = rounding_of(numerics, entry.proven, formula)
         except ValueError as error:
             what = f"numerics={numerics!r}: {error}, as {entry.paths[0]!r} is"
             raise ValueError(f"{what}: list it in exclude") from None
@@ -55,7 +55,7 @@ class Options:
             input_needed="",
             input_written=entry.input_written,
         )
-        computed = asked.of(entry.recipe)
+        computed = asked.of(entry.proven)
         if computed.spec.functional:
             # torch's own norm keeps its input too
             asked = replace(asked, input_written="")
@@ -86,7 +86,7 @@ def make_plan(
     with neutral_modes():  # in which the values of weights can be read
         follow_conversion(model, entries)
         for entry in entries:
-            if entry.recipe is not None:
+            if entry.proven is not None:
                 _settle(entry, options)
     return entries
 
@@ -119,7 +119,7 @@ def _note_writes(model: Module, entries: list[Entry]) -> None:
     for module in model.modules():
         for name, child in module._modules.items():
             entry = entry_of.get(child)
-            if entry is None or entry.recipe is None:
+            if entry is None or entry.proven is None:
                 continue
             writes = writes_of(type(module))
             if name in writes.inputs:

@@ -140,9 +140,8 @@ def report_on(
     skipped = []
     for entry in entries:
         name = entry.class_name
-        recipe = entry.recipe
         for path in entry.paths:
-            if recipe is None:
+            if entry.proven is None:
                 skipped.append(Skipped(path, name, *entry.refusal))
                 continue
             asked = entry.asked

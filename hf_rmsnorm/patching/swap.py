@@ -124,11 +124,11 @@ class Changes:
 
     def carry_out(self, entry: Entry) -> None:
         """Do to a norm what its entry says, or leave it with the reason."""
-        if entry.recipe is None and not entry.excluded:
+        if entry.proven is None and not entry.excluded:
             return
         self.norms.append((entry.module, entry.before))
         try:
-            set_recipe(entry.module, entry.recipe, entry.asked)
+            set_recipe(entry.module, entry.proven, entry.asked)
         except Exception as error:
             # a metaclass or __init_subclass__ of the user's may refuse in any way
             what = f"its class cannot be subclassed: {type(error).__name__}: {error}"

@@ -65,7 +65,7 @@ class Fusion:
         # found again in the process that loads it
         return {**vars(self), "forward": None, "definition": None}
 
-    def guarded(self, base: type, owner: list[type]) -> Callable:
+    def forward_for(self, base: type, owner: list[type]) -> Callable:
         """The forward of the subclass of a class that `owner` will hold."""
         return guarded(self.rewrite(base), base, owner)
 
@@ -124,21 +124,30 @@ def _in_words(pieces: list[str], in_one_launch: bool) -> str:
     return f"{words} in one launch"
 
 
-def fuse_layers(
-    model: Module, find: Callable = find_fusion, in_all_layers: bool = False
-) -> tuple[FusedLayer, ...]:
-    """Compile the forwards of a patched model again where they show what surrounds a
-    norm, or a rotation of q and k; none is fused yet. Nothing is, unless a norm may be.
+class Finder(NamedTuple):
+    """How the fusions of a model are found.
 
     Args:
-        find: finds the `Fusion` of a class with these `Norms`.
+        find: gives the `Fusion` of a class with these `Norms`, as `find_fusion` does.
         in_all_layers: also in the layers without a norm of their own.
+    """
+
+    find: Callable = find_fusion
+    in_all_layers: bool = False
+
+
+FINDER = Finder()
+
+
+def fuse_layers(model: Module, finder: Finder = FINDER) -> tuple[FusedLayer, ...]:
+    """Compile the forwards of a patched model again where they show what surrounds a
+    norm, or a rotation of q and k; none is fused yet. Nothing is, unless a norm may be.
 
     Returns:
         For each module that repeats in the model, and for its parts: what was fused, or
         the reason for no fusion.
     """
-    find = functools.cache(find)  # most layers of a model are alike
+    find = functools.cache(finder.find)  # most layers of a model are alike
     modules = dict(model.named_modules())
     if not any(map(fusible_norm, modules.values())):
         return ()
@@ -149,7 +158,11 @@ def fuse_layers(
         is_layer = module in repeated
         norms = _norms_of(module)
         fusion, reason = None, ""
-        if any(norms) or may_rotate(type(module)) or (in_all_layers and is_layer):
+        if (
+            any(norms)
+            or may_rotate(type(module))
+            or (finder.in_all_layers and is_layer)
+        ):
             fusion, reason = _fused(module, find, norms)
         name = type(module).__name__
         if fusion is not None:

@@ -21,9 +21,7 @@ class ServerNorm(PatchedNorm):
         super().__init__(*arguments)
         rounding = self.asked.rounding
         self.rounds_sum = rounding.rounds_sum
-        # vLLM's RMSNorm multiplies in the weight's dtype, and returns x's.
-        weight_is_last = self.recipe.spec.rounding == "before_weight"
-        self.returns_dtype_of_x = rounding.numerics == "vllm" and weight_is_last
+        self.returns_dtype_of_x = rounding.returns_dtype_of_x
         self.is_plain = self.is_plain and not self.returns_dtype_of_x
 
     def formula_of(self, spec: NormSpec, x: Tensor, weight, gate) -> NormSpec | None:

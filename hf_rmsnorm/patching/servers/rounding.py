@@ -27,12 +27,14 @@ class ServerRounding:
     Attributes:
         rounds_sum: a residual sum is rounded before it is normalised; else the norm
             reads it as float32 holds it.
+        returns_dtype_of_x: as vLLM's RMSNorm, which multiplies in the weight's dtype.
     """
 
     numerics: str
     spec: NormSpec
     rounds_sum: bool
     row_major: bool
+    returns_dtype_of_x: bool
 
     def norm_class(self) -> type[PatchedNorm]:
         return ServerNorm
@@ -70,7 +72,8 @@ def rounding_of(
     spec, rounds_sum = served
     # what follows may count on the order in memory of torch's own norms
     loses_order = formula.functional and not spec.functional
-    return ServerRounding(numerics, spec, rounds_sum, loses_order)
+    multiplies_last = numerics == "vllm" and spec.rounding == "before_weight"
+    return ServerRounding(numerics, spec, rounds_sum, loses_order, multiplies_last)
 
 
 def _formula(numerics: str, own: NormSpec) -> tuple[NormSpec, bool] | None:

@@ -17,21 +17,21 @@ from ...formula import HALF_DTYPES
 from ...fused.source import call, exchangeable, forward_source
 from ...ops.backend import under_transform
 from ..entries import Entry, FusedLayer
-from ..layers.fusions import Fusion, Norms, find_fusion, fuse_layers
+from ..layers.fusions import FINDER, Finder, Fusion, Norms, find_fusion
 from ..layers.statements import Replace, is_sum
 from .summands import keep_summands
 
 _ADDS = "_hf_rmsnorm_add_unrounded"
 
 
-def fuse(model: Module, entries: list[Entry]) -> tuple[FusedLayer, ...]:
-    """`fuse_layers` of a model with these norms, some of which may read sums unrounded."""
+def finder_for(entries: list[Entry]) -> Finder:
+    """How fusions are found in a model with these norms."""
     if any(map(_reads_unrounded, entries)):
-        return fuse_layers(model, _find, in_all_layers=True)
-    return fuse_layers(model)
+        return Finder(_find, in_all_layers=True)
+    return FINDER
 
 
-def missed(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> str:
+def missed_sums(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> str:
     """That norms read sums before they are rounded, and some sums are rounded all the
     same; "" otherwise.
     """
@@ -46,7 +46,7 @@ def missed(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> str:
 
 
 def _reads_unrounded(entry: Entry) -> bool:
-    if entry.recipe is None or not entry.asked.fuse_residual:
+    if entry.proven is None or not entry.asked.fuse_residual:
         return False
     rounding = entry.asked.rounding
     return rounding is not None and not rounding.rounds_sum
@@ -56,7 +56,7 @@ def _reads_unrounded(entry: Entry) -> bool:
 class SummandsKept(Fusion):
     """Sums of a forward that keep their summands."""
 
-    def guarded(self, base: type, owner: list[type]) -> Callable:
+    def forward_for(self, base: type, owner: list[type]) -> Callable:
         return exchangeable(self.rewrite(base), base)
 
     def found_in(self, cls: type) -> Fusion | None:

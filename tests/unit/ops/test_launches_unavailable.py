@@ -61,7 +61,7 @@ def fail(monkeypatch):
         return tried
 
     yield start
-    for state in (failure.failed, launches.left):
+    for state in (failure.failed, launches.given_up):
         state.clear()
     forget_launches()
 
