@@ -29,6 +29,8 @@ from .shrink import VOCABULARY, shrunk
 SMALL = 1_000_000
 MIDDLE = 8_000_000
 LARGE = 50_000_000
+# Of the types of Transformers that run at all, each does after two failures at most.
+MOST_FAILURES = 4
 # Settings that change no norm and no value of the model's own outputs; some hinder a
 # run in float64.
 PLAIN = {
@@ -109,7 +111,7 @@ def make_proxy(
     if not isinstance(source, PretrainedConfig):
         folder = Path(source)
     errors = {}  # the first at each step
-    failures = []
+    failures = 0
     for factor, narrow in _candidates(cls, config, shapes):
         step = "make"
         try:
@@ -118,13 +120,10 @@ def make_proxy(
             arguments = _arguments(model, inputs)
             run(model, arguments)
         except MISFITS as error:
-            words = one_line(error)
-            errors.setdefault(step, words)
-            failures.append(words)
-            # torch says so of sizes that do not fit
-            tries = 3 if isinstance(error, RuntimeError) else 2
-            if failures[-tries:] == [words] * tries:
-                break  # it is not about the widths
+            errors.setdefault(step, one_line(error))
+            failures += step == "run"
+            if failures == MOST_FAILURES:
+                break  # other widths would not help
             continue
         is_own = inputs is None
         narrow = plain(narrow)

@@ -12,6 +12,9 @@ from transformers import PretrainedConfig
 VOCABULARY = 96
 POSITIONS = 96
 IMAGE_PATCHES = 4  # along each side; even, as some models join 2 x 2 of them
+# pixels along a side: where no size of a patch is named; where patches may not be few
+PICTURE = 224
+LARGEST_PICTURE = 512
 INNER = 24  # width inside an MLP: nothing of the structure hangs on it
 
 _NO_WIDTH = re.compile(
@@ -92,25 +95,29 @@ def _narrow(
     config: PretrainedConfig, factor: int, inner: bool, pictures: bool
 ) -> PretrainedConfig:
     for part in _parts(config):
-        patch = vars(part).get("patch_size")
+        patch = vars(part).get("patch_size") if pictures else None
+        most = PICTURE if pictures else LARGEST_PICTURE
         for name, value in list(vars(part).items()):
             if name.startswith("_") and name != "_max_position_embeddings":
                 continue
             narrow = _narrow_value(name, value, factor, inner)
-            if pictures and name == "image_size" and type(value) is type(patch):
-                narrow = _picture(value, patch)
+            if name == "image_size":
+                narrow = _picture(value, patch, most)
             # past validators, which would see some widths narrowed and some not
             vars(part)[name] = narrow
     return config
 
 
-def _picture(size, patch):
+def _picture(size, patch, most: int):
     """The size of a smaller picture; some configs list the height and the width."""
     if isinstance(size, (list, tuple)):
-        return type(size)(map(_picture, size, patch))
-    if type(size) is int:
-        return min(size, IMAGE_PATCHES * patch)
-    return size
+        patches = patch if type(patch) is type(size) else [patch] * len(size)
+        return type(size)(_picture(*pair, most) for pair in zip(size, patches, strict=True))
+    if type(size) is not int:
+        return size
+    if type(patch) is int:
+        most = IMAGE_PATCHES * patch
+    return min(size, most)
 
 
 def _narrow_value(name: str, value, factor: int, inner: bool):
