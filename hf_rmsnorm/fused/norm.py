@@ -55,7 +55,8 @@ def _made(base: type, forward: Callable, proven: Recipe, asked: Asked) -> type:
         kind = asked.rounding.norm_class()
     norm = kind(base, forward, proven, asked)
     marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_norm": norm, "__repr__": __repr__}
-    return derive(base, _forward_of(norm), marks, fused_class, proven, asked)
+    forward = norm.wrapped(_forward_of(norm))
+    return derive(base, forward, marks, fused_class, proven, asked)
 
 
 class PatchedNorm:
@@ -153,6 +154,10 @@ class PatchedNorm:
         if self.recipe.gate is not None and gate is None:
             return changed(spec, gate=None) if self.recipe.gate_optional else None
         return spec
+
+    def wrapped(self, forward: Callable) -> Callable:
+        """The forward of the patched class, of this one."""
+        return forward
 
     def run(self, module: Module, launches: Launches, operands: tuple):
         """`ops.norm.run`."""

@@ -144,6 +144,8 @@ class Recipe:
             return None
         if way == "torch" or not autocast_enabled(device_type):
             return x, weight, bias, spec
+        if any(t.dtype == torch.float64 for t in present(x, weight, bias)):
+            return None  # some casts leave it alone
         dtype = None
         if way == "lowered":
             dtype = torch.get_autocast_dtype(device_type)

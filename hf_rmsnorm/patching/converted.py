@@ -248,10 +248,12 @@ def follow_conversion(model: Module, entries: list[Entry]) -> None:
         if not recorded or entry.excluded:
             continue
         entry.required = conversion.trained
-        if entry.proven is not None and not entry.stays:
+        if entry.proven is not None:
+            # also of a norm that stays: its weights may have moved since
             eps = conversion.norms[recorded[0]]
             as_rms, entry.note = _as_recorded(entry.proven, eps, conversion)
-            entry.asked = replace(entry.asked, as_rms=as_rms)
+            if as_rms != entry.asked.as_rms:
+                entry.asked = replace(entry.asked, as_rms=as_rms, rounding=None)
 
 
 def _as_recorded(proven: Recipe, eps: float, conversion: Recorded) -> tuple[bool, str]:

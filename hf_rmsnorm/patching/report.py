@@ -123,6 +123,8 @@ class PatchReport:
         names = [record["device"] for record in self.devices]
         if "triton" in backends:
             compiled = WHILE_COMPILING[settings.while_compiling]
+            if any(record.numerics != "model" for record in self.swapped):
+                compiled = "torch.compile keeps this order of rounding"
             lines.append(f"  compiled  {compiled}")
         elif names == ["cpu"]:
             lines[-1] += "; on an NVIDIA GPU the norms run fused"

@@ -29,8 +29,8 @@ from .shrink import VOCABULARY, shrunk
 SMALL = 1_000_000
 MIDDLE = 8_000_000
 LARGE = 50_000_000
-# Of the types of Transformers that run at all, each does after two failures at most.
-MOST_FAILURES = 4
+# Of the types of Transformers that convert, each runs after five failures at most.
+MOST_FAILURES = 8
 # Settings that change no norm and no value of the model's own outputs; some hinder a
 # run in float64.
 PLAIN = {

@@ -112,7 +112,9 @@ def _picture(size, patch, most: int):
     """The size of a smaller picture; some configs list the height and the width."""
     if isinstance(size, (list, tuple)):
         patches = patch if type(patch) is type(size) else [patch] * len(size)
-        return type(size)(_picture(*pair, most) for pair in zip(size, patches, strict=True))
+        return type(size)(
+            _picture(*pair, most) for pair in zip(size, patches, strict=True)
+        )
     if type(size) is not int:
         return size
     if type(patch) is int:

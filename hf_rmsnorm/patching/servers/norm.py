@@ -1,5 +1,7 @@
 """A patched norm in a server's order of rounding."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -20,7 +22,7 @@ class ServerNorm(PatchedNorm):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         rounding = self.asked.rounding
-        self.rounds_sum = rounding.rounds_sum
+        self.rounds_sum = rounding.rounds_sum or not self.asked.fuse_residual
         self.returns_dtype_of_x = rounding.returns_dtype_of_x
         self.is_plain = self.is_plain and not self.returns_dtype_of_x
 
@@ -35,6 +37,12 @@ class ServerNorm(PatchedNorm):
         is_coarser = torch.finfo(weight.dtype).eps > eps
         rounding = "weight_dtype" if is_coarser else "once"
         return changed(spec, rounding=rounding)
+
+    def wrapped(self, forward: Callable) -> Callable:
+        if self.rounds_sum:
+            return forward
+        # A graph has no summands: it breaks here, and goes on behind the norm.
+        return torch.compiler.disable(forward)
 
     def run(self, module: Module, launches: Launches, operands: tuple):
         """The norm of the sum of x's summands before it is rounded, where these were

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Module
@@ -98,6 +99,7 @@ def _sums_in(definition: ast.FunctionDef, itself: str) -> Iterator[ast.BinOp]:
             yield total
 
 
+@torch.compiler.disable
 def add_unrounded(left, right, module: Module):
     """``left + right``, whose summands are kept for a norm that reads the sum before it
     is rounded.
@@ -116,7 +118,7 @@ def add_unrounded(left, right, module: Module):
         keep_summands(total, left, right, again)
     elif getattr(total, "dtype", None) in HALF_DTYPES:
         raise RuntimeError(
-            "numerics='vllm' and 'sglang' read residual sums before they are rounded, which torch.compile, "
-            "torch.export, functorch and tensors of other types do not allow: run the model without them"
+            "numerics='vllm' and 'sglang' read residual sums before they are rounded, which torch.export, functorch "
+            "and tensors of other types do not allow: run the model without them"
         )
     return total

@@ -148,6 +148,15 @@ def test_a_writer_that_has_moved_keeps_layer_norm(folders):
         assert torch.equal(logits(model), expected)
 
 
+def test_a_writer_that_has_moved_since_is_noticed_by_any_later_patch(folders):
+    model = load(folders[1])
+    assert all(record.converted for record in patch_model(model).swapped)
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.weight += 1e-3
+    report = patch_model(model, include="*.h.0.*")
+    assert not any(record.converted for record in report.swapped)
+
+
 @pytest.mark.parametrize(
     "writers", [{"residual_weights": {}}, {"residual_weights": None}, {}]
 )

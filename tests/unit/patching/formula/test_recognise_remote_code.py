@@ -9,6 +9,7 @@ import remote_norms
 import torch
 import torch.nn.functional as F
 from reports import report_on
+from torch import nn
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
 from hf_rmsnorm import count_launches, use_backend
@@ -91,3 +92,40 @@ def test_a_flag_that_its_forward_asks_for_and_is_set_later_is_obeyed():
     x = torch.randn(6, remote_norms.SIZE)
     with torch.autocast("cpu", BF16):
         assert norm(x).dtype == BF16
+
+
+class WeightInItsInputsDtype(remote_norms.InternLM2RMSNorm):
+    def forward(self, x):
+        weight = self.weight
+        if torch.is_autocast_enabled(x.device.type):
+            weight = weight.to(x.dtype)
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return weight * y.to(x.dtype)
+
+
+class LoweredInTwoDimensions(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(remote_norms.SIZE)
+
+    def forward(self, x):
+        weight = self.weight
+        if torch.is_autocast_enabled(x.device.type) and x.dim() == 2:
+            x = x.half()
+            weight = weight.half()
+        return F.layer_norm(x, self.normalized_shape, weight, None, self.eps)
+
+
+@pytest.mark.parametrize("cls", [WeightInItsInputsDtype, LoweredInTwoDimensions])
+def test_a_norm_that_casts_some_operands_or_some_inputs_is_left_alone_then(cls):
+    norm = made(cls)
+    (record,) = report_on(norm).swapped
+    assert "under autocast it runs its own forward" in record.notes
+
+
+def test_a_float64_operand_of_a_norm_that_casts_is_left_to_the_module():
+    norm = made(remote_norms.TimmFastLayerNorm).double()
+    x = torch.randn(6, remote_norms.SIZE, dtype=torch.float64)
+    assert report_on(norm).swapped
+    with autocast("cpu", BF16):
+        assert torch.equal(norm(x), type(norm).__base__.forward(norm, x))
