@@ -11,7 +11,7 @@ import torch
 from ... import __version__
 from ...patching.formula.recognise import recognise
 from ...record import RECORD_KEY, make_record
-from ...verification.context import is_float, one_line
+from ...verification.context import is_float, leaves_of, one_line
 from ..checkpoint.source import open_checkpoint
 from ..plan import (
     Centre,
@@ -142,10 +142,11 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
             f"finding residual weights needs ({one_line(error)})"
         ) from error
     left = _unreached_experts(test)
-    if left and proxy.made_inputs:
+    has_experts = any("expert" in name for name in left)
+    if has_experts and proxy.made_inputs:
         proxy.inputs = made_inputs(proxy.model, MANY_TOKENS)
-        called = called_modules(proxy)
-        left = [name for name in left if name.rpartition(".")[0] not in called]
+        idle = leaves_of(proxy.model).keys() - called_modules(proxy)
+        left = [name for name in left if name.rpartition(".")[0] in idle]
         if not left:
             # worth the gradients of so many tokens
             test = shift_invariance_test(proxy.model, proxy.inputs, norms)
@@ -161,8 +162,7 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
 
 def _unreached_experts(test: ShiftTest) -> list[str]:
     places = {alike(weight.key) for weight in test.residual_weights}
-    experts = [name for name in test.undetermined if "expert" in name]
-    return [name for name in experts if alike(name) in places]
+    return [name for name in test.undetermined if alike(name) in places]
 
 
 def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
