@@ -15,6 +15,7 @@ IMAGE_PATCHES = 4  # along each side; even, as some models join 2 x 2 of them
 # pixels along a side: where no size of a patch is named; where patches may not be few
 PICTURE = 224
 LARGEST_PICTURE = 512
+WINDOW = 8  # patches along a side that attend to each other
 INNER = 24  # width inside an MLP: nothing of the structure hangs on it
 
 _NO_WIDTH = re.compile(
@@ -118,7 +119,7 @@ def _picture(size, patch, most: int):
     if type(size) is not int:
         return size
     if type(patch) is int:
-        most = IMAGE_PATCHES * patch
+        most = max(IMAGE_PATCHES * patch, 2 * WINDOW)
     return min(size, most)
 
 
@@ -155,6 +156,8 @@ def _number(name: str, value: int, factor: int, inner: bool) -> int:
         return value % VOCABULARY
     if _VOCABULARY.search(name):
         return min(value, VOCABULARY)
+    if name == "window_size":
+        return min(value, WINDOW)
     if _POSITIONS.search(name):
         return min(value, POSITIONS)
     if _NO_WIDTH.search(name) or value < 2:

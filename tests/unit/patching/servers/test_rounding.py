@@ -382,8 +382,7 @@ def test_a_weight_of_another_dtype(numerics):
     for dtype in (torch.bfloat16, torch.float32):
         x = x.to(dtype)
         y = norm(x)
-        with use_backend("auto"):
-            in_compiled_code = compiled(x)
+        in_compiled_code = compiled(x)
         expected, _ = rms(x, norm.weight, eps_of(norm))
         for result in (y, in_compiled_code):
             assert result.dtype == dtype
