@@ -51,6 +51,11 @@ class Asked:
     input_needed: str = ""
     input_written: str = ""
 
+    @property
+    def rounds_as(self) -> str:
+        """The name of the order of rounding; ``"model"`` for the model's own."""
+        return "model" if self.rounding is None else self.rounding.name
+
     def of(self, proven: Recipe) -> Recipe:
         """What a norm of this recipe is to compute."""
         spec = self.formula(proven.spec)

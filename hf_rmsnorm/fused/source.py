@@ -135,9 +135,7 @@ def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
     Args:
         owner: will hold the subclass of base that gets this forward.
     """
-    original = base.forward
-    inner = inspect.unwrap(original)
-    code = inner.__code__
+    is_exchanged = _exchange_of(base)
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
@@ -146,10 +144,8 @@ def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
             # as many of diffusers' are.
             return super(owner[0], self).forward(*args, **kwargs)
         x = args[0] if args else next(iter(kwargs.values()), None)
-        # autoreload exchanges the code alone
-        is_another = base.forward is not original or inner.__code__ is not code
         is_unserved = getattr(x, "is_cpu", False) and left_alone(x)
-        runs = base.forward if is_another or is_unserved else forward
+        runs = base.forward if is_exchanged() or is_unserved else forward
         return runs(self, *args, **kwargs)
 
     return stepping_aside
@@ -157,17 +153,24 @@ def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
 
 def exchangeable(forward: Callable, base: type) -> Callable:
     """A forward that runs the class's own one if that was exchanged."""
-    original = base.forward
-    inner = inspect.unwrap(original)
-    code = inner.__code__
+    is_exchanged = _exchange_of(base)
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
-        is_another = base.forward is not original or inner.__code__ is not code
-        runs = base.forward if is_another else forward
+        runs = base.forward if is_exchanged() else forward
         return runs(self, *args, **kwargs)
 
     return stepping_aside
+
+
+def _exchange_of(base: type) -> Callable[[], bool]:
+    """Asks whether a class has another forward than now, or that forward other code, as
+    autoreload gives it.
+    """
+    original = base.forward
+    inner = inspect.unwrap(original)
+    code = inner.__code__
+    return lambda: base.forward is not original or inner.__code__ is not code
 
 
 def name_of_self(function: Callable) -> str:

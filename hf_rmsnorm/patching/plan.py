@@ -38,9 +38,7 @@ class Options:
         are.
         """
         before = entry.asked
-        numerics = self.numerics
-        if numerics is None:
-            numerics = "model" if before.rounding is None else before.rounding.numerics
+        numerics = _chosen(self.numerics, before.rounds_as)
         formula = before.formula(entry.proven.spec)
         try:
             rounding = rounding_of(numerics, entry.proven, formula)

@@ -147,8 +147,7 @@ def report_on(
                 skipped.append(Skipped(path, name, *entry.refusal))
                 continue
             asked = entry.asked
-            numerics = "model" if asked.rounding is None else asked.rounding.numerics
-            how = asked.as_rms, numerics
+            how = asked.as_rms, asked.rounds_as
             swapped.append(Swapped(path, name, entry.formula, _notes(entry), *how))
     devices = []
     if swapped:

@@ -17,6 +17,7 @@ from ...reference import reference_norm
 from .check import MOST_DIMS, prove
 from .closeness import affine, close
 from .inputs import ALL_BF16, ALL_FP32, Dtypes, Trial
+from .plain_code import TORCH_FORWARDS
 from .probe import AUTOCAST_DEVICES, OPEN_GATE, OnDevice, autocast
 from .refusals import NotInFamily, Unusable
 
@@ -253,6 +254,8 @@ class Fit(Trial):
         """The recipe with what the module computes under autocast, on each type of
         device.
         """
+        if type(self.module).forward in TORCH_FORWARDS:
+            return recipe  # it is torch's own norm
         if not (recipe.spec.functional or self.code.asks_autocast):
             return recipe  # autocast casts nothing in arithmetic of float32
         ways = []
@@ -265,65 +268,51 @@ class Fit(Trial):
     def _way_under_autocast(self, recipe: Recipe, device_type: str) -> AutocastWay:
         if recipe.gate is not None or not self.code.is_plain_under_autocast:
             return "original"
-        for way in ("torch", "off", "lowered"):
-            if self._computes_so(recipe, device_type, way):
-                return way
-        return "original"
-
-    def _computes_so(self, recipe: Recipe, device_type: str, way: AutocastWay) -> bool:
-        """Whether this is what the module computes while autocast is on there."""
         cases = [(ALL_FP32, self.dims)]
         if not recipe.only_float32:
             mixed = Dtypes(BF16, FP32), Dtypes(FP32, BF16), Dtypes(FP16, FP32)
             cases += [(dtypes, self.dims) for dtypes in (*SAME_DTYPES, *mixed)]
         if recipe.layout == "last" and self.head_dim is None:
             cases += [(ALL_FP32, dims) for dims in range(1, MOST_DIMS + 1)]
-        before = self.dims
-        try:
-            for (dtypes, dims), dtype in itertools.product(cases, (BF16, FP16)):
-                self.dims = dims
-                same = self._computes_one_so(recipe, device_type, way, dtypes, dtype)
-                if not same:
-                    return False
-        finally:
-            self.dims = before
-        return True
+        ways = ["torch", "off", "lowered"]
+        dims_before = self.dims
+        for (dtypes, dims), dtype in itertools.product(cases, (BF16, FP16)):
+            self.dims = dims
+            ways = self._agreeing(ways, recipe, device_type, dtypes, dtype)
+        self.dims = dims_before
+        return ways[0] if ways else "original"
 
-    def _computes_one_so(
+    def _agreeing(
         self,
+        ways: list[AutocastWay],
         recipe: Recipe,
         device_type: str,
-        way: AutocastWay,
         dtypes: Dtypes,
         dtype: torch.dtype,
-    ) -> bool:
-        """`_computes_so` of tensors of these dtypes, under autocast to a dtype; True
-        where it takes no such tensors.
+    ) -> list[AutocastWay]:
+        """Those of the ways that give what the module computes of tensors of these
+        dtypes, under autocast to a dtype; all where it takes no such tensors.
         """
         self.draw_tensors(uneven=True)
         tensors = self.in_dtype(dtypes.weight)
         rows = 1 if self.dims == 1 else 2 ** (MOST_DIMS - 1)
         x = self.rows(rows * self.size, half=True)[:rows].to(dtypes.x)
-        weight = tensors.get(recipe.weight)
         bias = tensors.get(recipe.bias)
-        formula = x, weight, bias, recipe.spec
-        context = OnDevice(device_type)
-        if way != "torch":
-            to = dtype if way == "lowered" else None
-            formula = cast_operands(*formula, to)
-            context = contextlib.nullcontext()
+        formula = x, tensors.get(recipe.weight), bias, recipe.spec
+        agreeing = []
         with autocast(device_type, dtype):
             try:
                 with OnDevice(device_type):
                     y = self.run(x)
             except Unusable:
-                return True
-            try:
-                with context:
-                    expected = reference_norm(*formula)
-            except RuntimeError:  # torch's own norm takes no such mixture
-                return False
-        return self.is_equal(y, expected, x, bias, recipe.spec)
+                return ways
+            for way in ways:
+                # torch's own norm takes not every mixture
+                with contextlib.suppress(RuntimeError):
+                    expected = _under_autocast(way, formula, device_type, dtype)
+                    if self.is_equal(y, expected, x, bias, recipe.spec):
+                        agreeing.append(way)
+        return agreeing
 
     def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
         x = self.rows(1024, half=True)
@@ -363,6 +352,21 @@ class Fit(Trial):
             return False
         sizes = (self.size, self.head_dim)
         return not value or value[-1] in sizes
+
+
+def _under_autocast(
+    way: AutocastWay, formula: tuple, device_type: str, dtype: torch.dtype
+) -> Tensor:
+    """What a formula gives in a way, while autocast to a dtype is on.
+
+    Args:
+        formula: x, weight, bias and the `NormSpec`.
+    """
+    if way == "torch":
+        with OnDevice(device_type):
+            return reference_norm(*formula)
+    to = dtype if way == "lowered" else None
+    return reference_norm(*cast_operands(*formula, to))
 
 
 def with_spec(recipe: Recipe, **changes) -> Recipe:

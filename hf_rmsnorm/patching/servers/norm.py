@@ -7,11 +7,18 @@ from torch import Tensor
 from torch.nn import Module
 
 from ...formula import NormSpec
+from ...fused.asked import Asked
 from ...fused.norm import PatchedNorm
 from ...fused.recipe import changed
 from ...ops.launches import Launches
 from .summands import summands_of
 from .unrounded import norm_of_summands
+
+
+def reads_unrounded(asked: Asked) -> bool:
+    """Whether a norm that is asked so reads residual sums before they are rounded."""
+    rounding = asked.rounding
+    return asked.fuse_residual and rounding is not None and not rounding.rounds_sum
 
 
 class ServerNorm(PatchedNorm):
@@ -21,9 +28,8 @@ class ServerNorm(PatchedNorm):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        rounding = self.asked.rounding
-        self.rounds_sum = rounding.rounds_sum or not self.asked.fuse_residual
-        self.returns_dtype_of_x = rounding.returns_dtype_of_x
+        self.rounds_sum = not reads_unrounded(self.asked)
+        self.returns_dtype_of_x = self.asked.rounding.returns_dtype_of_x
         self.is_plain = self.is_plain and not self.returns_dtype_of_x
 
     def formula_of(self, spec: NormSpec, x: Tensor, weight, gate) -> NormSpec | None:

@@ -30,7 +30,7 @@ class ServerRounding:
         returns_dtype_of_x: as vLLM's RMSNorm, which multiplies in the weight's dtype.
     """
 
-    numerics: str
+    name: str
     spec: NormSpec
     rounds_sum: bool
     row_major: bool
@@ -39,12 +39,8 @@ class ServerRounding:
     def norm_class(self) -> type[PatchedNorm]:
         return ServerNorm
 
-    @property
-    def name(self) -> str:
-        return self.numerics
-
     def __str__(self) -> str:
-        return SERVERS[self.numerics]
+        return SERVERS[self.name]
 
 
 def rounding_of(

@@ -20,6 +20,7 @@ from ...ops.backend import under_transform
 from ..entries import Entry, FusedLayer
 from ..layers.fusions import FINDER, Finder, Fusion, Norms, find_fusion
 from ..layers.statements import Replace, is_sum
+from .norm import reads_unrounded
 from .summands import keep_summands
 
 _ADDS = "_hf_rmsnorm_add_unrounded"
@@ -40,17 +41,14 @@ def missed_sums(entries: list[Entry], layers: tuple[FusedLayer, ...]) -> str:
     readers = list(filter(_reads_unrounded, entries))
     if not unfused or not readers:
         return ""
-    numerics = readers[0].asked.rounding.numerics
+    numerics = readers[0].asked.rounds_as
     first = unfused[0]
     which = f"{len(unfused)} layers, first {first.path!r}: {first.reason}"
     return f"numerics={numerics!r} reads sums unrounded; rounded all the same are those of {which}"
 
 
 def _reads_unrounded(entry: Entry) -> bool:
-    if entry.proven is None or not entry.asked.fuse_residual:
-        return False
-    rounding = entry.asked.rounding
-    return rounding is not None and not rounding.rounds_sum
+    return entry.proven is not None and reads_unrounded(entry.asked)
 
 
 @dataclass(frozen=True)
