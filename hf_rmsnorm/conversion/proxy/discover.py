@@ -24,8 +24,8 @@ from ..plan import (
 from .inputs import made_inputs
 from .keys import KeyMap, named_as_stored
 from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
-from .model import ProxyModel, make_proxy, new_model, token_table
-from .run import alike, and_more, run
+from .model import MOST_NUMBERS, ProxyModel, make_proxy, new_model, token_table
+from .run import MISFITS, LimitedWork, alike, and_more, run
 from .shift_invariance import (
     ZERO_MEAN,
     ShiftTest,
@@ -58,6 +58,7 @@ def discover(source, **how) -> CentringPlan:
     work = copy.deepcopy(proxy.model)
     centre(work, weights)
     reasons = _why_norms_stay(work, proxy, norms)
+    del work  # a large proxy is worth its memory
     proxy.widths = _widths(proxy, weights)
     becoming = norms.keys() - reasons.keys()
     lengths = {norms[path].hidden_size for path in becoming}
@@ -143,8 +144,7 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
         ) from error
     left = _unreached_experts(test)
     has_experts = any("expert" in name for name in left)
-    if has_experts and proxy.made_inputs:
-        proxy.inputs = made_inputs(proxy.model, MANY_TOKENS)
+    if has_experts and proxy.made_inputs and _given_many_tokens(proxy):
         idle = leaves_of(proxy.model).keys() - called_modules(proxy)
         left = [name for name in left if name.rpartition(".")[0] in idle]
         if not left:
@@ -158,6 +158,16 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
             "expert"
         )
     return test
+
+
+def _given_many_tokens(proxy: ProxyModel) -> bool:
+    """Give a proxy inputs of many tokens, unless it has too many experts for that."""
+    try:
+        with LimitedWork(MOST_NUMBERS // 2):
+            proxy.inputs = made_inputs(proxy.model, MANY_TOKENS)
+    except MISFITS:
+        return False
+    return True
 
 
 def _unreached_experts(test: ShiftTest) -> list[str]:

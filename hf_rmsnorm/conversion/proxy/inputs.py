@@ -123,8 +123,10 @@ def _sounds(part) -> Iterator[dict]:
 def _with_encoder(model: torch.nn.Module, inputs: dict) -> Iterator[dict]:
     """The inputs with states for the cross-attention of a decoder without its encoder."""
     config = model.config
-    names = inspect.signature(model.forward).parameters
     if getattr(config, "is_encoder_decoder", False):
+        return
+    names = inspect.signature(model.forward).parameters
+    if names.keys().isdisjoint(("encoder_hidden_states", "encoder_outputs")):
         return
     first = next(iter(inputs.values()))
     hidden_size = config.get_text_config().hidden_size

@@ -28,6 +28,8 @@ try:
 except ImportError:  # before Transformers 5, which renames by rules of each model
     conversion_mapping = core_model_loading = None
 
+NUMBERS = torch.float32  # exact to 16 million; a proxy model has fewer rows
+
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What `save_pretrained` writes: key -> tensor."""
@@ -64,10 +66,11 @@ class KeyMap:
         values = {}
         for number, name in numbered.items():
             shape = self.shapes[name]
-            values[name] = torch.full(shape, number, dtype=torch.float64)
+            values[name] = torch.full(shape, number, dtype=NUMBERS)
         saved = self._saved(values)
         for key, tensor in saved.items():
-            for number in tensor.unique().tolist():
+            numbers = tensor.unique_consecutive()  # few: `unique` alone would sort all
+            for number in numbers.unique().tolist():
                 if number == 0:
                     continue
                 if number not in numbered:
@@ -94,7 +97,7 @@ class KeyMap:
         """
         values = {}
         for name, shape in self.shapes.items():
-            values[name] = torch.zeros(shape, dtype=torch.float64)
+            values[name] = torch.zeros(shape, dtype=NUMBERS)
         lengths = {}
         last = 0
         for weight in residual_weights:

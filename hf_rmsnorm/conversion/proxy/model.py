@@ -21,7 +21,7 @@ from ..folders import CONFIG, read_json
 from ..plan import Centre, ConversionRefused
 from .inputs import made_inputs
 from .layer_norms import nothing_to_convert
-from .run import MISFITS, run
+from .run import MISFITS, LimitedWork, run
 from .shrink import VOCABULARY, shrunk
 
 # Parameters: a model of up to SMALL is its own proxy; one of up to LARGE too, where it
@@ -31,6 +31,9 @@ MIDDLE = 8_000_000
 LARGE = 50_000_000
 # Of the types of Transformers that convert, each runs after five failures at most.
 MOST_FAILURES = 8
+# They make 200 million numbers at most till their inputs are found. VITS, whose weights
+# say how long it speaks, would take minutes.
+MOST_NUMBERS = 240_000_000
 # Settings that change no norm and no value of the model's own outputs; some hinder a
 # run in float64.
 PLAIN = {
@@ -112,17 +115,18 @@ def make_proxy(
         folder = Path(source)
     errors = {}  # the first at each step
     failures = 0
+    work = LimitedWork(MOST_NUMBERS)
     for factor, narrow in _candidates(cls, config, shapes):
         step = "make"
         try:
             model = _random_model(cls, narrow)
             step = "run"
-            arguments = _arguments(model, inputs)
+            arguments = _arguments(model, inputs, work)
             run(model, arguments)
         except MISFITS as error:
             errors.setdefault(step, one_line(error))
             failures += step == "run"
-            if failures == MOST_FAILURES:
+            if failures == MOST_FAILURES or work.is_done:
                 break  # other widths would not help
             continue
         is_own = inputs is None
@@ -150,12 +154,15 @@ def _random_model(
     return model
 
 
-def _arguments(model: PreTrainedModel, inputs: Callable | None) -> dict:
-    """The inputs made here, or the caller's; in float64, their token ids within the
-    vocabulary of a model that may be narrowed.
+def _arguments(
+    model: PreTrainedModel, inputs: Callable | None, work: LimitedWork
+) -> dict:
+    """The inputs made here by limited work, or the caller's; in float64, their token ids
+    within the vocabulary of a model that may be narrowed.
     """
     if inputs is None:
-        return made_inputs(model)
+        with work:
+            return made_inputs(model)
     size = getattr(model.config.get_text_config(), "vocab_size", None)
     arguments = dict(inputs(model))
     for name, value in arguments.items():

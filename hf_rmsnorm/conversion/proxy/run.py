@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -26,6 +28,34 @@ MISFITS = (
     ValueError,
     StrictDataclassError,
 )
+
+class LimitedWork(TorchDispatchMode):
+    """Inside, whenever it is entered, operators make so many numbers in all.
+
+    Raises:
+        RuntimeError: they make more.
+    """
+
+    def __init__(self, most: int):
+        super().__init__()
+        self._most = most
+        self._made = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more may be made."""
+        return self._made > self._most
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        y = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return y
+        for leaf in tree_leaves(y):
+            if isinstance(leaf, torch.Tensor):
+                self._made += leaf.numel()
+        if self.is_done:
+            raise RuntimeError(f"it makes more than {self._most:,} numbers")
+        return y
 
 
 @contextmanager

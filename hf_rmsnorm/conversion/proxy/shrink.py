@@ -39,7 +39,7 @@ _HEADS = (
     "encoder_attention_heads",
     "decoder_attention_heads",
 )
-_HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim")
+_HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_sizes")
 
 
 def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
@@ -75,9 +75,13 @@ def _head_sizes(config: PretrainedConfig) -> list[int]:
 
 
 def _first(values: dict, names: tuple[str, ...]) -> int:
-    """The first of these that is a number above 0; else 0."""
+    """The first of these that is a number above 0, or what a list of them, one for each
+    stage, can be divided by; else 0.
+    """
     for name in names:
         value = values.get(name)
+        if isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
+            value = math.gcd(*value)
         if isinstance(value, int) and value:
             return value
     return 0

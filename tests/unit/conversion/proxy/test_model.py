@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conversion_models import config_of
-from transformers import PersimmonConfig, ViTModel
+from transformers import PersimmonConfig, VitsConfig, ViTModel
 
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.proxy import model as proxy_module
@@ -32,6 +32,12 @@ def test_a_norm_over_two_channels_is_not_taken_while_there_is_another_one(monkey
     assert len(plan.norms) == 9
     for norm in plan.norms:
         assert norm.becomes_rms
+
+
+def test_a_model_that_runs_for_minutes_is_given_up():
+    """VITS' weights say how long it speaks; random ones say minutes."""
+    with pytest.raises(ConversionRefused, match="makes more than .* numbers.*: pass "):
+        make_proxy(VitsConfig())
 
 
 def test_inputs_that_do_not_fit_are_the_reason():

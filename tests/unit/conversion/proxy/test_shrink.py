@@ -1,7 +1,8 @@
 """A config that is narrowed keeps the proportions of its parts."""
 
-from transformers import PhimoeConfig
+from transformers import PhimoeConfig, SegformerConfig
 
+from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 
 TEXT = {"num_hidden_layers": 2, "vocab_size": 96}
@@ -35,3 +36,13 @@ def test_lists_of_longrope_are_as_long_as_the_narrow_heads_need():
     assert len(factors["short_factor"]) == len(factors["long_factor"])
     assert len(factors["long_factor"]) == size // 2
     assert factors["short_factor"] == LONGROPE["short_factor"][:: proxy.factor]
+
+
+def test_a_model_of_stages_is_narrowed_in_each_of_them():
+    config = SegformerConfig()
+    proxy = make_proxy(config)
+    narrow = [size // proxy.factor for size in config.hidden_sizes]
+    assert proxy.factor > 1
+    assert [*proxy.config.hidden_sizes] == narrow
+    plan = discover(proxy)
+    assert any(norm.becomes_rms for norm in plan.norms)
