@@ -85,7 +85,10 @@ class KeyMap:
         """Key -> what is saved there of the model with these values."""
         for name, parameter in self.model.named_parameters():
             parameter.data = values[name]
-        return saved_tensors(self.model)
+        saved = saved_tensors(self.model)
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty(0)
+        return saved
 
     def of(self, parameter: str | None) -> list[str]:
         """The keys that hold elements of a parameter; empty if it is not saved."""

@@ -55,30 +55,49 @@ def shift_invariance_test(
     with torch.enable_grad():
         outputs = run(model, inputs, norms, note)
     generator = torch.Generator().manual_seed(1)
-    of_outputs = _gradients(outputs, parameters, generator)
-    of_means = {}
-    least = {}
+    by_width = []
     for width, means in sorted(entered.items()):
-        gradients = _gradients(means, parameters, generator)
-        of_means[width] = gradients
-        sizes = []
-        for gradient in gradients.values():
-            if gradient.numel():
-                sizes.append(gradient.abs().max())
-        least[width] = WRITES * max(sizes)
+        written = _Written.by(_gradients(means, parameters, generator), width)
+        by_width.append(written)
+    of_outputs = _gradients(outputs, parameters, generator)
     result = ShiftTest()
     for name, gradient in of_outputs.items():
         if not gradient.any():
             result.undetermined.append(name)
-            if not any(means[name].any() for means in of_means.values()):
+            if not any(name in written.reached for written in by_width):
                 result.unreached.append(name)
             continue
-        for width, means in of_means.items():
-            weight = _writing(name, width, gradient, means[name], least[width])
+        for written in by_width:
+            weight = _writing(name, gradient, written)
             if weight is not None:
                 result.residual_weights.append(weight)
                 break
     return result
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What writes to the means of norms of one width, read off the gradients of those
+    means: they take as much memory as the model and are not kept.
+    """
+
+    width: int
+    reached: set[str]  # parameters on which a mean depends
+    # (parameter, axis) -> which of its blocks of `width` elements write
+    blocks: dict[tuple[str, int], torch.Tensor]
+
+    @classmethod
+    def by(cls, gradients: dict[str, torch.Tensor], width: int) -> "_Written":
+        reached = {name for name, gradient in gradients.items() if gradient.any()}
+        largest = max(gradients[name].abs().max() for name in reached)
+        blocks = {}
+        for name, gradient in gradients.items():
+            for axis, size in enumerate(gradient.shape):
+                if size % width:
+                    continue
+                rows = _rows(gradient, axis, width)
+                blocks[name, axis] = _largest_sum(rows) > WRITES * largest
+        return cls(width, reached, blocks)
 
 
 def _gradients(tensors, parameters, generator) -> dict[str, torch.Tensor]:
@@ -98,22 +117,19 @@ def _gradients(tensors, parameters, generator) -> dict[str, torch.Tensor]:
     return dict(named)
 
 
-def _writing(
-    name: str, n: int, gradient: torch.Tensor, means: torch.Tensor, least
-) -> Centre | None:
-    """The blocks of n elements along an axis of a parameter that write to the stream,
-    and may lose their mean; None if there are none.
+def _writing(name: str, gradient: torch.Tensor, written: _Written) -> Centre | None:
+    """The blocks along an axis of a parameter that write to the stream, and may lose
+    their mean; None if there are none.
     """
+    n = written.width
     for axis, size in enumerate(gradient.shape):
         if size % n:
             continue
         rows = _rows(gradient, axis, n)
         total = _largest_sum(rows)
         terms = _largest_sum(rows.abs())
-        of_means = _rows(means, axis, n)
-        written = _largest_sum(of_means)
         is_invariant = total < INVARIANT * terms
-        is_free = is_invariant & (written > least)
+        is_free = is_invariant & written.blocks[name, axis]
         if is_free.all():
             return Centre(name, axis, n)
         if is_free.any():
