@@ -24,7 +24,14 @@ from ..plan import (
 from .inputs import made_inputs
 from .keys import KeyMap, named_as_stored
 from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
-from .model import MOST_NUMBERS, ProxyModel, make_proxy, new_model, token_table
+from .model import (
+    MOST_NUMBERS,
+    ProxyModel,
+    give_weights,
+    make_proxy,
+    new_model,
+    token_table,
+)
 from .run import MISFITS, LimitedWork, alike, and_more, run
 from .shift_invariance import (
     ZERO_MEAN,
@@ -132,8 +139,8 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
 
 
 def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
-    """The shift-invariance test, with more tokens if some experts are unreached and
-    others are centred.
+    """The shift-invariance test, with other inputs or weights if some that are like
+    those which are centred are unreached.
     """
     try:
         test = shift_invariance_test(proxy.model, proxy.inputs, norms)
@@ -142,37 +149,44 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
             f"{proxy.name}: its forward cannot be differentiated in eval mode, which "
             f"finding residual weights needs ({one_line(error)})"
         ) from error
-    left = _unreached_experts(test)
-    has_experts = any("expert" in name for name in left)
-    if has_experts and proxy.made_inputs and _given_many_tokens(proxy):
-        idle = leaves_of(proxy.model).keys() - called_modules(proxy)
-        left = [name for name in left if name.rpartition(".")[0] in idle]
-        if not left:
-            # worth the gradients of so many tokens
-            test = shift_invariance_test(proxy.model, proxy.inputs, norms)
-            left = _unreached_experts(test)
+    left = _unreached(test)
+    if left and _changed_to_reach(proxy, left):
+        test = shift_invariance_test(proxy.model, proxy.inputs, norms)
+        left = _unreached(test)
     if left:
         raise ConversionRefused(
             f"{proxy.name}: no input reached {and_more(left)}, though the same weights "
-            "of other experts write to the stream: pass inputs=... that reach every "
-            "expert"
+            "of other layers or experts write to the stream: pass inputs=... that "
+            "reach all of them"
         )
     return test
 
 
-def _given_many_tokens(proxy: ProxyModel) -> bool:
-    """Give a proxy inputs of many tokens, unless it has too many experts for that."""
+def _unreached(test: ShiftTest) -> list[str]:
+    """Parameters that no input reached, of the same names as some that are centred."""
+    places = {alike(weight.key) for weight in test.residual_weights}
+    return [name for name in test.unreached if alike(name) in places]
+
+
+def _changed_to_reach(proxy: ProxyModel, left: list[str]) -> bool:
+    """Give a proxy what may reach these weights: many tokens, if they are of experts;
+    else weights that saturate no activation, which passes nothing on.
+
+    False if they stay unreached.
+    """
+    if not any("expert" in name for name in left):
+        give_weights(proxy.model, seed=1, lean=0.0)
+        return True
+    if not proxy.made_inputs:
+        return False
     try:
         with LimitedWork(MOST_NUMBERS // 2):
             proxy.inputs = made_inputs(proxy.model, MANY_TOKENS)
     except MISFITS:
         return False
-    return True
-
-
-def _unreached_experts(test: ShiftTest) -> list[str]:
-    places = {alike(weight.key) for weight in test.residual_weights}
-    return [name for name in test.undetermined if alike(name) in places]
+    idle = leaves_of(proxy.model).keys() - called_modules(proxy)
+    # else the gradients of so many tokens are not worth their time
+    return not any(name.rpartition(".")[0] in idle for name in left)
 
 
 def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:

@@ -31,9 +31,9 @@ MIDDLE = 8_000_000
 LARGE = 50_000_000
 # Of the types of Transformers that convert, each runs after five failures at most.
 MOST_FAILURES = 8
-# They make 200 million numbers at most till their inputs are found. VITS, whose weights
+# They make 130 million numbers at most till their inputs are found. VITS, whose weights
 # say how long it speaks, would take minutes.
-MOST_NUMBERS = 240_000_000
+MOST_NUMBERS = 160_000_000
 # Settings that change no norm and no value of the model's own outputs; some hinder a
 # run in float64.
 PLAIN = {
@@ -118,6 +118,7 @@ def make_proxy(
     work = LimitedWork(MOST_NUMBERS)
     for factor, narrow in _candidates(cls, config, shapes):
         step = "make"
+        model = None  # the last one goes before the next is made
         try:
             model = _random_model(cls, narrow)
             step = "run"

@@ -29,6 +29,7 @@ MISFITS = (
     StrictDataclassError,
 )
 
+
 class LimitedWork(TorchDispatchMode):
     """Inside, whenever it is entered, operators make so many numbers in all.
 

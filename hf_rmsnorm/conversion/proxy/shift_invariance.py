@@ -54,12 +54,11 @@ def shift_invariance_test(
     parameters = dict(model.named_parameters())
     with torch.enable_grad():
         outputs = run(model, inputs, norms, note)
-    generator = torch.Generator().manual_seed(1)
     by_width = []
     for width, means in sorted(entered.items()):
-        written = _Written.by(_gradients(means, parameters, generator), width)
+        written = _Written.by(_gradients(means, parameters, seed=2), width)
         by_width.append(written)
-    of_outputs = _gradients(outputs, parameters, generator)
+    of_outputs = _gradients(outputs, parameters, seed=1)
     result = ShiftTest()
     for name, gradient in of_outputs.items():
         if not gradient.any():
@@ -100,8 +99,9 @@ class _Written:
         return cls(width, reached, blocks)
 
 
-def _gradients(tensors, parameters, generator) -> dict[str, torch.Tensor]:
+def _gradients(tensors, parameters, seed: int) -> dict[str, torch.Tensor]:
     """Parameter -> gradient of a random sum of all elements."""
+    generator = torch.Generator().manual_seed(seed)
     total = torch.zeros((), dtype=torch.float64)
     for parameter in parameters.values():
         # which gives each a gradient, of zeros where nothing depends on it

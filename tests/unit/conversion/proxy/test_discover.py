@@ -18,8 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     GPT2Config,
+    LlamaConfig,
     LlavaForConditionalGeneration,
+    VipLlavaConfig,
 )
 
 from hf_rmsnorm.conversion.plan import Centre, ConversionRefused
@@ -376,9 +379,23 @@ def test_experts_that_no_token_reaches_are_not_guessed(tmp_path):
         return discover(tmp_path, trust_remote_code=True, inputs=lambda model: inputs)
 
     assert {"steps.0.weight", "steps.1.weight"} <= set(centred_keys(plan_on(5, 6, 7)))
-    what = r"no input reached 'steps.1.weight' and 1 more.*every expert"
+    what = r"no input reached 'steps.1.weight' and 1 more.*other layers or experts"
     with pytest.raises(ConversionRefused, match=what):
         plan_on(5, 7, 8)
+
+
+def test_a_last_layer_whose_output_nothing_reads_does_not_hinder():
+    """VipLlava reads features before the last layers of its vision tower: their norms
+    stay, and no input could reach them.
+    """
+    sizes = {**SMALL, "num_hidden_layers": 3}
+    vision = CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    text = LlamaConfig(**SMALL)
+    layers = {"vision_feature_layers": [-2, 1], "image_token_index": 60}
+    config = VipLlavaConfig(vision_config=vision, text_config=text, **layers)
+    becomes_rms = {norm.path: norm.becomes_rms for norm in discover(config).norms}
+    assert becomes_rms["vision_tower.pre_layrnorm"]
+    assert not becomes_rms["vision_tower.encoder.layers.2.layer_norm2"]
 
 
 def test_a_part_of_the_model_that_no_input_reaches_is_not_guessed():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conversion_models import config_of
-from transformers import PersimmonConfig, VitsConfig, ViTModel
+from transformers import PersimmonConfig, ViTModel, VitsConfig
 
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.proxy import model as proxy_module
