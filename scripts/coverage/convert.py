@@ -32,7 +32,7 @@ TIME_LIMIT = 120  # seconds a type may take
 LONGEST_ERROR = 300  # characters
 # Verdict -> words of the refusal.
 WITHOUT = {"RMSNorm": "it uses RMSNorm already", "no LayerNorm": "it has no LayerNorm"}
-NOT_MADE = "could not be made here"
+NOT_MADE = ("could not be made here", "cannot be made from this config")
 UNREACHED = ("the inputs reached", "the inputs made no use of")
 
 
@@ -98,7 +98,7 @@ def _of_its_own_config(cls, config) -> list[dict]:
     """A variant of a type of which nothing tiny runs, if its own config can be built."""
     with contextlib.suppress(Exception):
         found = _convert(cls, config(), None)
-        if NOT_MADE not in found["reason"]:
+        if not any(words in found["reason"] for words in NOT_MADE):
             return [{"features": [], **found}]
     return []
 
@@ -138,7 +138,7 @@ def _convert(cls, config, arguments: dict | None) -> dict:
     if not any(words in result["reason"] for words in UNREACHED):
         return result
     with_towers = _planned(cls, config, None)
-    if any(words in with_towers["reason"] for words in (*UNREACHED, NOT_MADE)):
+    if any(words in with_towers["reason"] for words in (*UNREACHED, *NOT_MADE)):
         return result
     return with_towers
 

@@ -170,12 +170,12 @@ def _unreached(test: ShiftTest) -> list[str]:
 
 def _changed_to_reach(proxy: ProxyModel, left: list[str]) -> bool:
     """Give a proxy what may reach these weights: many tokens, if they are of experts;
-    else weights that saturate no activation, which passes nothing on.
+    else other weights, as an activation that is saturated passes nothing on.
 
     False if they stay unreached.
     """
     if not any("expert" in name for name in left):
-        give_weights(proxy.model, seed=1, lean=0.0)
+        give_weights(proxy.model, seed=1)
         return True
     if not proxy.made_inputs:
         return False

@@ -336,11 +336,9 @@ def new_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTraine
 
 
 @torch.no_grad()
-def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> None:
+def give_weights(model: torch.nn.Module, seed: int = 0) -> None:
     """Give a model weights like trained ones: gains near their initial values, and no
     mean that is zero.
-
-    `lean` is how far the means of matrices are from zero; 0 for random means.
     """
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -366,5 +364,4 @@ def give_weights(model: torch.nn.Module, seed: int = 0, lean: float = 1.0) -> No
             p.mul_(1 + 0.1 * normal(p.shape))
         else:
             fan = p[0].numel() ** (0.5 if p.ndim == 3 else 1)
-            mean = lean * (0.3 * normal(1).item() + 0.2)
-            p.copy_((normal(p.shape) + mean) / math.sqrt(fan))
+            p.copy_(normal(p.shape) / math.sqrt(fan))

@@ -66,8 +66,8 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     """
     cls = type(proxy.model)
     original = new_model(cls, proxy.config)
-    # of other means: an activation that was saturated everywhere looked linear
-    give_weights(original, seed=3, lean=0.0)
+    # other ones: an activation that was saturated everywhere looked linear
+    give_weights(original, seed=3)
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
     here = {there: n for n, there in proxy.widths.items()}

@@ -88,7 +88,7 @@ class _Written:
     @classmethod
     def by(cls, gradients: dict[str, torch.Tensor], width: int) -> "_Written":
         reached = {name for name, gradient in gradients.items() if gradient.any()}
-        largest = max(gradients[name].abs().max() for name in reached)
+        largest = max((gradients[name].abs().max() for name in reached), default=0.0)
         blocks = {}
         for name, gradient in gradients.items():
             for axis, size in enumerate(gradient.shape):
