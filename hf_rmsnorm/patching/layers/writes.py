@@ -3,7 +3,8 @@
     h += self.mlp(self.norm(h))      h.mul_(2)      h[mask] = 0      torch.add(h, 1, out=h)
 
 A backward that reads such a tensor would find another one. A write that the source does
-not show, as one by the caller, is an error in the backward: `ops.autograd`.
+not show, as one by the caller, is an error in the backward: `ops.autograd`. Of one
+through `.data` nothing else tells.
 """
 
 import ast
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from ...fused.layer import layer_part
 from ...fused.source import CannotRewrite, definition_of, name_of_self
 
-# Methods whose result may be a view of the tensor, or the tensor itself.
+# Methods and attributes whose result may be a view of the tensor, or the tensor itself.
 _VIEWS = {
     "chunk",
     "contiguous",
@@ -38,6 +39,7 @@ _VIEWS = {
     "view",
     "view_as",
 }
+_VIEW_ATTRIBUTES = {"data", "mT", "T"}
 
 
 class Writes(NamedTuple):
@@ -167,6 +169,8 @@ def _viewed(value: ast.expr) -> ast.expr:
     """x in an expression whose value may be a view of the tensor x."""
     match value:
         case ast.Subscript(inner):
+            return _viewed(inner)
+        case ast.Attribute(inner, name) if name in _VIEW_ATTRIBUTES:
             return _viewed(inner)
         case ast.Call(ast.Attribute(inner, name)):
             if name in _VIEWS or _is_in_place(name):

@@ -39,6 +39,20 @@ class AddsToAView(Base):
         return x
 
 
+class ScalesData(Base):
+    """No version of the tensor tells of it."""
+
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        x.data.mul_(2)
+        return x + y
+
+
+class ScalesApart(Base):
+    def forward(self, x):
+        return (x + x.detach()) + self.linear(self.norm(x))
+
+
 class SumApart(Base):
     def forward(self, x):
         h = x + self.linear(x)
@@ -114,6 +128,7 @@ def gradients(model, x):
 APART = {
     AddsInPlace: AddsApart,
     AddsToAView: AddsApart,
+    ScalesData: ScalesApart,
     SumInPlace: SumApart,
     SumInPlaceByMethod: SumApart,
 }

@@ -67,6 +67,20 @@ class ThroughAView(nn.Module):
         return y
 
 
+class ThroughData(nn.Module):
+    def forward(self, h):
+        y = self.norm(h)
+        h.data.mul_(2)
+        return y
+
+
+class ToData(nn.Module):
+    def forward(self, h):
+        y = self.norm(h)
+        h.data = 2 * h
+        return y
+
+
 class OnOneBranch(nn.Module):
     def forward(self, h, scale=None):
         y = self.norm(h)
@@ -106,6 +120,8 @@ SHOWN = (
     OfAPart,
     UnderAnotherName,
     ThroughAView,
+    ThroughData,
+    ToData,
     OnOneBranch,
     BehindABranch,
     InALoop,
