@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..formula import HALF_DTYPES, NormSpec
 from ..kernels.operands import (
@@ -55,7 +57,7 @@ class NormFunction(torch.autograd.Function):
             kept = kept.clone()
         ctx.kept = launches, strides, kept is y
         ctx.weight = id(weight)
-        ctx.version = checkpointed_version(kept)
+        ctx.unwatched = unwatched(kept)
         multiplied = x if ctx.needs_input_grad[_MULTIPLIER] else None
         ctx.save_for_backward(
             kept, weight, bias, gate, scale, rstd, mean, multiplier, multiplied
@@ -314,14 +316,38 @@ def _input_of(spec: NormSpec, y: Tensor, weight, bias, rstd: Tensor) -> Tensor:
     return input_of_output(y, weight, bias, rstd, spec)
 
 
-def checkpointed_version(t: Tensor) -> int | None:
-    """The version of a tensor that `torch.utils.checkpoint` will compute again, whose
-    hooks keep autograd from looking for a write; None of any other.
+class Unwatched(NamedTuple):
+    """A tensor that hooks of saved tensors take, which keep autograd from looking for a
+    write.
+
+    Args:
+        version: its version then.
+        storage: its memory; None under `torch.utils.checkpoint`, which computes the
+            tensor again.
     """
+
+    version: int
+    storage: StorageWeakRef | None
+
+    def is_written(self, t: Tensor) -> bool:
+        """Whether a tensor that the hooks give back was written to since; not if it is
+        a copy.
+        """
+        is_copy = False
+        if self.storage is not None:
+            is_copy = StorageWeakRef(t.untyped_storage()) != self.storage
+        return not is_copy and t._version > self.version
+
+
+def unwatched(t: Tensor) -> Unwatched | None:
+    """A tensor that a forward saves, if there are hooks of saved tensors."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+    if hooks is None:
         return None
-    return t._version
+    storage = None
+    if hooks[0].__module__ != "torch.utils.checkpoint":
+        storage = StorageWeakRef(t.untyped_storage())
+    return Unwatched(t._version, storage)
 
 
 def saved_tensors(ctx, launches: Launches) -> tuple:
@@ -329,7 +355,7 @@ def saved_tensors(ctx, launches: Launches) -> tuple:
 
     Args:
         ctx: of the autograd function; its `weight` is the id of the norm's weight, its
-            `version` the `checkpointed_version` of the first tensor.
+            `unwatched` that of the first tensor.
 
     Raises:
         RuntimeError: one was written to in place; the error names the norm.
@@ -340,7 +366,7 @@ def saved_tensors(ctx, launches: Launches) -> tuple:
         if launches.paths_of is None or WRITTEN not in str(error):
             raise
         raise _written(ctx, launches) from error
-    if ctx.version is not None and saved[0]._version > ctx.version:
+    if ctx.unwatched is not None and ctx.unwatched.is_written(saved[0]):
         raise _written(ctx, launches)
     return saved
 

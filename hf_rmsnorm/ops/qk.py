@@ -10,12 +10,12 @@ from ..kernels.operands import Launch, any_requires_grad, of_rotation, row_major
 from ..kernels.rows import strided_without_data, without_data
 from ..reference import reference_qk_norm, rotated
 from .autograd import (
-    checkpointed_version,
     gradients_of_all,
     made_for,
     needs_operators,
     require_unchanged,
     saved_tensors,
+    unwatched,
 )
 from .backend import starts_kernels
 from .launches import Launches, by_kernel, in_graph, kernels
@@ -33,7 +33,7 @@ class _QKFunction(torch.autograd.Function):
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, launch.way
         ctx.weight = id(weight)
-        ctx.version = checkpointed_version(q)
+        ctx.unwatched = unwatched(q)
         return yq, yk
 
     @staticmethod

@@ -92,6 +92,22 @@ class ParentWrites(nn.Module):
         return x
 
 
+class ParentAdds(ParentWrites):
+    def forward(self, x):
+        return x + self.block(hidden=x)
+
+
+class ParentWritesOutput(ParentWrites):
+    class Block(Base):
+        def forward(self, hidden):
+            return self.norm(hidden)
+
+    def forward(self, x):
+        y = self.block(hidden=x)
+        y *= 2
+        return y
+
+
 class OutputWritten(Base):
     """As Gemma 4's audio layers."""
 
@@ -203,6 +219,32 @@ def test_such_a_write_is_an_error_under_checkpointing_too():
         model, x = train(nn.Sequential(AddsApart(), cls()), torch.bfloat16)
         patch_model(model)
         checkpointed(model, x)
+
+
+def same(t):
+    return t
+
+
+def test_such_a_write_is_an_error_under_hooks_of_saved_tensors_too():
+    """Where they give the tensor itself back, and no copy."""
+    model, x = train(nn.Sequential(ParentWrites()), torch.bfloat16)
+    apart = nn.Sequential(ParentAdds()).bfloat16()
+    apart.load_state_dict(model.state_dict())
+    patch_model(model)
+    patch_model(apart, fuse_residual=False)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(torch.clone, same):
+        ours = gradients(model, x)
+    with hooks(same, same):
+        theirs = gradients(apart, x.detach().clone().requires_grad_())
+    assert all(map(torch.equal, ours, theirs))
+    with hooks(same, same), pytest.raises(RuntimeError, match="^'0.block.norm': what"):
+        step(model, x)
+
+    model, x = train(nn.Sequential(ParentWritesOutput()), torch.bfloat16)
+    patch_model(model, memory_efficient=True)
+    with hooks(same, same), pytest.raises(RuntimeError, match="^'0.block.norm': what"):
+        step(model, x)
 
 
 def test_where_no_weight_tells_which_norm_it_is_all_are_named():
