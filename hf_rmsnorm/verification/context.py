@@ -158,9 +158,8 @@ def _random_ids(config, size: tuple[int, int]) -> torch.Tensor:
 def _random_floats(config, name: str, rows: int) -> torch.Tensor:
     """Images or audio, by the name of the argument."""
     if name == "pixel_values":
-        side = first_number(config, "image_size", default=64)
         channels = first_number(config, "num_channels", "in_channels", default=3)
-        shape = channels, side, side
+        shape = channels, *picture_size(config, default=64)
     elif name == "input_features":
         names = "num_mel_bins", "input_feat_per_channel"
         bins = first_number(config, *names, default=80)
@@ -168,6 +167,18 @@ def _random_floats(config, name: str, rows: int) -> torch.Tensor:
     else:
         shape = (4000,)
     return torch.randn(rows, *shape, dtype=torch.float64)
+
+
+def picture_size(config, default: int) -> tuple[int, int]:
+    """The height and width, in pixels, that the config, or a part of it, names."""
+    for part in (config, *vars(config).values()):
+        for key in ("image_size", "img_size"):
+            size = getattr(part, key, None)
+            if isinstance(size, (list, tuple)) and len(size) == 2:
+                return size[0], size[1]
+            if isinstance(size, int) and size:
+                return size, size
+    return default, default
 
 
 def first_number(config, *keys: str, default: int) -> int:

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from ...verification.context import TOKENS, default_inputs, first_number
+from ...verification.context import (
+    TOKENS,
+    default_inputs,
+    first_number,
+    picture_size,
+)
 from ...verification.pictures import count_features
 from .run import MISFITS, run
 
@@ -91,8 +96,7 @@ def _with_tower(
 def _pictures(part) -> Iterator[dict]:
     """Arguments for one picture: whole, and as patches in a grid."""
     channels = first_number(part, "num_channels", "in_channels", "in_chans", default=3)
-    size = first_number(part, "image_size", "img_size", default=GRID * 8)
-    picture = _normal(1, channels, size, size)
+    picture = _normal(1, channels, *picture_size(part, default=GRID * 8))
     yield {"pixel_values": picture}
     yield {"pixel_values": picture[None]}
     patch = first_number(part, "patch_size", default=8)

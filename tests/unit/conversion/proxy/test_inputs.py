@@ -5,6 +5,8 @@ them.
 from transformers import (
     CLIPConfig,
     LlavaConfig,
+    MgpstrConfig,
+    MgpstrForSceneTextRecognition,
     SiglipConfig,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -57,3 +59,13 @@ def test_a_model_that_holds_tokens_free_for_images_gets_texts():
     }
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=90)
     assert "pixel_values" not in make_proxy(config).inputs
+
+
+def test_a_picture_is_as_high_and_wide_as_the_config_says():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    letters = {"num_character_labels": 5, "num_bpe_labels": 5, "max_token_length": 3}
+    config = MgpstrConfig(
+        image_size=[8, 16], num_wordpiece_labels=5, **sizes, **letters
+    )
+    proxy = make_proxy(config, model_class=MgpstrForSceneTextRecognition)
+    assert proxy.inputs["pixel_values"].shape[-2:] == (8, 16)
