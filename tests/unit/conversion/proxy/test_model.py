@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conversion_models import config_of
-from transformers import PersimmonConfig, ViTModel, VitsConfig
+from transformers import PersimmonConfig, SwinConfig, ViTModel, VitsConfig
 
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.proxy import model as proxy_module
@@ -34,10 +34,20 @@ def test_a_norm_over_two_channels_is_not_taken_while_there_is_another_one(monkey
         assert norm.becomes_rms
 
 
-def test_a_model_that_runs_for_minutes_is_given_up():
+def test_a_model_that_runs_for_minutes_is_given_up(monkeypatch):
     """VITS' weights say how long it speaks; random ones say minutes."""
+    monkeypatch.setattr(proxy_module, "MOST_NUMBERS", 20_000_000)
     with pytest.raises(ConversionRefused, match="makes more than .* numbers.*: pass "):
         make_proxy(VitsConfig())
+
+
+def test_a_model_for_large_pictures_is_not_given_up():
+    """Its windows fit no small picture. Of the published models it makes the most numbers."""
+    heads = [6, 12, 24, 48]
+    depths = [2, 2, 18, 2]
+    sizes = {"embed_dim": 192, "window_size": 12, "image_size": 384}
+    proxy = make_proxy(SwinConfig(num_heads=heads, depths=depths, **sizes))
+    assert proxy.factor > 1
 
 
 def test_inputs_that_do_not_fit_are_the_reason():
