@@ -180,7 +180,7 @@ def _changed_to_reach(proxy: ProxyModel, left: list[str]) -> bool:
     if not proxy.made_inputs:
         return False
     try:
-        with LimitedWork(MOST_NUMBERS // 5):
+        with LimitedWork(MOST_NUMBERS // 3):
             proxy.inputs = made_inputs(proxy.model, MANY_TOKENS)
     except MISFITS:
         return False

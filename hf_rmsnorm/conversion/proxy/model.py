@@ -31,10 +31,10 @@ MIDDLE = 8_000_000
 LARGE = 50_000_000
 # Of the types of Transformers that convert, each runs after five failures at most.
 MOST_FAILURES = 8
-# Till their inputs are found they make 410 million numbers at most: Swin for pictures of
-# 384 pixels does, and Falcon-180B makes 170. VITS, whose weights say how long it speaks,
-# would take minutes.
-MOST_NUMBERS = 450_000_000
+# Till their inputs are found they make 180 million numbers at most, as Falcon-180B and
+# Swin for pictures of 384 pixels do. VITS, whose weights say how long it speaks, would
+# take minutes.
+MOST_NUMBERS = 240_000_000
 # Settings that change no norm and no value of the model's own outputs; some hinder a
 # run in float64.
 PLAIN = {

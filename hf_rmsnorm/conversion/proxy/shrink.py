@@ -14,7 +14,7 @@ POSITIONS = 96
 IMAGE_PATCHES = 4  # along each side; even, as some models join 2 x 2 of them
 # pixels along a side: where no size of a patch is named; where patches may not be few
 PICTURE = 224
-LARGEST_PICTURE = 512
+LARGEST_PICTURE = 256
 WINDOW = 8  # patches along a side that attend to each other
 INNER = 24  # width inside an MLP: nothing of the structure hangs on it
 
