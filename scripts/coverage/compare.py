@@ -20,47 +20,19 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_MAPPING_NAMES,
-)
 
 import hf_rmsnorm
 from benchmarks.counting import Operators
 
-from . import BadOptions
-from .inputs import find_inputs, fresh, tensors
-from .making import TIME_LIMIT, first_that_runs, stand_in_for_timm
-from .models import config_class, model_class
+from .inputs import inputs_of, tensors
+from .models import Made, classes_of, stand_in_for_timm, tiny_model
 from .runs import line
 from .unreported import why_not_a_norm
 
-MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
+UNEXAMINED = {"built": False, "ran": False, "error": None, "runs": []}
 
 
-def chosen(only: str | None) -> set[str] | None:
-    """The types of a comma-separated list; None, for all of them, without a list."""
-    types = set(only.split(",")) if only else None
-    if types and (unknown := types - {*MAPPINGS["causal"], *MAPPINGS["base"]}):
-        raise BadOptions(
-            f"Transformers {transformers.__version__} has no type {', '.join(sorted(unknown))}"
-        )
-    return types
-
-
-def classes_of(model_type: str, mapping: str) -> tuple[type, type]:
-    """The model class of a type, and the class of its config."""
-    cls = model_class(MAPPINGS[mapping][model_type], model_type)
-    config = config_class(model_type)
-    own = getattr(cls, "config_class", None)
-    if own is not None and not issubclass(config, own):
-        config = own  # the decoder of a composite type has another config
-    return cls, config
-
-
-def examine(
-    model_type: str, mapping: str, interpreter: str = "", say=lambda stage: None
-) -> dict:
+def examine(model_type: str, mapping: str, interpreter: str = "") -> dict:
     """Build, run, patch, compare and unpatch one type.
 
     Args:
@@ -72,8 +44,7 @@ def examine(
         has one run with them and one without.
     """
     started = time.monotonic()
-    result = {"type": model_type, "mapping": mapping}
-    result |= {"built": False, "ran": False, "error": None, "runs": []}
+    result = {"type": model_type, "mapping": mapping, **UNEXAMINED, "runs": []}
     try:
         stand_in_for_timm()
         cls, config = classes_of(model_type, mapping)
@@ -81,35 +52,40 @@ def examine(
         return {**result, "error": line(error)}
     result["model_class"] = cls.__name__
     for features in (True, False):
-        run = first_that_runs(cls, config, features, started, result, say)
-        if run is not None:
-            compared = _compare(*run, interpreter, say)
-            result["runs"].append(compared)
-            # A model without a forward counts as run if its parts ran every norm.
-            swapped = sum(n for *_, n in compared["swapped"])
-            result["ran"] |= (
-                bool(compared["parts_run"]) and compared["norms_run"] == swapped
-            )
+        try:
+            made = tiny_model(model_type, cls, config, features)
+        except Exception as error:  # any constructor may refuse a size in its own way
+            result["error"] = line(error)
+            continue
+        if made is None:
+            continue
+        run = _compare(made, model_type, interpreter)
+        result["runs"].append(run)
+        result["built"] = True
+        # A model without a forward counts as run if its parts ran every norm.
+        swapped = sum(n for *_, n in run["swapped"])
+        by_parts = bool(run["parts_run"]) and run["norms_run"] == swapped
+        result["ran"] |= made.arguments is not None or by_parts
+        result["error"] = result["error"] or made.error
     if result["ran"]:
         result["error"] = None
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
 
 
-def _compare(model, arguments, how: dict, interpreter: str, say) -> dict:
-    say("patching")
-    run = dict(how)
+def _compare(made: Made, model_type: str, interpreter: str) -> dict:
+    model = made.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    run = {"features": made.features, "dtype": dtype}
     formulas = _patch_once(model, run)
     norms = {path: model.get_submodule(path) for path in formulas}
-    say("comparing")
-    scenes, before, seen = _scenes(model, arguments, norms)
+    scenes, before, seen = _scenes(made, norms)
     run["parts_run"] = [path for path, *_ in scenes]
     run["norms_run"] = len(seen)
     _compare_outputs(model, run, scenes, before)
     _compare_norms(model, run, norms, seen, formulas)
-    if interpreter == "fusion" and arguments is not None and _is_fused(run):
-        say("running fused layers in the interpreter")
-        run["fusion"] = compare_fusion(model, arguments)
+    if interpreter == "fusion" and made.arguments is not None and _is_fused(run):
+        run["fusion"] = compare_fusion(model, made.arguments)
     return run
 
 
@@ -150,29 +126,40 @@ def _is_fused(run: dict) -> bool:
 
 
 def _scenes(
-    model, arguments, norms: dict
+    made: Made, norms: dict
 ) -> tuple[list[tuple], list[list], dict[str, tuple]]:
     """([(path, module, arguments)], the outputs of each, the first arguments of each
-    norm): the model and its parts.
+    norm): the model, and models inside it that hold norms which nothing has run yet.
     """
     seen: dict[str, tuple] = {}
     handles = [
         m.register_forward_hook(_recorder(seen, p), with_kwargs=True)
         for p, m in norms.items()
     ]
-    scenes = [("", model, arguments)] if arguments is not None else []
-    outputs = _all_outputs(scenes)
-    deadline = time.monotonic() + TIME_LIMIT / 4
-    for path, part in _idle_parts(model, norms, seen, every=arguments is None):
-        if time.monotonic() > deadline:
-            break
-        of_part, _ = find_inputs(part, next(part.parameters()).dtype, budget=3, most=60)
-        if of_part is not None:
-            outputs.append(_outputs(part, of_part))
-            scenes.append((path, part, of_part))
+    scenes, outputs = [], []
+    for path, part in made.model.named_modules():
+        arguments = made.arguments
+        if path:
+            idle = any(p.startswith(f"{path}.") and p not in seen for p in norms)
+            if not idle or not isinstance(part, transformers.PreTrainedModel):
+                continue
+            arguments = _arguments_of_part(part)
+        if arguments is not None:
+            outputs.append(_outputs(part, arguments))
+            scenes.append((path, part, arguments))
     for handle in handles:
         handle.remove()
     return scenes, outputs, seen
+
+
+def _arguments_of_part(part: transformers.PreTrainedModel) -> dict | None:
+    """Arguments that a part runs on; None where there are none."""
+    try:
+        arguments = inputs_of(part, part.config.model_type)
+        _outputs(part, arguments)
+    except Exception:  # of any kind, on inputs that do not suit it
+        return None
+    return arguments
 
 
 def _patched(model, run: dict):
@@ -192,10 +179,6 @@ def _compare_outputs(model, run: dict, scenes: list[tuple], before: list[list]) 
     run["repeatable"] = list(map(_same_bits, before, again))
     run["bit_equal"] = list(map(_same_bits, before, patched))
     run["restored_equal"] = list(map(_same_bits, before, after))
-    run["finite"] = [
-        all(bool(t.isfinite().all()) for t in ts if t.is_floating_point())
-        for ts in before
-    ]
 
 
 def _compare_norms(
@@ -213,7 +196,6 @@ def _compare_norms(
         for path, outputs in alone.items()
         if not _same_bits(outputs, before[path])
     ]
-    run["norms_alone"] = len(alone)
 
 
 def _all_outputs(scenes: list[tuple]) -> list[list[torch.Tensor]]:
@@ -242,33 +224,10 @@ def _detached(values):
     return values.detach() if isinstance(values, torch.Tensor) else values
 
 
-def _idle_parts(model, norms: dict, seen: dict, every: bool):
-    """(path, part) of parts that hold norms which nothing has run yet, asked one after
-    the other.
-
-    Args:
-        every: also parts that are no models by themselves, for a model that could not
-            be run as a whole.
-    """
-    for kind in (transformers.PreTrainedModel, torch.nn.Module)[: 1 + every]:
-        for path, part in model.named_modules():
-            idle = path and any(
-                p.startswith(f"{path}.") and p not in seen for p in norms
-            )
-            listed = isinstance(part, (torch.nn.ModuleList, torch.nn.ModuleDict))
-            if (
-                idle
-                and not listed
-                and isinstance(part, kind)
-                and any(True for _ in part.parameters())
-            ):
-                yield path, part
-
-
 def _outputs(model, arguments: dict) -> list[torch.Tensor]:
     torch.manual_seed(0)
     with torch.no_grad():
-        return [t.detach().clone() for t in tensors(model(**fresh(arguments)))]
+        return [t.detach().clone() for t in tensors(model(**copy.deepcopy(arguments)))]
 
 
 def _alone(module, seen) -> list[torch.Tensor] | None:
@@ -366,7 +325,7 @@ def compare_fusion(model, arguments: dict) -> dict:
     outputs, tokens = [], []
     try:
         with torch.no_grad():
-            model(**fresh(arguments), output_hidden_states=True)
+            model(**copy.deepcopy(arguments), output_hidden_states=True)
         arguments = {**arguments, "output_hidden_states": True}
     except TypeError:
         found["hidden_states"] = False
@@ -380,7 +339,7 @@ def compare_fusion(model, arguments: dict) -> dict:
                 Operators() as operators,
                 hf_rmsnorm.count_launches(of_model) as launches,
             ):
-                result = model(**fresh(arguments))
+                result = model(**copy.deepcopy(arguments))
             found["operators"].append(operators.computing + launches.total())
             outputs.append([t.detach().clone() for t in tensors(result)])
             if options is not None and "tokens" not in found:
@@ -426,7 +385,7 @@ def _rotation(model, launches) -> str:
 def _generate(model, arguments: dict) -> torch.Tensor:
     given = {
         name: value
-        for name, value in fresh(arguments).items()
+        for name, value in copy.deepcopy(arguments).items()
         if name != "output_hidden_states"
     }
     return model.generate(

@@ -8,61 +8,37 @@ them.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from collections import Counter
 
-import torch
 import transformers
 
-import hf_rmsnorm
+from hf_rmsnorm.cli.env import versions
 from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
-from .compare import MAPPINGS, chosen, classes_of
-from .inputs import find_inputs
-from .making import build_in
-from .numbers import STYLES
-from .runs import Job, Task, in_document, line, take
+from .configs import tiny_config
+from .inputs import GIVEN, inputs_of
+from .models import MAPPINGS, chosen, classes_of
+from .runs import Job, Task, in_document, line, read, take
 
+PACKAGES = ("torch", "transformers")
 TIME_LIMIT = 120  # seconds a type may take
-LONGEST_ERROR = 300  # characters
 # Verdict -> words of the refusal.
 WITHOUT = {"RMSNorm": "it uses RMSNorm already", "no LayerNorm": "it has no LayerNorm"}
-NOT_MADE = ("could not be made here", "cannot be made from this config")
+# Words of a refusal that has to do with the inputs, or with the sizes.
+NOT_MADE = (
+    "could not be made here",
+    "cannot be made from this config",
+    "no narrower model",
+    "it does not run on these",
+)
 UNREACHED = ("the inputs reached", "the inputs made no use of")
 
 
-def _with_patches(model) -> torch.Tensor:
-    """Two examples of four places for patches of an image and eight words."""
-    places = torch.full((2, 4), model.config.image_token_id)
-    return torch.cat([places, torch.arange(3, 19).view(2, 8)], dim=1)
-
-
-# By type: arguments of its forward that reach what those found by its signature do not,
-# as in `hints.INPUTS`.
-INPUTS: dict[str, dict] = {
-    "efficientloftr": {"pixel_values": (2, 2, 3, 64, 64)},
-    "fun_asr_nano_encoder": {
-        "input_features": lambda m: torch.randn(2, 12, m.config.input_size),
-        "input_features_mask": lambda: torch.ones(2, 12, dtype=torch.long),
-    },
-    "fuyu": {
-        "input_ids": _with_patches,
-        "pixel_values": lambda m: torch.randn(
-            2, 4, m.config.patch_size**2 * m.config.num_channels
-        ),
-    },
-    "table-transformer": {"pixel_values": (2, 3, 64, 64)},
-    # of more it says what takes minutes
-    "vits": {"input_ids": lambda: torch.tensor([[3]])},
-}
-
-
-def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
+def examine(model_type: str, mapping: str) -> dict:
     """One type, with its optional features (q/k norms and the like) and without.
 
     Returns:
@@ -79,68 +55,41 @@ def examine(model_type: str, mapping: str, say=lambda stage: None) -> dict:
         return {**result, "error": line(error)}
     result["model_class"] = cls.__name__
     for features in (False, True):
-        made = _tiny(cls, config, features, started + TIME_LIMIT / 4 * (1 + features))
-        if isinstance(made, str):
-            result["error"] = result["error"] or made[:LONGEST_ERROR]
-            if not result["variants"] and not features:
-                result["variants"] += _of_its_own_config(cls, config)
-        elif made is not None:
-            model, arguments, switched = made
-            variant = _convert(cls, model.config, arguments)
-            result["variants"].append({"features": switched, **variant})
+        try:
+            tiny, switched = tiny_config(config, features, model_type)
+        except Exception as error:  # any constructor may refuse a size in its own way
+            result["error"] = line(error)
+            continue
+        if features and not switched:
+            continue
+        variant = _convert(cls, tiny, model_type)
+        if _lacks_inputs(variant, *NOT_MADE):
+            result["error"] = variant["reason"]
+            continue
+        result["variants"].append({"features": switched, **variant})
     if result["variants"]:
         result["error"] = None
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
 
 
-def _of_its_own_config(cls, config) -> list[dict]:
-    """A variant of a type of which nothing tiny runs, if its own config can be built."""
-    with contextlib.suppress(Exception):
-        found = _convert(cls, config(), None)
-        if not any(words in found["reason"] for words in NOT_MADE):
-            return [{"features": [], **found}]
-    return []
-
-
-def _tiny(cls, config, features: bool, deadline: float):
-    """(model, arguments it runs on, features switched on); None if there are none; the
-    first error if no size runs.
+def _convert(cls, config, model_type: str) -> dict:
+    """The verdict with the inputs of the table, or with those that the package makes
+    where these do not fit, or reach no tower.
     """
-    errors = []
-    hints = INPUTS.get(config.model_type)
-    for style in STYLES:
-        if time.monotonic() > deadline:
-            break
-        try:
-            made = build_in(style, cls, config, features)
-        except Exception as error:
-            # any constructor may refuse a size in its own way: the next style is tried
-            errors.append(f"{style}: {line(error)}")
-            continue
-        if made is None:
-            return None
-        model, switched = made
-        found, met = find_inputs(model, torch.float32, budget=2, hints=hints)
-        if found is not None:
-            return model, found, switched
-        errors.append(f"{style}: {'; '.join(met[:2])}")
-    return errors[0] if errors else "not built in time"
+    found = []
+    if model_type in GIVEN:
+        found.append(_planned(cls, config, lambda m: inputs_of(m, model_type)))
+        if not _lacks_inputs(found[0], *NOT_MADE, *UNREACHED):
+            return found[0]
+    found.append(_planned(cls, config, None))
+    if _lacks_inputs(found[-1], *NOT_MADE):
+        return found[0]
+    return found[-1]
 
 
-def _convert(cls, config, arguments: dict | None) -> dict:
-    """The verdict with these inputs, or with those that the package makes where these
-    reach no tower.
-    """
-    if arguments is None:
-        return _planned(cls, config, None)
-    result = _planned(cls, config, lambda model: arguments)
-    if not any(words in result["reason"] for words in UNREACHED):
-        return result
-    with_towers = _planned(cls, config, None)
-    if any(words in with_towers["reason"] for words in (*UNREACHED, *NOT_MADE)):
-        return result
-    return with_towers
+def _lacks_inputs(result: dict, *words: str) -> bool:
+    return any(part in result["reason"] for part in words)
 
 
 def _planned(cls, config, inputs) -> dict:
@@ -165,11 +114,6 @@ def _planned(cls, config, inputs) -> dict:
     }
     verdict = "failed" if not proof.passed else "partly" if stays else "converted"
     return {"verdict": verdict, **found}
-
-
-def crashed(job: Job, error: str, stage: str, seconds: float) -> dict:
-    """The result of a type whose process gave none."""
-    return {"type": job[0], "mapping": job[1], "variants": [], "error": error}
 
 
 def verdict(result: dict) -> str:
@@ -198,18 +142,18 @@ def run(options) -> int:
     transformers.logging.set_verbosity_error()
     found: dict[Job, dict] = {}
     if options.update:
-        earlier = json.loads(options.update.read_text(encoding="utf-8"))["types"]
+        earlier = read(options.update)["types"]
         found = {(result["type"], result["mapping"]): result for result in earlier}
     jobs = jobs_of(chosen(options.only))
     jobs = [job for job in jobs if options.mapping in ("all", job[1])]
     task = Task(
         examine,
-        crashed,
         verdict,
         lambda result: verdict(result) == "failed",
         text,
         warm=("gpt2", "causal"),
         seconds=TIME_LIMIT,
+        unexamined={"variants": []},
     )
     code = take(task, jobs, found, options)
     counts = summary(list(found.values()))
@@ -220,10 +164,5 @@ def run(options) -> int:
 def text(found: dict[Job, dict]) -> str:
     """The JSON, with a line for each type."""
     results = [found[job] for job in jobs_of(None) if job in found]
-    versions = {
-        "hf_rmsnorm": hf_rmsnorm.__version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-    }
-    document = {"versions": versions, "summary": summary(results)}
+    document = {"versions": versions(PACKAGES), "summary": summary(results)}
     return in_document(document, results)

@@ -2,8 +2,7 @@
 bit, with the model before.
 
 `scripts/data/diffusers_models.json` has for each class the arguments of its constructor
-and of its forward. A tensor there is a word and a shape (``"normal 2x4x8"``, ``"true
-2x8"``, ``"ids 10 2x8"``: numbers below 10), or ``{"float": [0.5]}`` with its values.
+and of its forward, whose tensors are written as `inputs` reads them.
 """
 
 from __future__ import annotations
@@ -14,51 +13,42 @@ import importlib
 import inspect
 import json
 import pkgutil
-import platform
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 import hf_rmsnorm
+from hf_rmsnorm.cli.env import versions
 from hf_rmsnorm.fused.watch import MODULATED_SUM, MODULATION
 from hf_rmsnorm.patching.launched import Piece
 
 from . import BadOptions
-from .inputs import tensors
-from .runs import Job, Task, in_document, line, take
+from .inputs import tensors, value_of
+from .models import cast
+from .runs import Job, Task, in_document, line, read, take
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "diffusers_models.json"
-DTYPES = {"int": torch.int64, "bool": torch.bool}
 TIME_LIMIT = 600  # seconds that a class may take in the interpreter
 MAPPING = "diffusers"
 WARM = "DiTTransformer2DModel", MAPPING
 
 
-def examine(
-    name: str, mapping: str, say: Callable[[str], None] = lambda stage: None
-) -> dict:
+def examine(name: str, mapping: str) -> dict:
     """Build, run, patch and compare one class in bfloat16; returns its entry of the
     JSON.
     """
-    say("building")
     model, inputs = build(name, torch.bfloat16)
-    say("running it before")
     expected = _outputs(model, inputs)
-    say("patching")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model without any norm is a result here
-        patched = hf_rmsnorm.patched(model)
-        report = patched.__enter__()
-    say("running it patched")
+        report = hf_rmsnorm.patch_model(model)
     with hf_rmsnorm.use_backend("triton"), hf_rmsnorm.count_launches(model) as ran:
         by_kernels = _outputs(model, inputs)
-    patched.__exit__(None, None, None)
-    say("running it backward")
+    hf_rmsnorm.unpatch_model(model)
     return {
         "type": name,
         "norms": len(report.swapped),
@@ -108,11 +98,6 @@ def _verified(model: torch.nn.Module, inputs: dict) -> str:
     return report.verdict if report.passed else report.headline
 
 
-def crashed(job: Job, error: str, stage: str, seconds: float) -> dict:
-    """The entry of a class whose process gave none."""
-    return {"type": job[0], "error": f"{error} while {stage}"}
-
-
 def run(options) -> int:
     """What ``python -m scripts.coverage diffusers`` does; returns 1 where a patch
     changed a result.
@@ -124,21 +109,17 @@ def run(options) -> int:
         )
     found = {}
     if options.update:
-        earlier = json.loads(options.update.read_text(encoding="utf-8"))["types"]
+        earlier = read(options.update)["types"]
         found = {(entry["type"], MAPPING): entry for entry in earlier}
-    task = Task(examine, crashed, verdict, is_wrong, text, WARM, TIME_LIMIT)
+    task = Task(examine, verdict, is_wrong, text, WARM, TIME_LIMIT)
     code = take(task, [(name, MAPPING) for name in names], found, options)
     print(page_table(_document(found)))
     return code
 
 
 def _document(found: dict[Job, dict]) -> dict:
-    packages = ("hf_rmsnorm", "diffusers", "torch")
-    versions = {name: version(name.replace("_", "-")) for name in packages}
-    return {
-        "versions": {**versions, "python": platform.python_version()},
-        "types": [found[job] for job in sorted(found)],
-    }
+    types = [found[job] for job in sorted(found)]
+    return {"versions": versions(("diffusers", "torch")), "types": types}
 
 
 def text(found: dict[Job, dict]) -> str:
@@ -230,16 +211,10 @@ def build(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict]:
             parameter.copy_(
                 parameter + 0.1 * noise if parameter.dim() < 2 else 0.15 * noise
             )
-    _cast(model, dtype)
-    return model, {key: _value(value, dtype) for key, value in entry["inputs"].items()}
-
-
-def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast as ``from_pretrained(torch_dtype=dtype)`` does."""
-    kept = set(model._keep_in_fp32_modules or ())
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and kept.isdisjoint(name.split(".")):
-            tensor.data = tensor.data.to(dtype)
+    cast(model, dtype, model._keep_in_fp32_modules or ())
+    return model, {
+        key: value_of(value, dtype) for key, value in entry["inputs"].items()
+    }
 
 
 def _tuples(value):
@@ -247,39 +222,3 @@ def _tuples(value):
     if isinstance(value, dict):
         return {key: _tuples(part) for key, part in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _value(value, dtype: torch.dtype):
-    if isinstance(value, str) and " " in value:
-        return _tensor(*value.split(), dtype=dtype)
-    if isinstance(value, list):
-        return [_value(part, dtype) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if "new" in value:
-        return pkgutil.resolve_name(value["new"])(*value["arguments"])
-    if len(value) == 1 and (kind := next(iter(value))) in ("float", *DTYPES):
-        return torch.tensor(value[kind], dtype=DTYPES.get(kind, dtype))
-    return {
-        int(key) if key.isdigit() else key: _value(part, dtype)
-        for key, part in value.items()
-    }
-
-
-def _tensor(kind: str, *words: str, dtype: torch.dtype) -> torch.Tensor:
-    shape = [int(size) for size in words[-1].split("x")]
-    generator = torch.Generator().manual_seed(sum(shape))
-    match kind:
-        case "normal":
-            return torch.randn(shape, generator=generator).to(dtype)
-        case "ones":
-            return torch.ones(shape, dtype=dtype)
-        case "true":
-            return torch.ones(shape, dtype=torch.bool)
-        case "ids":
-            return torch.randint(int(words[0]), shape, generator=generator)
-        case "full":
-            return torch.full(shape, int(words[0]))
-    raise ValueError(
-        f"{DATA.name}: {kind!r} is no kind of tensor: write normal, ones, true, ids or full"
-    )

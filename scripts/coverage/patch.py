@@ -5,19 +5,20 @@ with the model before.
 from __future__ import annotations
 
 import json
-import platform
 from collections import Counter
 from functools import partial
 
-import torch
 import transformers
 
-import hf_rmsnorm
+from hf_rmsnorm.cli.env import versions
 
-from . import BadOptions
-from .compare import MAPPINGS, TIME_LIMIT, chosen, examine
-from .runs import Job, Task, lines_of, take
+from .compare import UNEXAMINED, examine
+from .models import MAPPINGS, chosen
+from .runs import Job, Task, lines_of, read, take
 from .unreported import not_built
+
+PACKAGES = ("torch", "transformers")
+TIME_LIMIT = 180  # seconds a type may take, on a slow machine
 
 
 def run(options) -> int:
@@ -34,12 +35,12 @@ def run(options) -> int:
         jobs += [(t, mapping) for t in types]
     task = Task(
         partial(examine, interpreter=options.interpreter),
-        crashed,
         verdict,
         wrong,
         text,
         warm=("llama", "causal"),
         seconds=TIME_LIMIT * (3 if options.interpreter else 1),
+        unexamined=UNEXAMINED,
     )
     code = take(task, jobs, found, options)
     for mapping, results in _by_mapping(found).items():
@@ -49,37 +50,14 @@ def run(options) -> int:
     return code
 
 
-def crashed(job: Job, error: str, stage: str, seconds: float) -> dict:
-    """The result of a type whose process gave none."""
-    built = "inputs" in stage or stage[:3] in ("pat", "com", "run")
-    return {
-        "type": job[0], "mapping": job[1], "built": built, "ran": False,
-        "error": f"{error} while {stage}", "runs": [], "seconds": seconds,
-    }  # fmt: skip
-
-
 def verdict(result: dict) -> str:
     return "; ".join(wrong(result)[:2]) or ("ok" if result["ran"] else result["error"])
 
 
-def versions() -> dict:
-    return {
-        "hf_rmsnorm": hf_rmsnorm.__version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def _earlier(path) -> dict[Job, dict]:
     """The results of a JSON made earlier."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if document["versions"] != versions():
-        raise BadOptions(
-            f"{path} was made with {document['versions']}, this is {versions()}"
-        )
     found = {}
-    for mapping, part in document["mappings"].items():
+    for mapping, part in read(path)["mappings"].items():
         found |= {(result["type"], mapping): result for result in part["types"]}
     return found
 
@@ -95,7 +73,7 @@ def _by_mapping(found: dict[Job, dict]) -> dict[str, list[dict]]:
 
 def text(found: dict[Job, dict]) -> str:
     """The JSON, with a line for each type."""
-    document = {"versions": versions(), "mappings": {}}
+    document = {"versions": versions(PACKAGES), "mappings": {}}
     lines = {}
     for mapping, results in _by_mapping(found).items():
         types = [{**r, "wrong": wrong(r)} for r in results]

@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import platform
 import sys
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -31,15 +29,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, PreTrainedModel, logging
 
 import hf_rmsnorm
+from hf_rmsnorm.cli.env import versions
 
 from . import BadOptions, diffusers
-from .runs import line
+from .runs import in_document, line, read
 
 RANKS = 2
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 PACKAGES = (
-    *("hf-rmsnorm", "torch", "triton", "transformers"),
+    *("torch", "triton", "transformers"),
     *("diffusers", "accelerate", "peft", "bitsandbytes"),
 )
 _SIZES = {
@@ -313,11 +312,10 @@ def run(options) -> int:
         raise BadOptions(f"no model is named {what}; there are {', '.join(MODELS)}")
     expected = {}
     if options.check:
-        document = json.loads(options.check.read_text(encoding="utf-8"))
-        expected = {place(cell): cell for cell in document["cells"]}
+        expected = {place(cell): cell for cell in read(options.check)["cells"]}
     torch.set_num_threads(1)
     logging.set_verbosity_error()
-    document = {"versions": _versions(), "cells": []}
+    document = {"versions": versions(PACKAGES), "cells": []}
     wrong = 0
     for name in names:
         print(name, file=sys.stderr, flush=True)
@@ -329,28 +327,14 @@ def run(options) -> int:
                 what = f"{' in '.join(place(cell))}: {_in_full(cell)}"
                 print(f"{what}; before: {_in_full(before)}", file=sys.stderr)
     if options.out:
-        _write(options.out, document)
+        text = in_document(document, document["cells"], "cells")
+        options.out.write_text(text, encoding="utf-8")
     print("\n".join(page_tables(document)))
     return min(wrong, 1)
 
 
 def place(cell: dict) -> tuple[str, str]:
     return cell["model"], cell["regime"]
-
-
-def _versions() -> dict:
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
-
-
-def _write(path: Path, document: dict) -> None:
-    cells = ",\n".join(json.dumps(cell) for cell in document["cells"])
-    versions = json.dumps(document["versions"])
-    text = f'{{"versions": {versions},\n "cells": [\n{cells}\n]}}\n'
-    path.write_text(text, encoding="utf-8")
 
 
 def _in_words(cell: dict) -> str:

@@ -1,0 +1,319 @@
+"""Tiny configs of any type in Transformers, made from the type's config class by the
+names of its attributes.
+
+Widths, depths, head counts and vocabularies are recognised by name. What a type needs
+besides is in `scripts/data/config_hints.json`: by type values of attributes, as
+"Class.attribute".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import is_timm_available
+
+DATA = Path(__file__).resolve().parents[1] / "data/config_hints.json"
+HINTS: dict[str, dict] = json.loads(DATA.read_text(encoding="utf-8"))
+VOCABULARY = 128
+SPECIAL = {
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+TOKEN_ID = re.compile(r"(tok(en)?_(id|index)s?|_token_id_\w+)$")
+LEFT_OUT = ("id2label", "label2id", "dtype", "architectures")
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+# What to do with a number, by its name; the first pattern that matches decides. Numbers
+# are upper limits.
+NUMBERS: list[tuple[re.Pattern, Any]] = [
+    (re.compile(pattern), action)
+    for pattern, action in (
+        (r"layer_offset|kv_shared_layers", 0),
+        (r"upsample_groups", 64),
+        (r"rotary_dim$", 8),
+        (r"(^|_)n_?groups$", 2),
+        (
+            r"xpath|kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm",
+            "keep",
+        ),
+        (r"vocab|codebook_size|num_embeddings|num_hash_buckets", VOCABULARY),
+        (
+            r"experts_per_tok|moe_k$|moe_top_?k|router_topk|^top_k$|num_selected_experts|topk_experts",
+            2,
+        ),
+        (r"experts?$|num_local_experts|n_routed_experts|moe_num_experts", 4),
+        (r"^n_group$", 2),
+        (r"^topk_group$", 1),
+        (r"dense_replace|dense_layers|first_k|num_dense", 1),
+        (
+            r"interval|every_n|layer_period|layer_group_size|sparse_step|sliding_window_pattern|layer_freq",
+            2,
+        ),
+        (r"key_value_heads|kv_heads|num_key_heads|query_groups", 2),
+        (r"heads?$|num_value_heads", 4),
+        (r"(head_(dim|size)|d_kv|dim_head|rope_dim|d_head)$|_head_dim", 16),
+        (r"lora_rank|_rank$", 16),
+        (r"state_(size|dim)|d_state", 16),
+        (r"chunk_size|block_size", 16),
+        (r"(^|_)(layers?|n_layers?|depth|blocks|cycles)$|num_.*_layers$", 2),
+        (
+            r"intermediate|ffn|d_?ff$|dim_ff|feed_?forward|n_inner|mlp_(dim|size)|mlp_hidden",
+            96,
+        ),
+        (r"image_size|input_size|img_size|spec_size", 32),
+        (r"^(vision_)?patch_size$", 8),
+        (r"position|n_ctx|seq_len|block_len|max_length|num_queries|num_latents", 128),
+        (r"window", 16),
+        (r"index_topk", 8),
+        (r"hidden|d_model|n_embd|embed|(^|_)(width|dim|size)$|_dim$", 64),
+    )
+]
+WIDTH = re.compile(
+    r"hidden|intermediate|ffn|d_?ff$|dim|d_model|n_embd|embed|width|channels?$|inner|feed_?forward|d_head"
+)
+LAYER_INDICES = re.compile(
+    r"layers$|idxs|indic|index|layer_ids|hook_ids|deepstack|layer_id$|feature_layer"
+)
+# Optional parts that bring norms with them.
+FEATURE = re.compile(
+    r"qk_?(layer_?)?norm|use_qk|(layer|rms)_?norm|(post|pre|out|sandwich|swin|task)_norm|norm_(bias|after|before)"
+    r"|normalize_(before|modulator)|^add_adapter$|attention_gate"
+)
+NOT_FEATURE = re.compile(
+    r"residual|remove|init_|share|reuse|elementwise|batch_norm|force"
+)
+FEATURE_WORDS = {
+    "group": "layer",
+    "no_norm": "layer_norm",
+    "batchnorm": "layernorm",
+    "qwen3": "olmo",
+}
+Layers = tuple[int, int] | None  # depth by default, depth to build
+
+
+class Shrinker:
+    """Makes one tiny config; remembers which optional features it switched on."""
+
+    def __init__(self, features: bool, hints: dict):
+        self.features, self.hints = features, hints
+        self.switched: set[str] = set()
+        self.token_ids: dict[str, int] = {}
+
+    def make(
+        self, cls: type[PretrainedConfig], given: PretrainedConfig | None = None
+    ) -> PretrainedConfig:
+        """A tiny config of cls, with the values of `given` where those are not cls's
+        own defaults.
+        """
+        fresh = vars(cls())
+        values = vars(given) if given else fresh
+        layers = layers_of(given or cls())
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+        arguments: dict[str, Any] = {}
+        for name, value in values.items():
+            if name[0] == "_" or name in LEFT_OUT or name not in fields:
+                continue
+            if value is None:
+                arguments |= self._filled(fields[name])
+            elif not _is_derived(fields[name], value, fresh):
+                arguments[name] = self.value(name, value, layers, values)
+        hints = self._hints_of(cls)
+        config = cls(**arguments | {n: hints[n] for n in hints.keys() & fields.keys()})
+        for name, value in values.items():
+            # a part of which its whole says more than its class knows
+            if name[0] != "_" and name not in fields.keys() | fresh.keys():
+                setattr(config, name, self.value(name, value, layers, values))
+        for name, value in hints.items():
+            setattr(config, name, value)
+        return config
+
+    def _filled(self, field: dataclasses.Field) -> dict[str, bool]:
+        """An argument that is None, where it is a feature to switch on."""
+        if "bool" not in str(field.type) or not self._is_feature(field.name):
+            return {}
+        self.switched.add(field.name)
+        return {field.name: True}
+
+    def _hints_of(self, cls: type[PretrainedConfig]) -> dict[str, Any]:
+        """Values of attributes of a config of cls."""
+        found = {}
+        for name, value in self.hints.items():
+            owner, _, attribute = name.partition(".")
+            if owner == cls.__name__:
+                found[attribute] = value
+        return found
+
+    def _part(self, config: PretrainedConfig) -> PretrainedConfig:
+        if config.model_type == "timm_backbone" and not is_timm_available():
+            # what Transformers itself offers in its place
+            return CONFIG_MAPPING["resnet"](
+                embedding_size=16,
+                hidden_sizes=[16, 32, 48, 64],
+                depths=[1, 1, 1, 1],
+                out_indices=[1, 2, 3, 4],
+            )
+        return self.make(type(config), config)
+
+    def value(self, name: str, value, layers: Layers, values: dict):
+        """The value of an attribute in the tiny config, `values` being all by default."""
+        if isinstance(value, PretrainedConfig):
+            return self._part(value)
+        if isinstance(value, bool):
+            return self._switch(name, value)
+        if TOKEN_ID.search(name) and isinstance(value, int):
+            return self._token(name)
+        if TOKEN_ID.search(name) and isinstance(value, (list, tuple)):
+            return [self._token(f"{name}{i}") for i in range(len(value))]
+        if isinstance(value, str):
+            return self._word(name, value)
+        if isinstance(value, (list, tuple)) and value:
+            return shrunk_list(name, value, layers)
+        if not isinstance(value, int):
+            return value
+        same_heads = value == values.get("num_attention_heads")
+        if same_heads and re.search("key_value_heads|kv_heads", name):
+            name = "num_attention_heads"
+        if name == "num_hidden_layers" and layers is None:
+            return value
+        return shrunk_number(name, value, layers)
+
+    def _is_feature(self, name: str) -> bool:
+        found = FEATURE.search(name) and not NOT_FEATURE.search(name)
+        return self.features and bool(found)
+
+    def _switch(self, name: str, value: bool) -> bool:
+        if not value and self._is_feature(name):
+            self.switched.add(name)
+            return True
+        return value
+
+    def _word(self, name: str, value: str) -> str:
+        if not self.features or "norm" not in name or value not in FEATURE_WORDS:
+            return value
+        self.switched.add(name)
+        return FEATURE_WORDS[value]
+
+    def _token(self, name: str) -> int:
+        if name.startswith("eos_token_id"):
+            return SPECIAL["eos_token_id"]
+        if name in SPECIAL:
+            return SPECIAL[name]
+        free = VOCABULARY - 1 - len(self.token_ids)
+        return self.token_ids.setdefault(name, free)
+
+
+def tiny_config(
+    cls: type[PretrainedConfig], features: bool, model_type: str
+) -> tuple[PretrainedConfig, list[str]]:
+    """(a tiny config, the optional features that are switched on in it)."""
+    shrinker = Shrinker(features, HINTS.get(model_type, {}))
+    config = shrinker.make(cls)
+    return config, sorted(shrinker.switched)
+
+
+def _is_derived(field: dataclasses.Field, value, fresh: dict) -> bool:
+    """Whether the constructor works an attribute out of others."""
+    if isinstance(value, PretrainedConfig):
+        return False
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    worked_out = default is None
+    if isinstance(default, str):
+        worked_out = not isinstance(value, str)
+    return worked_out and repr(fresh.get(field.name)) == repr(value)
+
+
+def layers_of(config: PretrainedConfig) -> Layers:
+    """Enough layers for every kind that a config lists per layer; None where it has no
+    depth, or calls the number of its stages so.
+    """
+    values = vars(config)
+    depths = [values[name] for name in DEPTHS if isinstance(values.get(name), int)]
+    stages = values.get("depths")
+    staged = isinstance(stages, (list, tuple)) and depths[:1] == [len(stages)]
+    if not depths or staged:
+        return None
+    kinds = [2]
+    for value in values.values():
+        per_layer = isinstance(value, (list, tuple)) and len(value) == depths[0]
+        if per_layer and all(isinstance(entry, str) for entry in value):
+            kinds.append(len(set(value)))
+    pattern = getattr(config, "layers_block_type", ())
+    if isinstance(pattern, (list, tuple)) and len(pattern) == depths[0]:
+        kinds.append(_layers_to_reach(pattern))
+    return depths[0], min(depths[0], max(kinds))
+
+
+def _layers_to_reach(pattern: list[str] | tuple[str, ...]) -> int:
+    """How many layers it takes to have each kind of the pattern; a second of each if
+    that is near.
+    """
+    places = [
+        [i for i, kind in enumerate(pattern) if kind == wanted]
+        for wanted in set(pattern)
+    ]
+    # layers of one kind may share their weights
+    second = max(indices[:2][-1] for indices in places)
+    return 1 + (second if second < 12 else max(indices[0] for indices in places))
+
+
+def shrunk_list(name: str, value, layers: Layers):
+    """The list of an attribute in the tiny config."""
+    kind = type(value)
+    integers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    depth, kept = layers or (None, None)
+    per_layer = len(value) == depth
+    of_layers = not per_layer or max(value) >= depth - 1
+    if integers and LAYER_INDICES.search(name) and of_layers:
+        return _layer_indices(name, value, layers)
+    if per_layer and depth > 4:
+        value = _of_each_kind(value, kept)
+    if not integers:
+        return value
+    if re.search(r"depths|num_block|blocks|repeats|layers$", name):
+        return kind(min(v, 2) for v in value)
+    if name.endswith("in_channels") and len(set(value)) == 1:
+        return kind(min(v, 64) for v in value)
+    if WIDTH.search(name) and max(value) >= 32:
+        return kind(v // 8 if v % 8 == 0 and v >= 16 else v for v in value)
+    return value
+
+
+def _layer_indices(name: str, value, layers: Layers):
+    kind = type(value)
+    if layers is None:
+        if "layer" in name:  # of a part: it has two layers
+            return kind(max(v, -2) if v < 0 else int(v == max(value)) for v in value)
+        return value
+    depth, kept = layers
+    mapped = [i * kept // depth if i >= 0 else max(i, -kept) for i in value]
+    return kind(sorted(set(mapped)) if len(value) > kept else mapped)
+
+
+def _of_each_kind(value: list | tuple, count: int) -> list | tuple:
+    """So many entries, the first of each kind among them."""
+    kinds = list(dict.fromkeys(map(repr, value)))
+    chosen = [next(v for v in value if repr(v) == kind) for kind in kinds][:count]
+    return type(value)((chosen * count)[:count])
+
+
+def shrunk_number(name: str, value: int, layers: Layers) -> int:
+    """The number of an attribute in the tiny config."""
+    if value <= 0:
+        return value
+    action = next((act for pattern, act in NUMBERS if pattern.search(name)), "keep")
+    if layers is not None:
+        depth, kept = layers
+        if action == 2 and value == depth:
+            return kept
+        if action == "keep" and LAYER_INDICES.search(name) and "size" not in name:
+            return min(value, kept - 1)
+    return value if action == "keep" else min(value, action)
