@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 
 import torch
@@ -291,14 +290,9 @@ class Compiled:
     sums: list[str]
 
 
-def examine(
-    name: str, variant: str, hidden_size: int, disassemble: bool = False
-) -> list[Compiled]:
+def examine(name: str, variant: str, hidden_size: int) -> list[Compiled]:
     """Compile forward and backward of one variant for one target, and read what became
     of every kernel.
-
-    Access widths are read from PTX, which names the argument; `disassemble` (slow)
-    checks them against the SASS.
     """
     recorder = compile_for(name)
     run(VARIANTS[variant], hidden_size)
@@ -314,7 +308,7 @@ def examine(
                 if recorder.chip.target.backend == "hip":
                     read = read_amd(made, arguments)
                 else:
-                    read = read_nvidia(made, arguments, recorder.chip, disassemble)
+                    read = read_nvidia(made, arguments, recorder.chip)
             except ValueError as error:
                 raise ValueError(
                     f"{name} {variant} {kernel.name} N={hidden_size}: {error}"
@@ -327,15 +321,11 @@ def examine(
     return found
 
 
-def examine_all(
-    cases: list[tuple[str, str, int]], disassemble: bool = False
-) -> list[Compiled]:
+def examine_all(cases: list[tuple[str, str, int]]) -> list[Compiled]:
     """`examine` for each (target, variant, hidden size), in forked processes: torch is
     imported once.
     """
     torch.set_num_threads(1)
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        results = pool.map(
-            partial(examine, disassemble=disassemble), *zip(*cases, strict=True)
-        )
+        results = pool.map(examine, *zip(*cases, strict=True))
         return [kernel for found in results for kernel in found]

@@ -36,11 +36,6 @@ def add_arguments(parser) -> None:
         default=["sm_90:llama-bf16"],
         help="each a comma-separated list, an empty one meaning all (default sm_90:llama-bf16)",
     )  # fmt: skip
-    parser.add_argument(
-        "--disassemble",
-        action="store_true",
-        help="check access widths against the machine code",
-    )
 
 
 def run(args) -> Result:
@@ -54,9 +49,8 @@ def run(args) -> Result:
         raise CliError(
             "triton was imported for its interpreter, which compiles nothing: run this in a process anew"
         )
-    found = aot.examine_all(
-        [case for text in args.cases for case in parse_cases(text)], args.disassemble
-    )
+    cases = [case for text in args.cases for case in parse_cases(text)]
+    found = aot.examine_all(cases)
     lines = [ROW.format(*HEADS)]
     for c in found:
         widths = " ".join(

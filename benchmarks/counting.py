@@ -6,14 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import ModelShape
-from hf_rmsnorm.ops import backend, use_backend
 from hf_rmsnorm.ops.launches import forget_launches
 
 VIEWS = (
@@ -76,31 +74,6 @@ def no_launch_kept() -> Iterator[None]:
         yield
     finally:
         forget_launches()
-
-
-@contextmanager
-def kernels_left_out() -> Iterator[None]:
-    """In this process, have every device served by kernels that are counted and not
-    run: results are not computed.
-
-    Values do not change how much a call allocates, saves and launches. So this counts
-    without a GPU, and on the meta device too.
-    """
-    from hf_rmsnorm.kernels import compiled
-
-    with ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(backend, "_device_refusal", lambda *_: None)
-        )
-        stack.enter_context(
-            mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448))
-        )
-        stack.enter_context(
-            mock.patch.object(compiled.Kernel, "load", lambda *_: lambda operands: None)
-        )
-        stack.enter_context(no_launch_kept())
-        stack.enter_context(use_backend("triton"))
-        yield
 
 
 def build(

@@ -14,9 +14,8 @@ from functools import partial
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
-from benchmarks.counting import Operators, build, kernels_left_out, no_launch_kept
+from benchmarks.counting import Operators, build, no_launch_kept
 from benchmarks.driver import StubDriver
 from benchmarks.peers import (
     COMPILED,
@@ -29,19 +28,15 @@ from benchmarks.peers import (
     implementations,
     make_norms,
     make_set,
+    other_libraries,
 )
-from benchmarks.peers import other_libraries as find_libraries
 from benchmarks.shapes import ModelShape
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.fused import norm, source
 from hf_rmsnorm.ops import backend, rms_norm
 
-FUNCTION, ONE_OPERATOR, NOTHING = (
-    f"{OURS}.rms_norm",
-    "F.layer_norm",
-    "an empty Function",
-)
+FUNCTION, ONE_OPERATOR = f"{OURS}.rms_norm", "F.layer_norm"
 MODES = ("inference", "forward", "forward+backward")
 STUBBED = (
     "no GPU: kernels are compiled for sm_90 and not launched, so the launch itself (2 to 3 us) and the check of the "
@@ -62,21 +57,6 @@ CASES = (
     Case("add + RMSNorm", (1, 1, HIDDEN_SIZE)),
     Case("q/k norm", (1, 1, 4, 2, HIDDEN_SIZE)),
 )
-
-
-class _Nothing(torch.autograd.Function):
-    """A norm that computes nothing: it allocates its output, its statistics and two
-    gradients.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return tuple(map(torch.empty_like, ctx.saved_tensors))
 
 
 def untimed() -> str | None:
@@ -167,27 +147,16 @@ def timed_in_turns(
     return samples
 
 
-def _made(
-    case: Case,
-    device: str,
-    dtype: torch.dtype,
-    libraries: dict,
-    compile_backend: str | None,
-) -> dict:
+def _made(case: Case, device: str, dtype: torch.dtype, libraries: dict) -> dict:
     norms = make_norms(case, device, dtype)
-    made = implementations(case, norms, libraries, compile_backend)
+    compiler = "inductor" if device != "cpu" and case is CASES[0] else None
+    made = implementations(case, norms, libraries, compiler)
     if case.kind == "RMSNorm":
         weight = norms[0].weight
         made[FUNCTION] = Implementation(lambda x: rms_norm(x, weight, EPS), [weight])
-        made[NOTHING] = Implementation(lambda x: _Nothing.apply(x, weight), [weight])
-        shape, parameters = (
-            weight.shape,
-            list(
-                make_norms(Case("LayerNorm", case.shape), device, dtype)[0].parameters()
-            ),
-        )
+        layer_norms = make_norms(Case("LayerNorm", case.shape), device, dtype)
         made[ONE_OPERATOR] = Implementation(
-            lambda x: F.layer_norm(x, shape, *parameters, EPS), parameters
+            *layer_norms, [*layer_norms[0].parameters()]
         )
     return made
 
@@ -203,12 +172,8 @@ def modes_of(
     return dict(zip(MODES, (one, one, both), strict=True))
 
 
-def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
+def run(device: str, dtype: torch.dtype, rounds: int | None = None) -> dict:
     """Host costs of each implementation of a norm, add + norm and q/k norm.
-
-    Args:
-        rehearsal: go through it all where launches cannot be stubbed, in Triton's
-            interpreter; the times mean nothing.
 
     Returns:
         ``cases``: by case, implementation and mode the figures of `host_us`, with
@@ -216,35 +181,20 @@ def run(device: str, dtype: torch.dtype, rehearsal: bool = False) -> dict:
         dispatched in inference; ``ratios``: those that a fused norm is held to;
         ``decoder_layer``: by architecture and kind of patch, as `decoder_layer`.
     """
-    libraries, found = find_libraries()
-    cuda = device != "cpu"
-    data = {
-        "peers": found,
-        "not_measured": [] if cuda else [STUBBED],
-        "cases": {},
-        "ratios": {},
-    }
-    reason = None if cuda or rehearsal else untimed()
-    if reason is not None:
-        return data | {"not_measured": [reason]}
-    made = {
-        c: _made(
-            c, device, dtype, libraries, "inductor" if cuda and c is CASES[0] else None
-        )
-        for c in CASES
-    }
-    with (
-        nullcontext()
-        if cuda
-        else kernels_left_out()
-        if rehearsal
-        else launches_left_out()
-    ):
+    libraries, found = other_libraries()
+    rounds = rounds or ROUNDS
+    data = {"peers": found, "not_measured": [], "cases": {}, "ratios": {}}
+    launches = nullcontext()
+    if device == "cpu":
+        reason = untimed()
+        if reason is not None:
+            return data | {"not_measured": [reason]}
+        launches = launches_left_out()
+        data["not_measured"] = [STUBBED]
+    with launches:
         for case in CASES:
-            data["cases"][str(case)] = _time(
-                case, made[case], device, dtype, 2 if rehearsal else ROUNDS
-            )
-        rounds = 2 if rehearsal else ROUNDS
+            made = _made(case, device, dtype, libraries)
+            data["cases"][str(case)] = _time(case, made, device, dtype, rounds)
         data["decoder_layer"] = {
             name: decoder_layer(shape, KINDS, device, dtype, rounds)
             for name, shape in DECODERS.items()

@@ -30,13 +30,13 @@ def time_case(
     watch: Stopwatch,
     dtype: torch.dtype,
     libraries: dict,
-    best_copy: float,
+    best_copy: float | None,
 ) -> dict:
     """Check every implementation of one case, count the bytes that it saves for its
     backward, and time it.
 
     Args:
-        best_copy: GB/s, measured in the same run.
+        best_copy: GB/s, measured in the same run on a GPU.
 
     Returns:
         ``implementations``: by name ``gate``, ``saved_bytes_per_row``, and for each
@@ -56,8 +56,9 @@ def time_case(
     count = watch.sets(touched, 6 * touched)
     sets = [make_set(case, watch.device, dtype) for _ in range(count)]
     verdicts = judge(case, made, norms, *sets[0])
-    copies = {"of_copy": dict.fromkeys(DIRECTIONS, best_copy)}
+    copies = {}
     if watch.cuda:
+        copies["of_copy"] = dict.fromkeys(DIRECTIONS, best_copy)
         # a copy of the fewest bytes a direction moves: small copies reach less
         copies["of_own_copy"] = {
             way: copy_rate(watch, case.passes(way) * size // 2) for way in DIRECTIONS
@@ -79,9 +80,7 @@ def time_case(
     return {
         "case": str(case),
         "kind": case.kind,
-        "shape": list(case.shape),
         "dtype": str(dtype).removeprefix("torch."),
-        "sets": count,
         "cold": count * touched >= 4 * watch.l2,
         "implementations": entries,
     }
@@ -102,13 +101,13 @@ def _measured(
     kept = saved_bytes(lambda: implementation.call(*inputs), implementation.parameters)
     entry = {"saved_bytes_per_row": kept / case.rows}
     for way, calls in calls_of(implementation, sets).items():
-        timing = entry[way] = {"wall_us": watch.wall_us(calls)}
         if not watch.cuda:
+            calls[0]()
             continue
-        timing |= watch.device_us(calls)
-        timing["gb_per_s"] = case.passes(way) * size / timing["us"] / 1e3
+        timing = entry[way] = watch.device_us(calls)
+        gb_per_s = case.passes(way) * size / timing["us"] / 1e3
         for share, rates in copies.items():
-            timing[share] = timing["gb_per_s"] / rates[way]
+            timing[share] = gb_per_s / rates[way]
     return entry
 
 

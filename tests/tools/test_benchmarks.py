@@ -78,10 +78,7 @@ class StubbedClock(Stopwatch):
             call()
         self.ticks += 1
         us = 10.0 + self.ticks % 3
-        return {"us": us, "us_p20": us, "us_p80": us}
-
-    def wall_us(self, calls):
-        return 1.0
+        return {"us": us}
 
 
 @pytest.mark.full
@@ -98,7 +95,7 @@ def test_kernels_on_a_cpu_are_judged(tmp_path):
         assert ours["gate"]["failures"] == []
         saved = [entries[n]["saved_bytes_per_row"] for n in ("hf_rmsnorm", "hf_eager")]
         assert saved[0] < saved[1] or case["kind"] == "LayerNorm", "which keeps halves"
-        assert "us" not in ours["forward"], "no clock of a GPU"
+        assert "forward" not in ours, "no clock of a GPU"
 
 
 WRONG = {
