@@ -157,21 +157,13 @@ def _quartiles(figures: dict) -> str:
     return "{us:.0f} ({us_p25:.0f} to {us_p75:.0f})".format(**figures)
 
 
-_COMPARED = (
-    "tokens_equal",
-    "first_difference",
-    "max_abs_dlogit",
-    "top1_equal",
-    "abs_dloss",
-    "error",
-)
 _OF_A_PHASE = (
     "tokens/s",
     "ms",
     "x unpatched (rounds)",
     "peak GB",
     "memory",
-    "beside unpatched",
+    "",
 )
 _OF_A_RUN = (
     "tokens/s (least to most)",
@@ -200,19 +192,10 @@ def phase(title: str, variants: dict[str, dict]) -> list[str]:
                 speed,
                 entry.get("peak_gb"),
                 entry.get("memory_ratio"),
-                _beside(entry),
+                entry.get("error", "")[:120],
             )
         )
     return columns(rows)
-
-
-def _beside(entry: dict) -> str:
-    """How a variant's results compare with the unpatched model's."""
-    notes = []
-    for key in _COMPARED:
-        if entry.get(key) is not None:
-            notes.append(f"{key} {cell(entry[key])}")
-    return ", ".join(notes)[:120]
 
 
 def training(data: dict) -> list[str]:

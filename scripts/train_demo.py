@@ -1,9 +1,9 @@
 """Train one of the embedded demo models from nothing, on text that ships with CPython.
 
-    accelerate launch scripts/train_demo.py --arch llama
+    python scripts/train_demo.py --arch llama
 
 Byte-level causal language models of about one million parameters. Training runs in
-float32, by default for as many steps as the committed model; the weights are cast to
+float32 on the CPU, for as many steps as the committed model; the weights are cast to
 the stored dtype at the end. Writes an ordinary checkpoint and ``training.json``, and
 prints the latter.
 """
@@ -16,31 +16,29 @@ import itertools
 import json
 import math
 import os
-import platform
 import pydoc_data.topics
 import random
 import time
-from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
-import accelerate
 import tokenizers
 import torch
 import transformers
-from accelerate import Accelerator
-from accelerate.utils import set_seed
 from tokenizers import decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from hf_rmsnorm.cli.env import versions
 
 EOS = "<|endoftext|>"
 EOS_ID = 256  # ids 0..255 are the byte values themselves
 # also max_position_embeddings: a learned position beyond the training length would be
 # noise
 SEQ_LEN = 512
-BATCH_SIZE = 4  # windows per step and process
+BATCH_SIZE = 4  # windows per step
 STEPS = {"llama": 2400, "qwen3": 2400, "gpt2": 3409}
 HELD_OUT = 0.02  # share of the documents kept for evaluation
 
@@ -141,15 +139,9 @@ def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
         path.read_text(encoding="utf-8") for path in stdlib.glob("LICENSE.txt")
     ]
     left_out = {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "encodings",
-        "lib2to3",
-        "__pycache__",
-    }
+        "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings",
+        "lib2to3", "__pycache__",
+    }  # fmt: skip
     seen: set[str] = set()
     for path in sorted(stdlib.rglob("*.py")):
         if left_out.isdisjoint(path.relative_to(stdlib).parts):
@@ -221,22 +213,6 @@ def held_out_loss(model: torch.nn.Module, tokens: torch.Tensor) -> float:
     return total / sum(map(len, batches))
 
 
-def continuations(model, tokenizer, length: int = 240) -> dict[str, str]:
-    inputs = tokenizer("The following table", return_tensors="pt")
-    torch.manual_seed(0)
-    samples = {
-        "greedy": dict(do_sample=False),
-        "sampled": dict(do_sample=True, temperature=0.7),
-    }
-    return {
-        name: tokenizer.decode(
-            model.generate(**inputs, max_new_tokens=length, **how)[0],
-            skip_special_tokens=True,
-        )
-        for name, how in samples.items()
-    }
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -244,102 +220,81 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--arch", required=True, choices=list(STEPS))
     add("--steps", type=int, help="train for so many (default: as the committed model)")
-    add("--threads", type=int, help="of a process (default: the cores shared out)")
-    add("--seed", type=int, default=0)
     add("--output", type=Path, help="folder to write (default: the demo's)")
     args = parser.parse_args()
     demo = Path(__file__).resolve().parents[1] / "hf_rmsnorm/demo"
     args.output = args.output or demo / args.arch
     args.steps = args.steps or STEPS[args.arch]
-    if args.steps < 1:
-        parser.error("--steps must be positive")
     return args
+
+
+def batches_of(tokens: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
+    """Overlapping windows in random order; an epoch meets the same byte at four
+    positions.
+    """
+    windows = tokens.unfold(0, SEQ_LEN, SEQ_LEN // 4)  # a view, no copy
+    loader = DataLoader(windows, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    return itertools.islice(epochs, steps)
+
+
+def train(model: transformers.PreTrainedModel, tokens: torch.Tensor, steps: int):
+    """The loss of each step."""
+    optimizers = make_optimizers(model)
+    losses = []
+    bar = tqdm(batches_of(tokens, steps), total=steps, mininterval=2.0)
+    for step, batch in enumerate(bar):
+        for group in (optimizer.param_groups[0] for optimizer in optimizers):
+            group["lr"] = group["peak_lr"] * schedule(step / steps)
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    return losses
+
+
+def save(model: transformers.PreTrainedModel, folder: Path) -> None:
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    # Transformers 4 does not have the name that 5 writes
+    config = folder / "tokenizer_config.json"
+    text = config.read_text(encoding="utf-8")
+    text = text.replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    config.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     args = parse_args()
-    accelerator = Accelerator(mixed_precision="no")
-    # `accelerate launch` gives a CPU process one thread unless told otherwise
-    torch.set_num_threads(
-        args.threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes)
-    )
-    set_seed(args.seed)
-    train, held_out = read_corpus()
+    transformers.set_seed(0)
+    tokens, held_out = read_corpus()
     model, stored_dtype = make_model(args.arch)
-    # overlapping windows (a view, no copy): an epoch meets the same byte at four
-    # positions
-    windows = train.unfold(0, SEQ_LEN, SEQ_LEN // 4)
-    loader = DataLoader(windows, batch_size=BATCH_SIZE, shuffle=True, drop_last=True)
-    model, loader, *optimizers = accelerator.prepare(
-        model, loader, *make_optimizers(model)
-    )
-
-    losses: deque[float] = deque(maxlen=50)
-    first_loss = None
-    start, cpu_start = time.monotonic(), time.process_time()
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    batches = itertools.islice(batches, args.steps)
-    quiet = not accelerator.is_main_process
-    bar = tqdm(batches, total=args.steps, disable=quiet, mininterval=2.0)
-    for step, batch in enumerate(bar):
-        for group in (optimizer.param_groups[0] for optimizer in optimizers):
-            group["lr"] = group["peak_lr"] * schedule(step / args.steps)
-        loss = model(input_ids=batch, labels=batch).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        first_loss = losses[0] if first_loss is None else first_loss
-        mean = sum(losses) / len(losses)
-        bar.set_postfix(loss=f"{mean:.3f}", refresh=False)
-    seconds, cpu_seconds = time.monotonic() - start, time.process_time() - cpu_start
-
-    if accelerator.is_main_process:
-        trained = accelerator.unwrap_model(model).cpu().to(stored_dtype)
-        trained.save_pretrained(args.output)
-        make_tokenizer().save_pretrained(args.output)
-        # Transformers 4 does not have the name that 5 writes
-        config = args.output / "tokenizer_config.json"
-        text = config.read_text(encoding="utf-8").replace(
-            "TokenizersBackend", "PreTrainedTokenizerFast"
-        )
-        config.write_text(text, encoding="utf-8")
-        # the stored values
-        saved = AutoModelForCausalLM.from_pretrained(
-            args.output, dtype=torch.float32
-        ).eval()
-        result = {
-            "arch": args.arch,
-            "parameters": saved.num_parameters(),
-            "stored_dtype": str(stored_dtype).removeprefix("torch."),
-            "loss_start": round(first_loss, 4),
-            "loss_end": round(mean, 4),
-            "held_out_nats_per_byte": round(held_out_loss(saved, held_out), 4),
-            "steps": args.steps,
-            "tokens": args.steps * BATCH_SIZE * accelerator.num_processes * SEQ_LEN,
-            "corpus_bytes": len(train) + len(held_out),
-            "seconds": round(seconds, 1),
-            # of the main process; below `seconds` where others share the cores
-            "cpu_seconds": round(cpu_seconds, 1),
-            "seed": args.seed,
-            "processes": accelerator.num_processes,
-            "threads_per_process": torch.get_num_threads(),
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            }
-            | {
-                module.__name__: module.__version__
-                for module in (transformers, accelerate)
-            },
-            "samples": continuations(saved, AutoTokenizer.from_pretrained(args.output)),
-        }
-        text = json.dumps(result, indent=2, ensure_ascii=False)
-        (args.output / "training.json").write_text(text + "\n", encoding="utf-8")
-        print(text)
-    accelerator.end_training()
+    start = time.monotonic()
+    losses = train(model, tokens, args.steps)
+    seconds = time.monotonic() - start
+    save(model.to(stored_dtype), args.output)
+    # the stored values
+    saved = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32)
+    last = losses[-50:]
+    result = {
+        "arch": args.arch,
+        "parameters": saved.num_parameters(),
+        "stored_dtype": str(stored_dtype).removeprefix("torch."),
+        "loss_start": round(losses[0], 4),
+        "loss_end": round(sum(last) / len(last), 4),
+        "held_out_nats_per_byte": round(held_out_loss(saved.eval(), held_out), 4),
+        "steps": args.steps,
+        "tokens": args.steps * BATCH_SIZE * SEQ_LEN,
+        "corpus_bytes": len(tokens) + len(held_out),
+        "seconds": round(seconds, 1),
+        "versions": versions(("transformers",)),
+    }
+    text = json.dumps(result, indent=2)
+    (args.output / "training.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":
