@@ -2,7 +2,7 @@
 
     python -m scripts.coverage patch                                      every causal LM and base type, bit for bit
     python -m scripts.coverage patch --mapping causal --only llama,gpt2 --out two.json
-    python -m scripts.coverage patch --mapping causal --interpreter fusion    also fused layers there; their operators
+    python -m scripts.coverage patch --mapping causal --interpreter fusion    also fused layers, interpreted
     python -m scripts.coverage convert --out scripts/results/convert-5.23.0.json
     python -m scripts.coverage diffusers --jobs 1 --out scripts/results/diffusers-0.42.1.json
     python -m scripts.coverage regimes --out scripts/results/regimes.json      trained, offloaded, sharded, ...
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
             kinds = ("causal", "base", "all")
             command.add_argument("--mapping", choices=kinds, default="all")
         if name == "patch":
-            help = "also run fused layers in Triton's interpreter, and count operators"
+            help = "also run fused layers in Triton's interpreter"
             kinds = ("fusion",)
             command.add_argument("--interpreter", choices=kinds, default="", help=help)
     return made

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import hashlib
 import inspect
-import os
+import io
 import re
 import sys
 import tempfile
@@ -22,7 +22,6 @@ import torch
 import transformers
 
 import hf_rmsnorm
-from benchmarks.counting import Operators
 
 from .inputs import inputs_of, tensors
 from .models import Made, classes_of, stand_in_for_timm, tiny_model
@@ -186,16 +185,12 @@ def _compare_norms(
 ) -> None:
     """Each norm by itself, on the arguments of its first call."""
     before = {path: _alone(module, seen.get(path)) for path, module in norms.items()}
+    run["norms_unequal"] = []
     with _patched(model, run):
-        patched = {
-            path: _alone(module, seen.get(path)) for path, module in norms.items()
-        }
-    alone = {path: outputs for path, outputs in patched.items() if outputs is not None}
-    run["norms_unequal"] = [
-        [path, type(norms[path]).__name__, formulas[path]]
-        for path, outputs in alone.items()
-        if not _same_bits(outputs, before[path])
-    ]
+        for path, module in norms.items():
+            if not _same_bits(_alone(module, seen.get(path)), before[path]):
+                what = [path, type(module).__name__, formulas[path]]
+                run["norms_unequal"].append(what)
 
 
 def _all_outputs(scenes: list[tuple]) -> list[list[torch.Tensor]]:
@@ -211,17 +206,9 @@ def _recorder(seen: dict, path: str):
 
     def hook(module, args, kwargs, output):
         if path not in seen and isinstance(output, torch.Tensor):
-            seen[path] = copy.deepcopy((_detached(args), _detached(kwargs)))
+            seen[path] = copy.deepcopy((args, kwargs))
 
     return hook
-
-
-def _detached(values):
-    if isinstance(values, dict):
-        return {name: _detached(v) for name, v in values.items()}
-    if isinstance(values, tuple):
-        return tuple(map(_detached, values))
-    return values.detach() if isinstance(values, torch.Tensor) else values
 
 
 def _outputs(model, arguments: dict) -> list[torch.Tensor]:
@@ -230,79 +217,58 @@ def _outputs(model, arguments: dict) -> list[torch.Tensor]:
         return [t.detach().clone() for t in tensors(model(**copy.deepcopy(arguments)))]
 
 
-def _alone(module, seen) -> list[torch.Tensor] | None:
+@torch.no_grad()
+def _alone(module, seen: tuple | None) -> list[torch.Tensor]:
     """The norm's own results: on its first call's arguments again, and where it takes
     them on rows of every scale.
     """
-    weights = [
-        p for p in (*module.parameters(), *module.buffers()) if p.is_floating_point()
-    ]
-    dtype, width = (
-        (weights[0].dtype, weights[0].shape[-1]) if weights else (torch.bfloat16, 64)
-    )
     results = []
-    with torch.no_grad():
-        if seen is not None:
-            args, kwargs = seen
-            results += tensors(module(*args, **kwargs))
-            x = next(
-                a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)
-            )
-            dtype, width = x.dtype, x.shape[-1]
-        rows = (
-            torch.randn(64, width, generator=torch.Generator().manual_seed(1))
-            * torch.logspace(-3, 2, 64)[:, None]
-        )
-        try:
-            results.append(module((rows + 0.1).to(dtype)))
-        except REFUSALS:
-            # it accepts only the shape, the dtype or the arguments that its model gives
-            # it
-            return results or None
+    example = torch.empty(64, dtype=torch.bfloat16)
+    for weight in (*module.parameters(), *module.buffers()):
+        if weight.is_floating_point():
+            example = weight
+            break
+    if seen is not None:
+        args, kwargs = seen
+        results += tensors(module(*args, **kwargs))
+        given = (*args, *kwargs.values())
+        example = next(a for a in given if isinstance(a, torch.Tensor))
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(64, example.shape[-1], generator=generator)
+    rows = rows * torch.logspace(-3, 2, 64)[:, None] + 0.1
+    # it may accept only the shape, the dtype or the arguments that its model gives it
+    with contextlib.suppress(*REFUSALS):
+        results.append(module(rows.to(example.dtype)))
     return results
 
 
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
-def _same_bits(a: list[torch.Tensor] | None, b: list[torch.Tensor] | None) -> bool:
-    if a is None or b is None or len(a) != len(b):
+def _same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(_equal_bits, a, b))
+
+
+def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return all(
-        x.dtype == y.dtype and x.shape == y.shape and _bytes(x) == _bytes(y)
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def _bytes(t: torch.Tensor) -> bytes:
-    return (
-        t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        if t.numel()
-        else b""
-    )
+    bits = [t.contiguous().flatten().view(torch.uint8) for t in (a, b)]
+    return torch.equal(*bits)
 
 
 def _saved_bytes(model) -> str:
     """A hash of the state_dict, and of the files that save_pretrained writes where the
     model has it and can.
     """
-    digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        digest.update(
-            f"{name} {value.dtype} {tuple(value.shape)}".encode() + _bytes(value)
-        )
-    with tempfile.TemporaryDirectory(
-        dir="/dev/shm" if os.path.isdir("/dev/shm") else None
-    ) as folder:
-        try:
+    state = io.BytesIO()
+    torch.save(model.state_dict(), state)
+    digest = hashlib.sha256(state.getvalue())
+    with tempfile.TemporaryDirectory() as folder:
+        # some cannot be saved in a config this small, neither before nor after
+        with contextlib.suppress(Exception):
             model.save_pretrained(folder)
-        except Exception as error:
-            # some cannot be saved in a config this small, neither before nor after
-            digest.update(type(error).__name__.encode())
-        for file in sorted(Path(folder).rglob("*")):
-            digest.update(
-                file.name.encode() + (file.read_bytes() if file.is_file() else b"")
-            )
+        for file in sorted(Path(folder).rglob("*.*")):
+            digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -314,49 +280,45 @@ def compare_fusion(model, arguments: dict) -> dict:
     surrounds them fused.
 
     Returns:
-        ``operators``: of one forward, views and allocations left out, kernel launches
-            counted, as Hugging Face's,
-        with norms alone, and fused. ``launches``: of these the last has so many.
-            ``hidden_states``: whether the model
-        returns them. ``bit_equal``: of all outputs, and ``tokens_equal`` of greedy
-            ones, or why there are none. ``rotation``: as of `_rotation`.
+        ``bit_equal``: of all outputs, hidden states included where the model returns
+            them, and ``tokens_equal`` of greedy ones, or why there are none.
+            ``rotation``: as of `_rotation`.
     """
-    found: dict = {"operators": [], "hidden_states": True}
     outputs, tokens = [], []
-    try:
-        with torch.no_grad():
-            model(**copy.deepcopy(arguments), output_hidden_states=True)
-        arguments = {**arguments, "output_hidden_states": True}
-    except TypeError:
-        found["hidden_states"] = False
-    for options in (None, {"fuse_residual": False}, {"fuse_residual": True}):
-        if options is not None:
-            hf_rmsnorm.patch_model(model, **options)
-        with hf_rmsnorm.use_backend("triton"), torch.no_grad():
-            torch.manual_seed(0)
-            of_model = model if options is not None else None
-            with (
-                Operators() as operators,
-                hf_rmsnorm.count_launches(of_model) as launches,
-            ):
-                result = model(**copy.deepcopy(arguments))
-            found["operators"].append(operators.computing + launches.total())
-            outputs.append([t.detach().clone() for t in tensors(result)])
-            if options is not None and "tokens" not in found:
-                try:
-                    torch.manual_seed(0)
-                    tokens.append(_generate(model, arguments))
-                except Exception as error:
-                    # whatever it is that this type cannot generate from
-                    found["tokens"] = f"{type(error).__name__}: {str(error)[:100]}"
-    found["rotation"] = _rotation(model, launches)
+    with hf_rmsnorm.use_backend("triton"):
+        for fused in (False, True):
+            hf_rmsnorm.patch_model(model, fuse_residual=fused)
+            with hf_rmsnorm.count_launches(model) as launches:
+                outputs.append(_hidden_outputs(model, arguments))
+            tokens.append(_generated(model, arguments))
+    rotation = _rotation(model, launches)
     hf_rmsnorm.unpatch_model(model)
-    found["launches"] = launches.total()
-    found["bit_equal"] = _same_bits(outputs[1], outputs[2])
-    found["tokens_equal"] = found.pop("tokens", None) or _same_bits(
-        *([t] for t in tokens)
-    )
-    return found
+    equal = tokens[1]
+    if not isinstance(equal, str):
+        equal = _same_bits(*tokens)
+    return {
+        "bit_equal": _same_bits(*outputs),
+        "tokens_equal": equal,
+        "rotation": rotation,
+    }
+
+
+def _hidden_outputs(model, arguments: dict) -> list[torch.Tensor]:
+    try:
+        return _outputs(model, {**arguments, "output_hidden_states": True})
+    except TypeError:
+        return _outputs(model, arguments)
+
+
+def _generated(model, arguments: dict) -> list[torch.Tensor] | str:
+    """Greedy tokens, or why there are none."""
+    torch.manual_seed(0)
+    given = copy.deepcopy(arguments)
+    count = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    try:
+        return [model.generate(**given, **count, do_sample=False)]
+    except Exception as error:  # whatever it is that this type cannot generate from
+        return line(error)[:100]
 
 
 def _rotation(model, launches) -> str:
@@ -380,14 +342,3 @@ def _rotation(model, launches) -> str:
             ):
                 return f"{name} is called or rotates in another way"
     return ""
-
-
-def _generate(model, arguments: dict) -> torch.Tensor:
-    given = {
-        name: value
-        for name, value in copy.deepcopy(arguments).items()
-        if name != "output_hidden_states"
-    }
-    return model.generate(
-        **given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
-    )
