@@ -44,9 +44,8 @@ def run(options) -> int:
     )
     code = take(task, jobs, found, options)
     for mapping, results in _by_mapping(found).items():
-        figures = totals(results)
-        del figures["swapped_by_formula"]
-        print(f"{mapping}: " + ", ".join(f"{k} {v}" for k, v in figures.items()))
+        figures = totals(results).items()
+        print(f"{mapping}: " + ", ".join(f"{k} {v}" for k, v in figures))
     return code
 
 
@@ -74,22 +73,21 @@ def _by_mapping(found: dict[Job, dict]) -> dict[str, list[dict]]:
 def text(found: dict[Job, dict]) -> str:
     """The JSON, with a line for each type."""
     document = {"versions": versions(PACKAGES), "mappings": {}}
-    lines = {}
     for mapping, results in _by_mapping(found).items():
-        types = [{**r, "wrong": wrong(r)} for r in results]
-        lines[f'"<{mapping}>"'] = lines_of(types)
         document["mappings"][mapping] = {
             "totals": {"types": len(MAPPINGS[mapping]), **totals(results)},
             "left_alone": by_reason(results, "left_alone"),
             "not_norms": by_reason(results, "not_norms"),
-            "types": types,
+            "types": [{**result, "wrong": wrong(result)} for result in results],
         }
     document["not_built"] = not_built(document)
+    of_types = {}
     for mapping, part in document["mappings"].items():
+        of_types[f'"<{mapping}>"'] = lines_of(part["types"])
         part["types"] = f"<{mapping}>"
     made = json.dumps(document, indent=1)
-    for place, of_types in lines.items():
-        made = made.replace(place, of_types)
+    for place, lines in of_types.items():
+        made = made.replace(place, lines)
     return made + "\n"
 
 
@@ -122,54 +120,31 @@ def _unequal(run: dict) -> list[str]:
 
 
 def fused(run: dict) -> set[str]:
-    """What of a model runs in one launch: "sums", "pairs" of q and k norms,
-    "modulations", "rotations" alone.
-    """
-    return {
-        _kind(how)
-        for _, how, _ in run.get("layers", [])
-        if not how.startswith("not fused")
-    }
+    """What of a model runs in one launch: "sums", or "pairs" of q and k norms."""
+    found = set()
+    for _, how, _ in run["layers"]:
+        if how.startswith("not fused") or "(1 + scale)" in how:
+            continue
+        if how.startswith("+ "):
+            found.add("sums")
+        elif "norm" in how or "ln" in how:
+            found.add("pairs")
+    return found
 
 
-def _kind(how: str) -> str:
-    if "(1 + scale)" in how:
-        return "modulations"
-    if how.startswith("+ "):
-        return "sums"
-    return "pairs" if "norm" in how or "ln" in how else "rotations"
-
-
-def totals(results: list[dict]) -> dict:
-    count: Counter = Counter()
-    fusions: Counter = Counter()
-    formulas: Counter = Counter()
-    for result in results:
-        is_wrong = bool(wrong(result))
-        count["built"] += bool(result["built"])
-        count["run"] += bool(result["ran"])
-        count["equal"] += result["ran"] and not is_wrong
-        count["wrong"] += is_wrong
-        for run in result["runs"][:1]:
-            fusions.update(fused(run))
-            count["not repeatable"] += not all(run["repeatable"])
-            for _, formula, norms in run["swapped"]:
-                formulas[formula] += norms
-            for _, _, norms in run["left_alone"]:
-                count["left alone"] += norms
+def totals(results: list[dict]) -> dict[str, int]:
+    first = [run for result in results for run in result["runs"][:1]]
+    kinds = Counter(kind for run in first for kind in fused(run))
     return {
         "tried": len(results),
-        "built": count["built"],
-        "run": count["run"],
-        "bit_equal": count["equal"],
-        "with_wrong_results": count["wrong"],
-        "not_repeatable": count["not repeatable"],
-        "norms_swapped": formulas.total(),
-        "norms_left_alone": count["left alone"],
-        "types_with_fused_sums": fusions["sums"],
-        "types_with_fused_pairs": fusions["pairs"],
-        "types_with_fused_modulations": fusions["modulations"],
-        "swapped_by_formula": dict(formulas.most_common()),
+        "built": sum(result["built"] for result in results),
+        "run": sum(result["ran"] for result in results),
+        "with_wrong_results": sum(bool(wrong(result)) for result in results),
+        "not_repeatable": sum(not all(run["repeatable"]) for run in first),
+        "norms_swapped": sum(n for run in first for *_, n in run["swapped"]),
+        "norms_left_alone": sum(n for run in first for *_, n in run["left_alone"]),
+        "types_with_fused_sums": kinds["sums"],
+        "types_with_fused_pairs": kinds["pairs"],
     }
 
 

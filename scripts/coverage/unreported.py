@@ -27,102 +27,71 @@ def norm_classes(folder: Path = MODELS) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*/modeling_*.py")):
-        text = path.read_text(encoding="utf-8")
-        if "orm" not in text:
-            continue
-        classes = {
-            node.name: node
-            for node in ast.parse(text).body
-            if isinstance(node, ast.ClassDef)
-        }
-        norms = [name for name in classes if _is_norm(name, classes)]
-        if not norms:
-            continue
-        used = {name: _names(node) for name, node in classes.items()}
-        for norm in norms:
-            users = [
-                f"{path.stem}:{name}"
-                for name in classes
-                if name != norm and norm in used[name]
-            ]
-            found[norm] = found.get(norm, []) + users
+        classes = {}
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+        for norm in classes:
+            if _is_norm(classes[norm], classes):
+                users = [name for name in classes if norm in _names(classes[name])]
+                found.setdefault(norm, [])
+                found[norm] += [f"{path.stem}:{name}" for name in users]
     return found
 
 
-def _is_norm(name: str, classes: dict[str, ast.ClassDef]) -> bool:
-    node = classes[name]
-    return (
-        "norm" in name.lower() and not _is_model(node) and _has_forward(node, classes)
-    )
+def _is_norm(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
+    # whole models, RobertaPreLayerNormForMaskedLM say, hold norms and are none
+    is_model = any(base.endswith("PreTrainedModel") for base in _bases(node))
+    return "norm" in node.name.lower() and not is_model and _has_forward(node, classes)
 
 
 def _names(tree: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
-def _is_model(node: ast.ClassDef) -> bool:
-    """Whole models, RobertaPreLayerNormForMaskedLM say, hold norms and are none."""
-    return any(
-        isinstance(base, ast.Name) and base.id.endswith("PreTrainedModel")
-        for base in node.bases
-    )
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [base.id for base in node.bases if isinstance(base, ast.Name)]
 
 
 def _has_forward(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
-    if any(
-        isinstance(item, ast.FunctionDef) and item.name == "forward"
-        for item in node.body
-    ):
-        return True
-    bases = [
-        base.id
-        for base in node.bases
-        if isinstance(base, ast.Name) and base.id in classes
-    ]
-    return any(_has_forward(classes[base], classes) for base in bases)
+    own = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
+    bases = [classes[base] for base in _bases(node) if base in classes]
+    return "forward" in own or any(_has_forward(base, classes) for base in bases)
 
 
 def seen_classes(document: dict) -> set[str]:
     """The classes that a JSON of `patch` names: swapped, left alone, or no norms."""
-    runs = [
-        run
-        for part in document["mappings"].values()
-        for t in part["types"]
-        for run in t["runs"]
-    ]
-    return {
-        entry[0]
-        for run in runs
-        for key in ("swapped", "left_alone", "not_norms")
-        for entry in run[key]
-    }
+    found = set()
+    for part in document["mappings"].values():
+        for run in (run for result in part["types"] for run in result["runs"]):
+            for key in ("swapped", "left_alone", "not_norms"):
+                found.update(name for name, *_ in run[key])
+    return found
 
 
 def not_built(document: dict) -> dict[str, str]:
     """The norm classes that no model of the table holds, each with the reason as far as
     the source tells it.
     """
-    classes, seen = norm_classes(), seen_classes(document)
-    unbuilt = {
-        t["type"].replace("-", "_"): t["error"]
-        for part in document["mappings"].values()
-        for t in part["types"]
-        if not t["built"]
-    }
+    classes = norm_classes()
+    unbuilt = {}
+    for part in document["mappings"].values():
+        for result in part["types"]:
+            if not result["built"]:
+                file = f"modeling_{result['type'].replace('-', '_')}"
+                unbuilt[file] = result["error"]
     reasons = {}
-    for name in sorted(classes.keys() - seen):
-        users = sorted(classes[name])
-        files = {user.partition(":")[0].removeprefix("modeling_") for user in users}
-        blocked = sorted(unbuilt[f] for f in files & unbuilt.keys())
+    for name in sorted(classes.keys() - seen_classes(document)):
+        users = [user.split(":") for user in sorted(classes[name])]
+        blocked = sorted(unbuilt[file] for file, _ in users if file in unbuilt)
+        made = ", ".join(user for _, user in users)
+        reasons[name] = (
+            f"made by {made}, which no type of the two mappings builds with it"
+        )
+        if blocked:
+            reasons[name] = f"its model is not built: {blocked[0]}"
         if not users:
             reasons[name] = "no class of its file uses it"
-        elif blocked:
-            reasons[name] = f"its model is not built: {blocked[0]}"
-        else:
-            made = ", ".join(user.partition(":")[2] for user in users)
-            reasons[name] = (
-                f"made by {made}, which no type of the two mappings builds with it"
-            )
     return reasons
 
 
