@@ -20,8 +20,7 @@ from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
 from .configs import tiny_config
-from .inputs import GIVEN, inputs_of
-from .models import MAPPINGS, chosen, classes_of
+from .models import GIVEN, MAPPINGS, chosen, classes_of, inputs_of
 from .runs import Job, Task, in_document, line, read, take
 
 PACKAGES = ("torch", "transformers")

@@ -2,7 +2,7 @@
 bit, with the model before.
 
 `scripts/data/diffusers_models.json` has for each class the arguments of its constructor
-and of its forward, whose tensors are written as `inputs` reads them.
+and of its forward, whose tensors are written as `models` reads them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from hf_rmsnorm.fused.watch import MODULATED_SUM, MODULATION
 from hf_rmsnorm.patching.launched import Piece
 
 from . import BadOptions
-from .inputs import tensors, value_of
-from .models import cast
+from .models import cast, tensors, value_of
 from .runs import Job, Task, in_document, line, read, take
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "diffusers_models.json"

@@ -4,9 +4,12 @@ with the model before.
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import transformers
 
@@ -15,9 +18,9 @@ from hf_rmsnorm.cli.env import versions
 from .compare import UNEXAMINED, examine
 from .models import MAPPINGS, chosen
 from .runs import Job, Task, lines_of, read, take
-from .unreported import not_built
 
 PACKAGES = ("torch", "transformers")
+MODELS = Path(importlib.util.find_spec("transformers").origin).parent / "models"
 TIME_LIMIT = 180  # seconds a type may take, on a slow machine
 
 
@@ -165,3 +168,82 @@ def by_reason(results: list[dict], key: str) -> list[dict]:
         {"class": name, "reason": reason, **group}
         for (name, reason), group in sorted(groups.items(), key=str)
     ]
+
+
+def norm_classes(folder: Path = MODELS) -> dict[str, list[str]]:
+    """Every class with "norm" in its name and a forward, its own or one that a class of
+    that file gives it.
+
+    Returns:
+        By class name: the classes of its file that make or extend it (none where
+            nothing there does), each given as
+        ``<file>:<class>``.
+    """
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        classes = {}
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = node
+        for norm in classes:
+            if _is_norm(classes[norm], classes):
+                users = [name for name in classes if norm in _names(classes[name])]
+                found.setdefault(norm, [])
+                found[norm] += [f"{path.stem}:{name}" for name in users]
+    return found
+
+
+def _is_norm(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
+    # whole models, RobertaPreLayerNormForMaskedLM say, hold norms and are none
+    is_model = any(base.endswith("PreTrainedModel") for base in _bases(node))
+    return "norm" in node.name.lower() and not is_model and _has_forward(node, classes)
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+
+def _has_forward(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> bool:
+    own = [item.name for item in node.body if isinstance(item, ast.FunctionDef)]
+    bases = [classes[base] for base in _bases(node) if base in classes]
+    return "forward" in own or any(_has_forward(base, classes) for base in bases)
+
+
+def seen_classes(document: dict) -> set[str]:
+    """The classes that a JSON of `patch` names: swapped, left alone, or no norms."""
+    found = set()
+    for part in document["mappings"].values():
+        for run in (run for result in part["types"] for run in result["runs"]):
+            for key in ("swapped", "left_alone", "not_norms"):
+                found.update(name for name, *_ in run[key])
+    return found
+
+
+def not_built(document: dict) -> dict[str, str]:
+    """The norm classes that no model of the table holds, each with the reason as far as
+    the source tells it.
+    """
+    classes = norm_classes()
+    unbuilt = {}
+    for part in document["mappings"].values():
+        for result in part["types"]:
+            if not result["built"]:
+                file = f"modeling_{result['type'].replace('-', '_')}"
+                unbuilt[file] = result["error"]
+    reasons = {}
+    for name in sorted(classes.keys() - seen_classes(document)):
+        users = [user.split(":") for user in sorted(classes[name])]
+        blocked = sorted(unbuilt[file] for file, _ in users if file in unbuilt)
+        made = ", ".join(user for _, user in users)
+        reasons[name] = (
+            f"made by {made}, which no type of the two mappings builds with it"
+        )
+        if blocked:
+            reasons[name] = f"its model is not built: {blocked[0]}"
+        if not users:
+            reasons[name] = "no class of its file uses it"
+    return reasons

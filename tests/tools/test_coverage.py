@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from scripts.coverage import unreported
+from scripts.coverage import patch
 
 COMMITTED = SCRIPTS / "results" / f"coverage-{transformers_version}.json"
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
@@ -95,8 +95,8 @@ def unnamed(*folder: Path) -> set[str]:
     """Norm classes in the installed source that the committed table neither names nor
     lists as built by no type.
     """
-    classes = unreported.norm_classes(*folder).keys()
-    return classes - unreported.seen_classes(TABLE) - TABLE["not_built"].keys()
+    classes = patch.norm_classes(*folder).keys()
+    return classes - patch.seen_classes(TABLE) - TABLE["not_built"].keys()
 
 
 @pytest.mark.full
