@@ -34,20 +34,12 @@ def environment(cuda: bool) -> dict:
     }
     if cuda and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        asked = "--query-gpu=driver_version", "--format=csv,noheader"
         facts |= {
             "device": properties.name,
-            "devices": torch.cuda.device_count(),
             "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": properties.multi_processor_count,
-            "l2_bytes": getattr(properties, "L2_cache_size", None),
-            "memory_bytes": properties.total_memory,
-            "driver": ask(
-                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-            ),
+            "driver": ask("nvidia-smi", *asked),
         }
-    root = Path(__file__).resolve().parents[1]
-    return facts | {
-        "commit": ask(
-            "git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"
-        )
-    }
+    root = str(Path(__file__).resolve().parents[1])
+    commit = ask("git", "-C", root, "describe", "--always", "--dirty", "--abbrev=12")
+    return facts | {"commit": commit}

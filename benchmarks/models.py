@@ -120,61 +120,33 @@ class Workload:
         return time.perf_counter() - start
 
 
-class Rounds:
-    """Measures the variants of one model, and fills ``data`` with medians, samples and
-    the norms that were patched.
+def measure(work: Workload, variants: dict[str, Variant], phase: str) -> dict:
+    """By variant medians and samples of a phase, or its error.
 
-    Args:
-        variants: by name; "unpatched" is the first.
-        left: seconds that are left; below `LEAST_S` a phase is skipped, and named.
-        save: called after each phase.
+    A warm-up comes first. In each round all variants take their turn; "unpatched" is
+    the first of them.
     """
-
-    def __init__(
-        self,
-        work: Workload,
-        variants: dict[str, Variant],
-        data: dict,
-        left: Callable[[], float],
-        save: Callable[[], None],
-    ):
-        self.work, self.variants, self.data = work, variants, data
-        self.left, self.save = left, save
-
-    def measure(self, phase: str) -> None:
-        """Warm up, then the rounds. In each of them all variants take their turn."""
-        if self.left() < LEAST_S:
-            self.data["skipped"].append(phase)
-            return
-        entries = self.data["phases"][phase]
-        failed: dict = {}
-        samples: dict[str, list[dict]] = {name: [] for name in self.variants}
-        for turn in range(self.work.sizes["rounds"] + 1):
-            for name in list(samples):
-                try:
-                    measured = self._once(phase, name)
-                except Exception as error:
-                    if self.variants[name].liger is None:
-                        raise
-                    failed[name] = {"error": in_words(error)}
-                    del samples[name]
-                    continue
-                if turn > 0:
-                    samples[name].append(measured)
-        for name, taken in samples.items():
-            entries[name] = _medians(taken) | {"samples": taken}
-            if name != UNPATCHED:
-                entries[name] |= ratios(entries[name], entries[UNPATCHED])
-        entries |= failed
-        self.save()
-
-    def _once(self, phase: str, name: str) -> dict:
-        with self.variants[name].of(self.work.model) as report:
-            if name == OURS:
-                self.data["norms_swapped"] = len(report.swapped)
-                formulas = {str(record.formula) for record in report.swapped}
-                self.data["formulas"] = sorted(formulas)
-            return getattr(self.work, phase)()
+    failed: dict = {}
+    samples: dict[str, list[dict]] = {name: [] for name in variants}
+    for turn in range(work.sizes["rounds"] + 1):
+        for name in list(samples):
+            try:
+                with variants[name].of(work.model):
+                    measured = getattr(work, phase)()
+            except Exception as error:
+                if variants[name].liger is None:
+                    raise
+                failed[name] = {"error": in_words(error)}
+                del samples[name]
+                continue
+            if turn > 0:
+                samples[name].append(measured)
+    entries = {}
+    for name, taken in samples.items():
+        entries[name] = _medians(taken) | {"samples": taken}
+        if name != UNPATCHED:
+            entries[name] |= ratios(entries[name], entries[UNPATCHED])
+    return entries | failed
 
 
 def _medians(samples: list[dict]) -> dict:
@@ -206,30 +178,28 @@ def run_phases(
         data: filled with ``phases`` (by phase and variant: medians, samples,
             ``speedup``), ``skipped``, ``liger`` (what of it, or why not), and the norms
             that were patched.
-        left, save: as in `Rounds`.
+        left: seconds that are left; below `LEAST_S` a phase is skipped, and named.
+        save: called after each phase.
 
     Returns:
         What failed of this package, in words.
     """
-    model = work.model
     variants, liger = timed_variants(name)
-    data |= {
-        "sizes": work.sizes,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "skipped": [],
-        "liger": liger,
-    }
-    data["layers"] = model.config.num_hidden_layers
-    data["parameters"] = sum(p.numel() for p in model.parameters())
+    with variants[OURS].of(work.model) as report:
+        data["norms_swapped"] = len(report.swapped)
+    data |= {"sizes": work.sizes, "skipped": [], "liger": liger}
+    data["layers"] = work.model.config.num_hidden_layers
     data["phases"] = {phase: {} for phase in phases}
-    rounds = Rounds(work, variants, data, left, save)
-    for phase in phases:
-        rounds.measure(phase)
     failures = []
-    if not data.get("norms_swapped") and not data["skipped"]:
+    if not data["norms_swapped"]:
         failures.append("patch_model swapped no norm")
-    for phase, entries in data["phases"].items():
-        failures += broken_together(phase, entries)
+    for phase in phases:
+        if left() < LEAST_S:
+            data["skipped"].append(phase)
+            continue
+        data["phases"][phase] = measure(work, variants, phase)
+        failures += broken_together(phase, data["phases"][phase])
+        save()
     return failures
 
 

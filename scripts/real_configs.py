@@ -6,8 +6,7 @@ factors only their count is right. Each model is built on the meta device and pa
 and its conversion is planned. A narrow copy, of the same depth with random weights in
 bfloat16, is verified as `hf-rmsnorm verify` does. No weights are read. What is found
 goes to ``scripts/results/real_configs.json``; `python -m scripts.tables --write` makes
-the table. A model without verdict is run; ``--again`` runs all, ``--only NAME,NAME``
-those, ``--seconds N`` begins no further one after that.
+the table.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import copy
 import json
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -36,6 +34,7 @@ from hf_rmsnorm import (
 from hf_rmsnorm.conversion import ConversionRefused
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.sources import without_weights
+from hf_rmsnorm.verification.context import in_dtype_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "scripts" / "data" / "real_configs.json"
@@ -55,19 +54,12 @@ def patched(config: dict) -> dict:
     config = AutoConfig.for_model(config.pop("model_type"), **config)
     model = without_weights(lambda: cls(config))
     report = patch_model(model)
-    sums = sum(
-        what.startswith("+")
-        for layer in report.layers
-        for what in layer.fused.split(", ")
-    )
-    pairs = sum(
-        bool(layer.fused) and not layer.fused.startswith("+") for layer in report.layers
-    )
+    fused = [layer.fused for layer in report.layers if layer.fused]
     return {
         "swapped": len(report.swapped),
         "skipped": len(report.skipped),
-        "sums": sums,
-        "pairs": pairs,
+        "sums": sum(part[0] == "+" for what in fused for part in what.split(", ")),
+        "pairs": sum(what[0] != "+" for what in fused),
     }
 
 
@@ -102,12 +94,8 @@ def verified(config: dict) -> str:
             proxy = make_proxy(folder)
         except ConversionRefused as refusal:
             return f"no narrow copy: {str(refusal).replace(folder, 'the folder')}"
-    half = torch.bfloat16
-    given = {
-        k: t.to(half) if torch.is_tensor(t) and t.is_floating_point() else t
-        for k, t in proxy.inputs.items()
-    }
-    proxy.model.to(half)
+    proxy.model.to(torch.bfloat16)
+    given = in_dtype_of(proxy.model, proxy.inputs)
     with use_backend("triton"):
         report = verify_equivalence(proxy.model, inputs=given, max_new_tokens=0)
     return report.verdict
@@ -120,29 +108,14 @@ def row(config: dict) -> dict:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="names, with commas between them")
-    parser.add_argument(
-        "--again", action="store_true", help="also those that have a verdict"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=float("inf"),
-        help="begin no further model after that",
-    )
     return parser
 
 
 def main(argv=None) -> None:
     args = build_parser().parse_args(argv)
-    start, every = time.monotonic(), configs()
-    found = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    names = args.only.split(",") if args.only else list(every)
-    for name in names:
-        known = "verified" in found.get(name, ()) and found[name]["verdict"]
-        if (
-            known and not args.again and not args.only
-        ) or time.monotonic() - start > args.seconds:
-            continue
+    every = configs()
+    found = json.loads(RESULTS.read_text())
+    for name in args.only.split(",") if args.only else every:
         found[name] = row(every[name])
         print(name, found[name], flush=True)
         ordered = {each: found[each] for each in every if each in found}

@@ -22,7 +22,6 @@ import _bootstrap
 EXECUTED = ("tests/ptx", "tests/unit/kernels")
 TIERS = ("--all", "--nightly")
 HAS_GPU = "import sys, torch; sys.exit(not (torch.cuda.is_available() or torch.xpu.is_available()))"
-LOOP_STEPS = 10_000_000
 
 
 def main() -> int:
@@ -32,9 +31,6 @@ def main() -> int:
     if arguments[:1] == ["--triton"]:
         _, version, *rest = arguments
         return run_under(version, python, rest)
-    print(
-        f"This machine: {os.cpu_count()} CPUs, a loop of {LOOP_STEPS:,} additions takes {loop_seconds():.2f} s"
-    )
     print("ruff check", flush=True)
     ruff = run([python, "-m", "ruff", "check", "."])
     tests = run_tests(python, arguments)
@@ -85,15 +81,6 @@ def extras(arguments: list[str]) -> list[str]:
     if "--nightly" in arguments:
         return ["quick", "all", "nightly"]
     return ["quick", "all"] if "--all" in arguments else ["quick"]
-
-
-def loop_seconds() -> float:
-    """How fast this machine is, to compare the time of a run with another machine's."""
-    start = time.perf_counter()
-    total = 0
-    for number in range(LOOP_STEPS):
-        total += number
-    return time.perf_counter() - start
 
 
 def run(command: list[str], env: dict[str, str] | None = None) -> int:
