@@ -26,14 +26,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "hf-rmsnorm.json"
 
 # setuptools builds the project.
-REQUIREMENTS = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "safetensors",
-    "filelock",
-    "setuptools",
-)
+REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "filelock")
+REQUIREMENTS += ("setuptools",)
 # The tests' packages, a file for each tier: EXTRAS / "quick.txt" and so on.
 EXTRAS = Path(__file__).resolve().parent / "requirements"
 # Other patchers to meet in the tests. Without their dependencies: they ask for a triton
@@ -87,20 +81,14 @@ def ensure(*extras: str) -> Path:
     # until the end, this run counts as interrupted
     STAMP.write_text("{}", encoding="utf-8")
     _install(wanted)
-    STAMP.write_text(
-        json.dumps({"fingerprint": fingerprint, "extras": wanted}) + "\n",
-        encoding="utf-8",
-    )
+    stamp = {"fingerprint": fingerprint, "extras": wanted}
+    STAMP.write_text(json.dumps(stamp) + "\n", encoding="utf-8")
     return python()
 
 
 def _fingerprint() -> str:
-    files = [
-        ROOT / "constraints.txt",
-        ROOT / "pyproject.toml",
-        Path(__file__),
-        *sorted(EXTRAS.glob("*.txt")),
-    ]
+    files = [ROOT / "constraints.txt", ROOT / "pyproject.toml", Path(__file__)]
+    files += sorted(EXTRAS.glob("*.txt"))
     contents = [path.read_bytes() for path in files]
     return hashlib.sha256(b"\0".join([str(ROOT).encode(), *contents])).hexdigest()
 
@@ -147,11 +135,9 @@ def _install(extras: list[str]) -> None:
         "Installing what constraints.txt pins (the first time this takes minutes, most of them torch)",
         flush=True,
     )
-    listed = [
-        argument
-        for extra in extras
-        for argument in ("-r", str(EXTRAS / f"{extra}.txt"))
-    ]
+    listed = []
+    for extra in extras:
+        listed += "-r", str(EXTRAS / f"{extra}.txt")
     _pip("-c", str(ROOT / "constraints.txt"), *REQUIREMENTS, *listed)
     bare = [name for extra in extras for name in BARE_EXTRAS.get(extra, ())]
     if bare:
@@ -186,15 +172,8 @@ def _lacks_triton() -> bool:
 
 def _pip(*args: str) -> None:
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    command = [
-        str(python()),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        *quiet,
-        *args,
-    ]
+    options = ("--disable-pip-version-check", *quiet)
+    command = [str(python()), "-m", "pip", "install", *options, *args]
     if subprocess.run(command).returncode:
         sys.exit(
             "pip could not install what is needed (its message is above): solve that, and run this again"

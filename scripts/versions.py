@@ -63,16 +63,7 @@ ROWS = (
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
 TESTS = ("--nightly", "tests/promises/test_versions.py")
 BITS = ("tests/ptx/test_bits.py",)
-NAMES = (
-    "torch",
-    "transformers",
-    "triton",
-    "accelerate",
-    "huggingface_hub",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-)
+NAMES = ("torch", "transformers", "triton", "accelerate", "safetensors")
 
 
 class Unavailable(Exception):
@@ -98,34 +89,22 @@ def interpreter(wanted: str) -> str:
     ]
     for command in filter(None, candidates):
         # pyenv puts commands on PATH that do not run.
-        said = subprocess.run(
-            [command, "--version"], capture_output=True, text=True
-        ).stdout
-        if said.startswith(f"Python {wanted}."):
+        said = subprocess.run([command, "--version"], capture_output=True, text=True)
+        if said.stdout.startswith(f"Python {wanted}."):
             return str(command)
-    raise Unavailable(
-        f"there is no python{wanted} on PATH, nor in {pyenv}: install one"
-    )
+    where = f"on PATH, nor in {pyenv}"
+    raise Unavailable(f"there is no python{wanted} {where}: install one")
 
 
 def install(python: str, *arguments: str) -> None:
     """pip's, of what is not there yet: what an earlier run left may lack something."""
-    command = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-compile",
-        "--disable-pip-version-check",
-        *arguments,
-    ]
+    options = ("--quiet", "--no-compile", "--disable-pip-version-check")
+    command = [python, "-m", "pip", "install", *options, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        errors = [
-            line for line in done.stderr.splitlines() if line.startswith("ERROR")
-        ] or ["pip failed"]
-        raise Unavailable(errors[-1])
+        lines = done.stderr.splitlines()
+        errors = [line for line in lines if line.startswith("ERROR")]
+        raise Unavailable(errors[-1] if errors else "pip failed")
 
 
 def versions_in(python: str, names: tuple[str, ...]) -> dict[str, str]:
@@ -134,11 +113,7 @@ def versions_in(python: str, names: tuple[str, ...]) -> dict[str, str]:
         "import json, platform, sys; from importlib.metadata import version; "
         "print(json.dumps({'python': platform.python_version()} | {n: version(n) for n in sys.argv[1:]}))"
     )
-    return json.loads(
-        subprocess.run(
-            [python, "-c", code, *names], check=True, capture_output=True, text=True
-        ).stdout
-    )
+    return json.loads(subprocess.check_output([python, "-c", code, *names]))
 
 
 def link_torch(place: Path) -> None:
@@ -174,26 +149,16 @@ def make(row: str, folder: Path) -> str:
         row.split("/") if "/" in row else ("", row, "", "")
     )
     if not os.path.exists(python):
-        subprocess.run(
-            [
-                interpreter(version) if version else sys.executable,
-                "-m",
-                "venv",
-                str(place),
-            ],
-            check=True,
-        )
+        base = interpreter(version) if version else sys.executable
+        subprocess.run([base, "-m", "venv", str(place)], check=True)
     if row == NEWEST:
         install(python, "--upgrade", "torch", "transformers", *OTHERS)
         return python
+    wanted = f"torch=={torch}"
     if not torch:
         link_torch(place)
-    install(
-        python,
-        f"torch=={torch}" if torch else "torch",
-        f"transformers=={transformers}",
-        *OTHERS,
-    )
+        wanted = "torch"
+    install(python, wanted, f"transformers=={transformers}", *OTHERS)
     if triton:
         # without dependencies: a torch for CUDA names the Triton that it was built with
         install(python, "--no-deps", f"triton=={triton}")
@@ -231,9 +196,8 @@ def test(
     )  # fmt: skip
     lines = (said.stdout + said.stderr).strip().splitlines()
     passed = re.search(r"(\d+) passed", said.stdout)
-    failures = [
-        line.split("::")[-1] for line in lines if line.startswith(("FAILED", "ERROR"))
-    ]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failures = [line.split("::")[-1] for line in failed]
     if said.returncode and not failures:
         failures = lines[-1:]
     return int(passed[1]) if passed else 0, failures
@@ -268,11 +232,9 @@ def take(what: Table, doc: str) -> int:
         with tempfile.TemporaryDirectory() as temporary:
             try:
                 found = what.run(row, args.folder or Path(temporary))
-                failures = found["failures"]
+                failures = ", ".join(found["failures"])
                 failed |= bool(failures)
-                text = (
-                    f"{found['passed']} passed, failed: {', '.join(failures) or 'none'}"
-                )
+                text = f"{found['passed']} passed, failed: {failures or 'none'}"
                 kept[row] = found
             except Unavailable as error:
                 failed = True
