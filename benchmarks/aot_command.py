@@ -12,22 +12,12 @@ import os
 from dataclasses import asdict
 from itertools import product
 
+from benchmarks.tables import columns
 from hf_rmsnorm.cli.common import CliError, Result
 from hf_rmsnorm.paths import did_you_mean
 
-HEADS = (
-    "target",
-    "variant",
-    "kernel",
-    "N",
-    "warps",
-    "registers",
-    "spilled",
-    "blocks",
-    "shared",
-    "widths",
-)
-ROW = "{:7} {:20} {:22} {:>6} {:>6} {:>10} {:>8} {:>7} {:>7}  {}"
+HEADS = ("target", "variant", "kernel", "N", "warps")
+HEADS += ("registers", "spilled", "blocks", "shared", "widths")
 
 
 def add_arguments(parser) -> None:
@@ -51,17 +41,13 @@ def run(args) -> Result:
         )
     cases = [case for text in args.cases for case in parse_cases(text)]
     found = aot.examine_all(cases)
-    lines = [ROW.format(*HEADS)]
+    rows = [HEADS]
     for c in found:
-        widths = " ".join(
-            f"{name}:{'/'.join(map(str, w))}" for name, w in c.widths.items()
-        )
+        widths = [f"{name}:{'/'.join(map(str, w))}" for name, w in c.widths.items()]
         figures = (c.hidden_size, c.warps, c.registers, c.spilled, c.blocks, c.shared)
-        lines.append(ROW.format(c.target, c.variant, c.kernel, *figures, widths))
-    return Result(
-        {"triton": triton.__version__, "kernels": [asdict(c) for c in found]},
-        "\n".join(lines),
-    )
+        rows.append((c.target, c.variant, c.kernel, *figures, " ".join(widths)))
+    data = {"triton": triton.__version__, "kernels": [asdict(c) for c in found]}
+    return Result(data, "\n".join(columns(rows)))
 
 
 def parse_cases(text: str) -> list[tuple[str, str, int]]:

@@ -157,24 +157,9 @@ def _quartiles(figures: dict) -> str:
     return "{us:.0f} ({us_p25:.0f} to {us_p75:.0f})".format(**figures)
 
 
-_OF_A_PHASE = (
-    "tokens/s",
-    "ms",
-    "x unpatched (rounds)",
-    "peak GB",
-    "memory",
-    "",
-)
-_OF_A_RUN = (
-    "tokens/s (least to most)",
-    "x unpatched",
-    "peak GB",
-    "memory",
-    "first loss",
-    "last",
-    "most beside unpatched",
-    "",
-)
+_OF_A_PHASE = ("tokens/s", "ms", "x unpatched (rounds)", "peak GB", "memory", "")
+_OF_A_RUN = ("tokens/s (least to most)", "x unpatched", "peak GB", "memory")
+_OF_A_RUN += ("first loss", "last", "most beside unpatched", "")
 
 
 def phase(title: str, variants: dict[str, dict]) -> list[str]:
@@ -184,17 +169,9 @@ def phase(title: str, variants: dict[str, dict]) -> list[str]:
         speed = None
         if "speedup" in entry:
             speed = speed_words(entry, variants[UNPATCHED])
-        rows.append(
-            (
-                variant,
-                entry.get("tokens_per_s"),
-                entry.get("ms"),
-                speed,
-                entry.get("peak_gb"),
-                entry.get("memory_ratio"),
-                entry.get("error", "")[:120],
-            )
-        )
+        times = entry.get("tokens_per_s"), entry.get("ms"), speed
+        memory = entry.get("peak_gb"), entry.get("memory_ratio")
+        rows.append((variant, *times, *memory, entry.get("error", "")[:120]))
     return columns(rows)
 
 
@@ -215,13 +192,7 @@ def _of_a_run(entry: dict) -> tuple:
     if "error" in entry:
         return *[None] * 7, entry["error"][:90]
     speed = "{tokens_per_s:.0f} ({tokens_per_s_min:.0f} to {tokens_per_s_max:.0f})"
-    return (
-        speed.format(**entry),
-        entry.get("speedup"),
-        entry.get("peak_gb"),
-        entry.get("memory_ratio"),
-        entry["losses"][0],
-        entry["losses"][-1],
-        entry.get("max_abs_dloss"),
-        "",
-    )
+    beside = [entry.get(key) for key in ("speedup", "peak_gb", "memory_ratio")]
+    first, *_, last = entry["losses"]
+    most = entry.get("max_abs_dloss")
+    return speed.format(**entry), *beside, first, last, most, ""

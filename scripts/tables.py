@@ -41,19 +41,16 @@ def rows(head: str, cells: Iterable[tuple]) -> list[str]:
 
 def memory() -> list[str]:
     """Peak memory of a training step of whole models on a GPU."""
-    names = {
-        "unpatched": "Hugging Face",
-        "patch_model": "hf-rmsnorm",
-        "liger": "Liger's norms",
-    }
+    names = ("unpatched", "patch_model", "liger")
     sections = result(GPU)["sections"]
     cells = []
     for section, model in (("llama", "LLaMA"), ("qwen3", "Qwen3")):
         phase = sections[section]["data"]["phases"]["train"]
         cells.append((model, *(f"{phase[name]['peak_gb']:.1f}" for name in names)))
-    return rows(
-        " | ".join(["peak GB of a training step, H100", *names.values()]), cells
+    head = (
+        "peak GB of a training step, H100 | Hugging Face | hf-rmsnorm | Liger's norms"
     )
+    return rows(head, cells)
 
 
 def kernels() -> list[str]:
@@ -67,58 +64,43 @@ def kernels() -> list[str]:
         "RMSNorm 1x4096": "RMSNorm, 1 x 4,096",
     }
 
-    def time(implementations: dict, name: str) -> str:
-        if name not in implementations:
-            return ""
-        return f"{implementations[name]['forward+backward']['us']:,.1f}"
-
     names = ("hf_rmsnorm", "hf_eager", "F.rms_norm", "torch.compile", "liger")
     cells = []
     for name, words in cases.items():
         for device, sections in layer_table.gpu_results():
-            for case in sections.get("kernels", {}).get("cases", ()):
-                if case["case"] == name:
-                    taken = (time(case["implementations"], n) for n in names)
-                    cells.append((f"{words}, {device}", *taken))
-    return rows(
-        "bfloat16 | hf-rmsnorm | Hugging Face | F.rms_norm | torch.compile | Liger",
-        cells,
-    )
+            for case in sections["kernels"]["cases"]:
+                if case["case"] != name:
+                    continue
+                row = [f"{words}, {device}"]
+                for implementation in names:
+                    taken = case["implementations"].get(implementation)
+                    us = taken and f"{taken['forward+backward']['us']:,.1f}"
+                    row.append(us or "")
+                cells.append(row)
+    head = "bfloat16 | hf-rmsnorm | Hugging Face | F.rms_norm | torch.compile | Liger"
+    return rows(head, cells)
 
 
 def host() -> list[str]:
     """Microseconds that a call keeps the host busy: medians, over all results."""
-    found = [
-        sections["host"]["cases"]
-        for _, sections in layer_table.gpu_results()
-        if "host" in sections
-    ]
-
-    def medians(case: str, name: str) -> list[str]:
-        entries = [cases[case][name] for cases in found if name in cases[case]]
-        return [
-            layer_table.range_words([entry[mode]["us"] for entry in entries], 1)
-            for mode in ("inference", "forward+backward")
-        ]
-
+    found = [s["host"]["cases"] for _, s in layer_table.gpu_results() if "host" in s]
     names = {
         "hf-rmsnorm": "hf_rmsnorm",
         "Hugging Face": "hf_eager",
         "Liger": "liger",
         "`F.rms_norm`": "F.rms_norm",
     }
-    cells = [
-        (
-            words,
-            *medians("RMSNorm 1x1x64", name),
-            *medians("add + RMSNorm 1x1x64", name),
-        )
-        for words, name in names.items()
-    ]
-    return rows(
-        "| RMSNorm: inference | with backward | residual sum + RMSNorm: inference | with backward",
-        cells,
-    )
+    cells = []
+    for words, name in names.items():
+        row = [words]
+        for case in ("RMSNorm 1x1x64", "add + RMSNorm 1x1x64"):
+            entries = [cases[case][name] for cases in found if name in cases[case]]
+            for mode in ("inference", "forward+backward"):
+                medians = [entry[mode]["us"] for entry in entries]
+                row.append(layer_table.range_words(medians, 1))
+        cells.append(row)
+    head = "| RMSNorm: inference | with backward | residual sum + RMSNorm: inference | with backward"
+    return rows(head, cells)
 
 
 def cpu() -> list[str]:
@@ -133,18 +115,13 @@ def cpu() -> list[str]:
 
 def versions() -> list[str]:
     names = ("python", "transformers", "torch", "triton")
-    cells = [
-        (
-            *(row["versions"][name] for name in names),
-            row["passed"],
-            row.get("bits", ""),
-            row.get("launches", ""),
-            _host_ratio(row, "norm"),
-            _host_ratio(row, "layer"),
-            ", ".join(row["failures"]) or "none",
-        )
-        for row in result("versions.json")
-    ]
+    cells = []
+    for row in result("versions.json"):
+        had = [row["versions"][name] for name in names]
+        ran = [row["passed"], row.get("bits", ""), row.get("launches", "")]
+        ratios = [_host_ratio(row, what) for what in ("norm", "layer")]
+        failed = ", ".join(row["failures"]) or "none"
+        cells.append([*had, *ran, *ratios, failed])
     head = "Python | Transformers | torch | Triton | promises | bits | launches | norm | layer | failed"
     return rows(head, cells)
 
@@ -176,17 +153,13 @@ def trainers() -> list[str]:
 
 
 def models() -> list[str]:
+    keys = ("swapped", "skipped", "sums", "pairs", "verified")
     cells = []
     for name, row in result("real_configs.json").items():
-        counts = (
-            row.get(key, "")
-            for key in ("swapped", "skipped", "sums", "pairs", "verified")
-        )
+        counts = [row.get(key, "") for key in keys]
         cells.append((name, *counts, _conversion(row)))
-    return rows(
-        "model | norms swapped | skipped | sums fused | q/k pairs fused | narrow copy | conversion",
-        cells,
-    )
+    head = "model | norms swapped | skipped | sums fused | q/k pairs fused | narrow copy | conversion"
+    return rows(head, cells)
 
 
 def _conversion(row: dict) -> str:
@@ -210,16 +183,13 @@ def coverage() -> list[str]:
         "with q/k norms fused": "types_with_fused_pairs",
     }  # fmt: skip
     cells = []
-    for mapping, words in {
-        "causal": "causal language models",
-        "base": "base models",
-    }.items():
+    mappings = {"causal": "causal language models", "base": "base models"}
+    for mapping, words in mappings.items():
         totals = document["mappings"][mapping]["totals"]
         counts = [totals[key] for key in columns.values()]
         cells.append((words, *counts))
-    head = " | ".join(
-        [f"Transformers {document['versions']['transformers']}", *columns]
-    )
+    version = document["versions"]["transformers"]
+    head = " | ".join([f"Transformers {version}", *columns])
     return [*rows(head, cells), "", *rows("skipped | because", _skipped(document))]
 
 
@@ -243,19 +213,16 @@ def _skipped(document: dict) -> list[tuple[str, str]]:
     classes: dict[str, set[str]] = {}
     for mapping in document["mappings"].values():
         for group in mapping["left_alone"]:
-            classes.setdefault(_short(group["reason"]), set()).add(
-                f"`{group['class']}`"
-            )
+            of_reason = classes.setdefault(_short(group["reason"]), set())
+            of_reason.add(f"`{group['class']}`")
     ordered = sorted(classes.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     return [(", ".join(sorted(names)), reason) for reason, names in ordered]
 
 
 def _short(reason: str) -> str:
-    return (
-        reason
-        if len(reason) <= LONGEST
-        else f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
-    )
+    if len(reason) <= LONGEST:
+        return reason
+    return f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
 
 
 def diffusers() -> list[str]:
@@ -290,10 +257,8 @@ def minilm() -> list[str]:
     cells = []
     for key, words in (("naive", "a naive swap"), ("fit", "the least-squares fit")):
         trained = measured[f"{key} distilled"]
-        before, after = (
-            measured[key]["rms_norm"]["cosine_mean"],
-            trained["rms_norm"]["cosine_mean"],
-        )
+        before = measured[key]["rms_norm"]["cosine_mean"]
+        after = trained["rms_norm"]["cosine_mean"]
         cells.append((words, f"{before:.6f}", f"{after:.6f}, {trained['steps']} steps"))
     return rows("| at once | after distilling", cells)
 
