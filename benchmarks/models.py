@@ -25,14 +25,8 @@ from benchmarks.variants import (
 
 LAYERS = 8
 LEAST_S = 30  # seconds that a phase takes on an H100
-SIZES = {
-    "prompt": 128,
-    "new_tokens": 128,
-    "prefill": 8192,
-    "batch": 2,
-    "length": 2048,
-    "rounds": 5,
-}
+SIZES = {"prompt": 128, "new_tokens": 128, "prefill": 8192}
+SIZES |= {"batch": 2, "length": 2048, "rounds": 5}
 
 
 def random_model(

@@ -145,11 +145,8 @@ def tables_of(case: Case, device: str, dtype: torch.dtype) -> tuple[torch.Tensor
     if case.kind != "q/k norm + rotary":
         return ()
     _, length, _, _, head_dim = case.shape
-    powers = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = (
-        torch.arange(length, device=device, dtype=torch.float32)[:, None]
-        / 10_000**powers
-    )
+    powers = torch.arange(0, head_dim, 2, device=device) / head_dim
+    angles = torch.outer(torch.arange(length, device=device), 10_000**-powers)
     angles = torch.cat([angles, angles], -1)[None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -157,20 +154,18 @@ def tables_of(case: Case, device: str, dtype: torch.dtype) -> tuple[torch.Tensor
 def composed(kind: Kind, norms: Sequence[Callable], tables: tuple = ()) -> Callable:
     """The case in terms of norms of one tensor, as an unmodified model computes it."""
     norm = norms[0]
+
+    def add(x, residual):
+        h = residual + x
+        return h, norm(h)
+
+    def pair(q, k):
+        q, k = (n(x).transpose(1, 2) for n, x in zip(norms, (q, k), strict=True))
+        return rotary()(q, k, *tables) if tables else (q, k)
+
     if kind == "add + RMSNorm":
-
-        def add(x, residual):
-            h = residual + x
-            return h, norm(h)
-
         return add
-    if kind == "q/k norm":
-        return lambda q, k: (norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2))
-    if kind == "q/k norm + rotary":
-        return lambda q, k: rotary()(
-            norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2), *tables
-        )
-    return norm
+    return norm if len(norms) == 1 else pair
 
 
 def rotary() -> Callable:
@@ -196,31 +191,23 @@ def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
 def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
     """As a patched model computes it."""
     fused = [fused_copy(norm)[0] for norm in norms]
-    parameters, owner = [p for norm in fused for p in norm.parameters()], nn.Module()
+    rotate = rotary()
+
+    def add(x, residual):
+        return add_and_norm(residual, x, fused[0])
+
+    def rotated(q, k):
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return norm_and_rotate(waiting(*fused), True, rotate, q, k, *tables)
+
+    call = composed(kind, fused)
     if kind == "add + RMSNorm":
-        owner.norm = fused[0]
-
-        def call(x, residual):
-            return add_and_norm(residual, x, owner.norm)
-
+        call = add
     elif tables:
-        rotate = rotary()
         if not prove_rotary(rotate):
             raise RuntimeError("no kernel computes the rotary embedding of Qwen3")
-
-        def call(q, k):
-            q, k = q.transpose(1, 2), k.transpose(1, 2)
-            return norm_and_rotate(waiting(*fused), True, rotate, q, k, *tables)
-
-    elif kind.startswith("q/k norm"):
-        q_norm, k_norm = fused
-
-        def call(q, k):
-            return q_norm(q).transpose(1, 2), k_norm(k).transpose(1, 2)
-
-    else:
-        call = fused[0]
-    return Implementation(call, parameters)
+        call = rotated
+    return Implementation(call, _parameters(fused))
 
 
 def implementations(
@@ -241,12 +228,8 @@ def implementations(
         made["F.rms_norm"] = Implementation(call, parameters)
     if compile_backend is not None:
         copies = [copy.deepcopy(norm) for norm in norms]
-        call = torch.compile(
-            composed(kind, copies, tables),
-            dynamic=False,
-            fullgraph=True,
-            backend=compile_backend,
-        )
+        how = {"dynamic": False, "fullgraph": True, "backend": compile_backend}
+        call = torch.compile(composed(kind, copies, tables), **how)
         made[COMPILED] = Implementation(call, _parameters(copies))
     for name, functions in libraries.items():
         call = _of_library(functions, kind, norms, tables)
@@ -285,17 +268,13 @@ def make_set(case: Case, device: str, dtype: torch.dtype) -> tuple[list, list]:
 
     if case.paired:
         batch, length, heads, key_heads, size = case.shape
-        packed = random(batch, length, (heads + 2 * key_heads) * size)  # q, k and v
-        q, k, _ = packed.split(
-            [heads * size, key_heads * size, key_heads * size], dim=-1
-        )
-        inputs = [t.unflatten(-1, (-1, size)) for t in (q, k)]
+        packed = random(batch, length, heads + 2 * key_heads, size)  # q, k and v
+        inputs = packed.split([heads, key_heads, key_heads], dim=2)[:2]
         gradients = [random(batch, h, length, size) for h in (heads, key_heads)]
     else:
         count = 2 if case.kind == "add + RMSNorm" else 1
-        inputs, gradients = (
-            [random(*case.shape) for _ in range(count)] for _ in range(2)
-        )
+        inputs = [random(*case.shape) for _ in range(count)]
+        gradients = [random(*case.shape) for _ in range(count)]
     return [x.detach().requires_grad_() for x in inputs], gradients
 
 
@@ -400,27 +379,16 @@ def _failures(exact: Exact, results: list, eager: list) -> list[str]:
 
 def calls_of(implementation: Implementation, sets: list) -> dict[str, list[Callable]]:
     """For each direction one call per argument set."""
-    compute = implementation.call
+    compute, grad = implementation.call, torch.autograd.grad
+    calls = {"forward": [], "backward": [], "forward+backward": []}
 
-    def forward(inputs):
-        def call():
-            with torch.no_grad():
-                return compute(*inputs)
+    def both(inputs, leaves, gradients):
+        return grad(compute(*inputs), leaves, gradients)
 
-        return call
-
-    def backward(inputs, gradients):
-        outputs, leaves = compute(*inputs), [*inputs, *implementation.parameters]
-        return lambda: torch.autograd.grad(
-            outputs, leaves, gradients, retain_graph=True
-        )
-
-    def both(inputs, gradients):
+    for inputs, gradients in sets:
         leaves = [*inputs, *implementation.parameters]
-        return lambda: torch.autograd.grad(compute(*inputs), leaves, gradients)
-
-    return {
-        "forward": [forward(inputs) for inputs, _ in sets],
-        "backward": [backward(*s) for s in sets],
-        "forward+backward": [both(*s) for s in sets],
-    }
+        backward = partial(grad, compute(*inputs), leaves, gradients, retain_graph=True)
+        calls["forward"].append(partial(torch.no_grad()(compute), *inputs))
+        calls["backward"].append(backward)
+        calls["forward+backward"].append(partial(both, inputs, leaves, gradients))
+    return calls
