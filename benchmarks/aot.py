@@ -117,18 +117,10 @@ def _named(name: str) -> Variant:
     if kind == "mixed" and (added or formula == "t5"):  # the stream in float32
         x, weight = weight, x
     spec = FORMULAS[formula]
-    return Variant(
-        spec,
-        x,
-        weight if spec.has_weight else None,
-        frozen="frozen" in special,
-        aligned="unaligned" not in special,
-        added=added,
-        output="output" in special,
-        strided="strided" in special,
-        modulated=formula == "modulated",
-        heads=formula == "qk",
-    )
+    flags = {flag: flag in special for flag in ("frozen", "output", "strided")}
+    flags |= {"aligned": "unaligned" not in special, "added": added}
+    flags |= {"modulated": formula == "modulated", "heads": formula == "qk"}
+    return Variant(spec, x, weight if spec.has_weight else None, **flags)
 
 
 VARIANTS = {

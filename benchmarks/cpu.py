@@ -9,37 +9,28 @@ chance does.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.compact import write_result
+from benchmarks.tables import columns
 from hf_rmsnorm.cli.common import CliError, Result, add_count
 
 PLAIN, PATCHED, AGAIN = "unpatched", "patched", "unpatched again"
+RATIOS = ("ratio", "ratio of least", "ratio by chance")
 PROMPT, TOKENS = 16, 8  # decoded in a turn
 # Of about 90 million parameters.
-LLAMA = {
-    "hidden_size": 640,
-    "intermediate_size": 1728,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 10,
-}
-LLAMA |= {"num_key_value_heads": 10, "vocab_size": 8192}
+LLAMA = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 16}
+LLAMA |= {"num_attention_heads": 10, "num_key_value_heads": 10, "vocab_size": 8192}
 
 
 def add_arguments(parser) -> None:
-    add_count(
-        parser,
-        "--turns",
-        200,
-        "turns of the demo, a fifth of that of the LLaMA",
-        least=5,
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="also write the JSON there"
-    )
+    what = "turns of the demo, a fifth of that of the LLaMA"
+    add_count(parser, "--turns", 200, what, least=5)
+    help = "also write the JSON there"
+    parser.add_argument("--out", metavar="FILE", type=Path, help=help)
 
 
 def run(args) -> Result:
@@ -56,35 +47,21 @@ def run(args) -> Result:
         )
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    load = AutoModelForCausalLM.from_pretrained
     models = {
-        "demo:qwen3": (
-            AutoModelForCausalLM.from_pretrained(
-                demo_path("qwen3"), dtype=torch.float32
-            ),
-            args.turns,
-        ),
+        "demo:qwen3": (load(demo_path("qwen3"), dtype=torch.float32), args.turns),
         "LLaMA of 90 M": (LlamaForCausalLM(LlamaConfig(**LLAMA)), args.turns // 5),
     }
-    data = {
-        "bench": "cpu",
-        **environment(False),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "models": {},
-    }
-    lines = [
-        f"{'':16}{PLAIN:>12}{PATCHED:>12}{'ratio':>9}{'of least':>9}{'by chance':>11}"
-    ]
+    data = {"bench": "cpu", **environment(False), "cores": os.cpu_count()}
+    data |= {"load": os.getloadavg(), "models": {}}
+    rows = [("us", PLAIN, PATCHED, *RATIOS)]
     for name, (model, turns) in models.items():
         found = data["models"][name] = measure(model.eval(), turns)
-        us = [f"{found[kind]['us']:.0f} us" for kind in (PLAIN, PATCHED)]
-        ratios = found["ratio"], found["ratio of least"], found["ratio by chance"]
-        lines.append(
-            f"{name:16}{us[0]:>12}{us[1]:>12}{ratios[0]:>9.3f}{ratios[1]:>9.3f}{ratios[2]:>11.3f}"
-        )
+        ratios = [f"{found[key]:.3f}" for key in RATIOS]
+        rows.append((name, found[PLAIN]["us"], found[PATCHED]["us"], *ratios))
     if args.out:
-        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    return Result(data, "\n".join(lines))
+        write_result(args.out, data)
+    return Result(data, "\n".join(columns(rows)))
 
 
 def measure(model, turns: int) -> dict:

@@ -25,7 +25,7 @@ from benchmarks.compact import write_result
 from benchmarks.layer_table import models_table, row_table
 from benchmarks.ptx.driver import NEEDED, run_kernels_on_cpu
 from benchmarks.shapes import SHAPES, TINY, ModelShape
-from hf_rmsnorm.cli.common import CliError, Result
+from hf_rmsnorm.cli.common import CliError, Result, add_count
 from hf_rmsnorm.cli.env import versions
 from hf_rmsnorm.paths import did_you_mean
 
@@ -34,21 +34,11 @@ LIBRARIES = ("torch", "triton", "transformers", "liger-kernel")
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "--models",
-        metavar="NAMES",
-        help="these alone, comma-separated, and no norm by itself",
-    )
-    parser.add_argument(
-        "--tokens",
-        metavar="N",
-        type=int,
-        default=TOKENS,
-        help=f"of the prompt (default {TOKENS})",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="also write the JSON there"
-    )
+    add = parser.add_argument
+    help = "these alone, comma-separated, and no norm by itself"
+    add("--models", metavar="NAMES", help=help)
+    add_count(parser, "--tokens", TOKENS, "of the prompt")
+    add("--out", metavar="FILE", type=Path, help="also write the JSON there")
 
 
 def run(args) -> Result:
