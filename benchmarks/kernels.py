@@ -9,8 +9,6 @@ import torch._functorch.config
 
 from benchmarks.counting import saved_bytes
 from benchmarks.peers import (
-    AGAIN,
-    EAGER,
     OURS,
     Case,
     Implementation,
@@ -111,30 +109,11 @@ def _measured(
     return entry
 
 
-def same_numerics(entry: dict) -> bool:
-    """Whether an implementation passes the gate and rounds as Hugging Face does (tiles
-    may change a sum's order).
-    """
-    gate = entry["gate"]
-    return not gate["failures"] and gate.get("bit_equal_to_hf", 0.0) >= 0.99
-
-
 def _compare(entries: dict) -> None:
-    """Add ratios: ``times_ours`` is above 1 where ours is faster; ours has one to the
-    best peer.
-    """
-    ours = entries[OURS]
+    """Add ``times_ours``, which is above 1 where ours is faster."""
     for direction in DIRECTIONS:
-        mine = ours.get(direction, {}).get("us")
-        if mine is None:
-            continue
-        timed = {}
-        for name, entry in entries.items():
-            if "us" in entry.get(direction, {}):
-                timed[name] = entry[direction]
-        for timing in timed.values():
-            timing["times_ours"] = timing["us"] / mine
-        others = timed.keys() - {OURS, AGAIN, EAGER}
-        rivals = [timed[name]["us"] for name in others if same_numerics(entries[name])]
-        best = min(rivals) / mine if rivals else None
-        ours[direction]["of_best_with_same_numerics"] = best
+        mine = entries[OURS].get(direction, {}).get("us")
+        for entry in entries.values():
+            timing = entry.get(direction)
+            if timing and mine:
+                timing["times_ours"] = timing["us"] / mine

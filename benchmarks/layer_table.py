@@ -5,7 +5,7 @@ those of the documentation.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -24,13 +24,8 @@ VARIANTS = {
     "hf_rmsnorm_memory_efficient_liger": "memory_efficient with Liger's MLP and loss",
 }
 IN_SHORT = ("eager", "liger", "hf_rmsnorm", "hf_rmsnorm_liger")
-COUNTED = (
-    "kernels, decoding",
-    "kernels, prefill",
-    "moved per token",
-    "kept per token",
-    "equal bits",
-)
+COUNTED = ("kernels, decoding", "kernels, prefill")
+COUNTED += ("moved per token", "kept per token", "equal bits")
 SPEEDS = {
     "prefill": "speed, prefill",
     "train": "speed, training",
@@ -56,27 +51,24 @@ def committed() -> dict:
     return json.loads((RESULTS / "layer.json").read_text(encoding="utf-8"))
 
 
-def models_table(data: dict, names: Iterable[str] = ()) -> list[str]:
-    """The lines of a table with a row for each model and variant, and of a note;
-    `names`: of these models alone.
+def models_table(data: dict) -> list[str]:
+    """The lines of a table with a row for each model and variant, and of a note.
 
     It has speeds where one of the models was measured on a GPU.
     """
-    names = names or list(data["models"])
     speeds = gpu_speeds()
-    timed = any(name in SECTIONS for name in names)
+    timed = not SECTIONS.keys().isdisjoint(data["models"])
     header = ["one decoder layer, bf16", *COUNTED]
     note = NOTE
     if timed:
         header += SPEEDS.values()
         note += f" {_speed_note(speeds)}"
     rows = []
-    for name in names:
-        for variant in VARIANTS:
-            counts = data["models"][name].get(variant)
-            if counts is None:
+    for name, counted in data["models"].items():
+        for variant, words in VARIANTS.items():
+            if variant not in counted:
                 continue
-            cells = [f"{name}, {VARIANTS[variant]}", *_counted(counts)]
+            cells = [f"{name}, {words}", *_counted(counted[variant])]
             if timed:
                 cells += _ranges(speeds, name, variant)
             rows.append(cells)
@@ -208,14 +200,8 @@ def felt_table() -> list[str]:
     """
     speeds = gpu_speeds()
     counted = committed()["models"]
-    header = [
-        "eight layers, bf16",
-        "prefill",
-        "training",
-        "decoding",
-        "training memory",
-        "equal bits",
-    ]
+    header = ["eight layers, bf16", "prefill", "training", "decoding"]
+    header += ["training memory", "equal bits"]
     rows = []
     for model in SECTIONS:
         for variant in IN_SHORT:

@@ -298,7 +298,11 @@ def cells_of(name: str) -> list[dict]:
     together = [regime for regime, how in REGIMES.items() if how.ranks > 1]
     cells = in_processes(name, together)  # a fork, before anything is compiled here
     cells += [examine_safely(name, regime) for regime in alone]
-    return sorted(cells, key=lambda cell: list(REGIMES).index(cell["regime"]))
+    return sorted(cells, key=_order)
+
+
+def _order(cell: dict) -> int:
+    return list(REGIMES).index(cell["regime"])
 
 
 def run(options) -> int:
@@ -370,13 +374,11 @@ def page_tables(document: dict) -> list[str]:
 def _alike(cells: list[dict]) -> dict[tuple[str, str], list[str]]:
     """(reason, models with the number of pieces) -> the regimes in which it is so."""
     models: dict[tuple[str, str], list[str]] = {}
-    for cell in cells:
+    for cell in sorted(cells, key=_order):
         for reason, count in cell.get("reasons", {}).items():
             counts = models.setdefault((cell["regime"], reason), [])
             counts.append(f"{cell['model']} {count}")
     alike: dict[tuple[str, str], list[str]] = {}
-    for regime in REGIMES:
-        for (other, reason), counts in models.items():
-            if other == regime:
-                alike.setdefault((reason, ", ".join(counts)), []).append(regime)
+    for (regime, reason), counts in models.items():
+        alike.setdefault((reason, ", ".join(counts)), []).append(regime)
     return alike

@@ -112,8 +112,6 @@ def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio():
     result = kernels.time_case(case, StubbedClock(), torch.bfloat16, WRONG, 100.0)
     entries = result["implementations"]
     assert entries["hf_rmsnorm"]["gate"]["failures"] == []
-    # F.rms_norm rounds otherwise
-    assert entries["hf_rmsnorm"]["forward"]["of_best_with_same_numerics"] is None
     assert any("y: max error" in f for f in entries["no weight"]["gate"]["failures"])
     assert "forward" not in entries["raises"]
     shown = "\n".join(tables.kernels({"cases": [result]}))
