@@ -271,8 +271,8 @@ def shrunk_list(name: str, value, layers: Layers):
     integers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
     depth, kept = layers or (None, None)
     per_layer = len(value) == depth
-    of_layers = not per_layer or max(value) >= depth - 1
-    if integers and LAYER_INDICES.search(name) and of_layers:
+    indices = integers and LAYER_INDICES.search(name)
+    if indices and not (per_layer and max(value) < depth - 1):
         return _layer_indices(name, value, layers)
     if per_layer and depth > 4:
         value = _of_each_kind(value, kept)
