@@ -122,7 +122,9 @@ class Shrinker:
                 continue
             if value is None:
                 arguments |= self._filled(fields[name])
-            elif not _is_derived(fields[name], value, fresh):
+            elif _is_of_layers(value, layers) or not _is_derived(
+                fields[name], value, fresh
+            ):
                 arguments[name] = self.value(name, value, layers, values)
         hints = self._hints_of(cls)
         config = cls(**arguments | {n: hints[n] for n in hints.keys() & fields.keys()})
@@ -231,6 +233,12 @@ def _is_derived(field: dataclasses.Field, value, fresh: dict) -> bool:
     return worked_out and repr(fresh.get(field.name)) == repr(value)
 
 
+def _is_of_layers(value, layers: Layers) -> bool:
+    """Whether an attribute is a list with an entry for each layer."""
+    is_list = isinstance(value, (list, tuple))
+    return is_list and layers is not None and len(value) == layers[0]
+
+
 def layers_of(config: PretrainedConfig) -> Layers:
     """Enough layers for every kind that a config lists per layer; None where it has no
     depth, or calls the number of its stages so.
@@ -270,7 +278,7 @@ def shrunk_list(name: str, value, layers: Layers):
     kind = type(value)
     integers = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
     depth, kept = layers or (None, None)
-    per_layer = len(value) == depth
+    per_layer = _is_of_layers(value, layers)
     indices = integers and LAYER_INDICES.search(name)
     if indices and not (per_layer and max(value) < depth - 1):
         return _layer_indices(name, value, layers)
