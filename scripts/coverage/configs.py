@@ -91,6 +91,7 @@ NOT_FEATURE = re.compile(
 )
 FEATURE_WORDS = {
     "group": "layer",
+    "layer_norm": "rms_norm",
     "no_norm": "layer_norm",
     "batchnorm": "layernorm",
     "qwen3": "olmo",
