@@ -3,6 +3,7 @@ as without the patch, fused, and undone in any order.
 """
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -117,6 +118,7 @@ def test_a_cache_and_a_patch_in_any_order(name, first, undone_first):
 
 def test_the_table_of_blocks_has_a_fused_class_as_long_as_a_model_has():
     table = helpers.TransformerBlockRegistry
+    gc.collect()  # models of other tests
     model, _ = build(FLUX)
     other, _ = build(FLUX)
     expected = [table.get(type(block)) for block in blocks_of(model)]
