@@ -171,13 +171,11 @@ def _random_floats(config, name: str, rows: int) -> torch.Tensor:
 
 def picture_size(config, default: int) -> tuple[int, int]:
     """The height and width, in pixels, that the config, or a part of it, names."""
-    for part in (config, *vars(config).values()):
-        for key in ("image_size", "img_size"):
-            size = getattr(part, key, None)
-            if isinstance(size, (list, tuple)) and len(size) == 2:
-                return size[0], size[1]
-            if isinstance(size, int) and size:
-                return size, size
+    for size in _named(config, ("image_size", "img_size")):
+        if isinstance(size, (list, tuple)) and len(size) == 2:
+            return size[0], size[1]
+        if isinstance(size, int) and size:
+            return size, size
     return default, default
 
 
@@ -185,14 +183,21 @@ def first_number(config, *keys: str, default: int) -> int:
     """The first whole number that the config, or a part of it, has by one of these
     names.
     """
+    for value in _named(config, keys):
+        if isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, int) and value:
+            return value
+    return default
+
+
+def _named(config, keys: tuple[str, ...]) -> Iterator:
+    """What the config, and then each part of it, has by these names; None where it has
+    none.
+    """
     for part in (config, *vars(config).values()):
         for key in keys:
-            value = getattr(part, key, None)
-            if isinstance(value, (list, tuple)) and value:
-                value = value[0]
-            if isinstance(value, int) and value:
-                return value
-    return default
+            yield getattr(part, key, None)
 
 
 def in_dtype_of(model, inputs: dict) -> dict:

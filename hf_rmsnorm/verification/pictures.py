@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from .context import output_tensors
+from .context import output_tensors, picture_size
 
 _SIDE = 2  # of a picture, in merged patches
+_PIXELS = 64  # of its side, where the config names none
 
 
 def with_picture(model, text: dict) -> dict | None:
@@ -60,7 +61,7 @@ def _picture(model, in_patches: bool) -> dict:
         picture["image_grid_thw"] = grid.to(model.device)
     else:
         channels = getattr(vision, "num_channels", 3)
-        shape = 1, channels, vision.image_size, vision.image_size
+        shape = 1, channels, *picture_size(vision, default=_PIXELS)
     pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     picture["pixel_values"] = pixels.to(model.device, model.dtype)
     return picture
