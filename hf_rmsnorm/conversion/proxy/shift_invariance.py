@@ -8,6 +8,7 @@ so to 1e-15 of their terms; in float32 they would not stand out.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -91,10 +92,7 @@ class _Written:
         largest = max((gradients[name].abs().max() for name in reached), default=0.0)
         blocks = {}
         for name, gradient in gradients.items():
-            for axis, size in enumerate(gradient.shape):
-                if size % width:
-                    continue
-                rows = _rows(gradient, axis, width)
+            for axis, rows in _rows_by_axis(gradient, width):
                 blocks[name, axis] = _largest_sum(rows) > WRITES * largest
         return cls(width, reached, blocks)
 
@@ -122,10 +120,7 @@ def _writing(name: str, gradient: torch.Tensor, written: _Written) -> Centre | N
     their mean; None if there are none.
     """
     n = written.width
-    for axis, size in enumerate(gradient.shape):
-        if size % n:
-            continue
-        rows = _rows(gradient, axis, n)
+    for axis, rows in _rows_by_axis(gradient, n):
         total = _largest_sum(rows)
         terms = _largest_sum(rows.abs())
         is_invariant = total < INVARIANT * terms
@@ -138,11 +133,15 @@ def _writing(name: str, gradient: torch.Tensor, written: _Written) -> Centre | N
     return None
 
 
-def _rows(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
-    """(other elements, blocks, n)"""
-    rows = rows_of(tensor, axis, n)
-    size = rows.shape[-2:]
-    return rows.reshape(-1, *size)
+def _rows_by_axis(tensor: torch.Tensor, n: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each axis that blocks of n elements make up, and the rows along it: (other
+    elements, blocks, n).
+    """
+    for axis, size in enumerate(tensor.shape):
+        if size % n:
+            continue
+        rows = rows_of(tensor, axis, n)
+        yield axis, rows.reshape(-1, *rows.shape[-2:])
 
 
 def _largest_sum(rows: torch.Tensor) -> torch.Tensor:

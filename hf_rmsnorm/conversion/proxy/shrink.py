@@ -6,15 +6,16 @@ import copy
 import math
 import re
 from collections.abc import Iterator
+from itertools import starmap
 
 from transformers import PretrainedConfig
 
 VOCABULARY = 96
 POSITIONS = 96
 IMAGE_PATCHES = 4  # along each side; even, as some models join 2 x 2 of them
-# pixels along a side: where no size of a patch is named; where patches may not be few
-PICTURE = 224
-LARGEST_PICTURE = 256
+# pixels along a side, where patches may not be few or have no size; windows of Swin want
+# a power of two
+PICTURE = 256
 WINDOW = 8  # patches along a side that attend to each other
 INNER = 24  # width inside an MLP: nothing of the structure hangs on it
 
@@ -75,8 +76,9 @@ def _head_sizes(config: PretrainedConfig) -> list[int]:
 
 
 def _first(values: dict, names: tuple[str, ...]) -> int:
-    """The first of these that is a number above 0, or what a list of them, one for each
-    stage, can be divided by; else 0.
+    """The first of these that is a number above 0; 0 if there is none.
+
+    A list has a number for each stage: of one, the divisor that all have in common.
     """
     for name in names:
         value = values.get(name)
@@ -101,27 +103,25 @@ def _narrow(
 ) -> PretrainedConfig:
     for part in _parts(config):
         patch = vars(part).get("patch_size") if pictures else None
-        most = PICTURE if pictures else LARGEST_PICTURE
         for name, value in list(vars(part).items()):
             if name.startswith("_") and name != "_max_position_embeddings":
                 continue
             narrow = _narrow_value(name, value, factor, inner)
             if name == "image_size":
-                narrow = _picture(value, patch, most)
+                narrow = _picture(value, patch)
             # past validators, which would see some widths narrowed and some not
             vars(part)[name] = narrow
     return config
 
 
-def _picture(size, patch, most: int):
+def _picture(size, patch):
     """The size of a smaller picture; some configs list the height and the width."""
     if isinstance(size, (list, tuple)):
         patches = patch if type(patch) is type(size) else [patch] * len(size)
-        return type(size)(
-            _picture(*pair, most) for pair in zip(size, patches, strict=True)
-        )
+        return type(size)(starmap(_picture, zip(size, patches, strict=True)))
     if type(size) is not int:
         return size
+    most = PICTURE
     if type(patch) is int:
         most = max(IMAGE_PATCHES * patch, 2 * WINDOW)
     return min(size, most)

@@ -251,7 +251,7 @@ class Fit(Trial):
         return replace(recipe, other_input=self.gate)
 
     def _find_under_autocast(self, recipe: Recipe) -> Recipe:
-        """The recipe with what the module computes under autocast, on each type of
+        """The recipe, with how the module computes under autocast on each type of
         device.
         """
         if type(self.module).forward in TORCH_FORWARDS:
@@ -279,6 +279,8 @@ class Fit(Trial):
         for (dtypes, dims), dtype in itertools.product(cases, (BF16, FP16)):
             self.dims = dims
             ways = self._agreeing(ways, recipe, device_type, dtypes, dtype)
+            if not ways:
+                break
         self.dims = dims_before
         return ways[0] if ways else "original"
 
@@ -290,8 +292,8 @@ class Fit(Trial):
         dtypes: Dtypes,
         dtype: torch.dtype,
     ) -> list[AutocastWay]:
-        """Those of the ways that give what the module computes of tensors of these
-        dtypes, under autocast to a dtype; all where it takes no such tensors.
+        """The ways that agree with the module on tensors of these dtypes, under
+        autocast to a dtype. All do where it takes no such tensors.
         """
         self.draw_tensors(uneven=True)
         tensors = self.in_dtype(dtypes.weight)
@@ -357,7 +359,7 @@ class Fit(Trial):
 def _under_autocast(
     way: AutocastWay, formula: tuple, device_type: str, dtype: torch.dtype
 ) -> Tensor:
-    """What a formula gives in a way, while autocast to a dtype is on.
+    """The norm of x under autocast to a dtype, computed in one of the ways.
 
     Args:
         formula: x, weight, bias and the `NormSpec`.
