@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import host, models, training
 from benchmarks.kernels import time_case
-from benchmarks.peers import OURS, Case, other_libraries
+from benchmarks.peers import OURS, ROTARY, Case, other_libraries
 from benchmarks.shapes import SHAPES, TINY
 from benchmarks.timing import Stopwatch, copy_bandwidth
 
@@ -18,6 +18,7 @@ CASES = (  # the most important first: the last ones are skipped when time runs 
     Case("add + RMSNorm", (8192, 4096), compiled=True),
     Case("q/k norm", (2, 4096, 32, 8, 128), compiled=True),
     Case("q/k norm + rotary", (2, 4096, 32, 8, 128), compiled=True),
+    Case(ROTARY, (2, 4096, 32, 8, 128), compiled=True),
     Case("LayerNorm", (8192, 1024), compiled=True),
     Case("RMSNorm", (2048, 4096)),
     Case("RMSNorm", (1, 4096), compiled=True),
@@ -38,6 +39,7 @@ DRY_CASES = (
     Case("add + RMSNorm", (6, 64)),
     Case("q/k norm", (2, 3, 4, 2, 32)),
     Case("q/k norm + rotary", (2, 3, 4, 2, 32)),
+    Case(ROTARY, (2, 3, 4, 2, 32)),
     Case("LayerNorm", (6, 64)),
 )
 # sections and the shapes they take eight layers of

@@ -150,7 +150,7 @@ def timed_in_turns(
 def _made(case: Case, device: str, dtype: torch.dtype, libraries: dict) -> dict:
     norms = make_norms(case, device, dtype)
     compiler = "inductor" if device != "cpu" and case is CASES[0] else None
-    made = implementations(case, norms, libraries, compiler)
+    made = implementations(case, norms, (), libraries, compiler)
     if case.kind == "RMSNorm":
         weight = norms[0].weight
         made[FUNCTION] = Implementation(lambda x: rms_norm(x, weight, EPS), [weight])
@@ -269,7 +269,7 @@ def version_ratios(rounds: int = 40) -> dict:
     """
     case, dtype = CASES[0], torch.bfloat16
     norms = make_norms(case, "cpu", dtype)
-    both = implementations(case, norms, {}, None)
+    both = implementations(case, norms, (), {}, None)
     inputs, _ = make_set(case, "cpu", dtype)
     with launches_left_out(), torch.no_grad():
         calls = {name: partial(both[name].call, *inputs) for name in (EAGER, OURS)}

@@ -17,6 +17,7 @@ from benchmarks.peers import (
     judge,
     make_norms,
     make_set,
+    tables_of,
 )
 from benchmarks.timing import Stopwatch, copy_rate
 
@@ -46,8 +47,9 @@ def time_case(
     # the backward is timed with retain_graph=True
     torch._functorch.config.donated_buffer = False
     norms = make_norms(case, watch.device, dtype)
+    tables = tables_of(case, watch.device, dtype)
     compiler = watch.compiler if case.compiled else None
-    made = implementations(case, norms, libraries, compiler)
+    made = implementations(case, norms, tables, libraries, compiler)
     size = case.elements * dtype.itemsize
     touched = case.passes("forward") * size
     # with results and what eager saves

@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.tolerance import assert_as_accurate
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.attention import norm_and_rotate, waiting
+from hf_rmsnorm.fused.attention import norm_and_rotate, rotate_together, waiting
 from hf_rmsnorm.fused.sums import add_and_norm
 from hf_rmsnorm.patching.layers.rotary import prove_rotary
 from hf_rmsnorm.reference import reference_norm
@@ -28,7 +28,10 @@ OURS, EAGER = "hf_rmsnorm", "hf_eager"
 # the same once more: a real difference is larger than between these two
 AGAIN = f"{OURS} again"
 COMPILED = "torch.compile"
-Kind = Literal["RMSNorm", "LayerNorm", "add + RMSNorm", "q/k norm", "q/k norm + rotary"]
+ROTARY = "q/k rotary"
+Kind = Literal[
+    "RMSNorm", "LayerNorm", "add + RMSNorm", "q/k norm", "q/k norm + rotary", ROTARY
+]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Case:
         kind: "add + RMSNorm" is ``h = residual + x`` and the norm of h; "q/k norm" that
             of the heads of q and of k, which are slices of a packed projection and
             whose gradients arrive transposed, as attention sends them; "+ rotary" turns
-            both by their positions behind that, as LLaMA's `apply_rotary_pos_emb` does.
+            both by their positions behind that, as LLaMA's `apply_rotary_pos_emb` does;
+            "q/k rotary" turns them without norms.
         shape: of x; for q and k (batch, length, heads, key heads, head_dim).
         compiled: also measure torch.compile, which takes seconds to compile.
     """
@@ -53,7 +57,7 @@ class Case:
 
     @property
     def paired(self) -> bool:
-        return self.kind.startswith("q/k norm")
+        return self.kind.startswith("q/k")
 
     @property
     def elements(self) -> int:
@@ -71,7 +75,8 @@ class Case:
         """How many x-sized tensors at least are read or written: the floor that
         bandwidth is computed from.
         """
-        forward, backward = (4, 4) if self.kind == "add + RMSNorm" else (2, 3)
+        floors = {"add + RMSNorm": (4, 4), ROTARY: (2, 2)}
+        forward, backward = floors.get(self.kind, (2, 3))
         return {"forward": forward, "backward": backward}.get(
             direction, forward + backward
         )
@@ -102,6 +107,7 @@ def _liger() -> dict[str, Callable]:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
 
     # the offset of the weight, and not in place: the default writes dx over dy, which
     # other readers of dy would notice
@@ -117,15 +123,22 @@ def _liger() -> dict[str, Callable]:
         y, h = LigerFusedAddRMSNormFunction.apply(x, residual, norm.weight, *how)
         return h, y
 
-    return {"RMSNorm": rms_norm, "LayerNorm": layer_norm, "add + RMSNorm": add}
+    return {
+        "RMSNorm": rms_norm,
+        "LayerNorm": layer_norm,
+        "add + RMSNorm": add,
+        ROTARY: LigerRopeFunction.apply,
+    }
 
 
 def make_norms(case: Case, device: str, dtype: torch.dtype) -> list[nn.Module]:
     """The modules that Hugging Face models use for it, with random parameters: two for
-    q and k.
+    q and k, which do nothing where it has no norms.
     """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+    if case.kind == ROTARY:
+        return [nn.Identity(), nn.Identity()]
     norms = []
     for _ in range(2 if case.paired else 1):
         cls = nn.LayerNorm if case.kind == "LayerNorm" else LlamaRMSNorm
@@ -142,7 +155,7 @@ def tables_of(case: Case, device: str, dtype: torch.dtype) -> tuple[torch.Tensor
     """(cos, sin) of a case with a rotary embedding, each (1, length, head_dim); of
     others none.
     """
-    if case.kind != "q/k norm + rotary":
+    if not case.kind.endswith("rotary"):
         return ()
     _, length, _, _, head_dim = case.shape
     powers = torch.arange(0, head_dim, 2, device=device) / head_dim
@@ -169,7 +182,9 @@ def composed(kind: Kind, norms: Sequence[Callable], tables: tuple = ()) -> Calla
 
 
 def rotary() -> Callable:
-    """``rotate(q, k, cos, sin)`` of the models that norm q and k before it."""
+    """``rotate(q, k, cos, sin)`` of the models that norm q and k before it; LLaMA's is
+    the same.
+    """
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     return apply_rotary_pos_emb
@@ -190,8 +205,17 @@ def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
 
 def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
     """As a patched model computes it."""
-    fused = [fused_copy(norm)[0] for norm in norms]
     rotate = rotary()
+    if tables and not prove_rotary(rotate):
+        raise RuntimeError("no kernel computes the rotary embedding of Qwen3")
+
+    def rotated_alone(q, k):
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return rotate_together(norms[0], rotate, q, k, *tables)
+
+    if kind == ROTARY:
+        return Implementation(rotated_alone, [])
+    fused = [fused_copy(norm)[0] for norm in norms]
 
     def add(x, residual):
         return add_and_norm(residual, x, fused[0])
@@ -204,25 +228,31 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
     if kind == "add + RMSNorm":
         call = add
     elif tables:
-        if not prove_rotary(rotate):
-            raise RuntimeError("no kernel computes the rotary embedding of Qwen3")
         call = rotated
     return Implementation(call, _parameters(fused))
 
 
 def implementations(
-    case: Case, norms: list[nn.Module], libraries: dict, compile_backend: str | None
+    case: Case,
+    norms: list[nn.Module],
+    tables: tuple,
+    libraries: dict,
+    compile_backend: str | None,
 ) -> dict[str, Implementation]:
-    """By name; `hf_eager` is first, because the others are judged by it."""
+    """By name; `hf_eager` is first, because the others are judged by it.
+
+    Args:
+        tables: of `tables_of`.
+    """
     kind, parameters = case.kind, _parameters(norms)
-    tables = tables_of(case, parameters[0].device, parameters[0].dtype)
     ours = _ours(kind, norms, tables)
     made = {
         EAGER: Implementation(composed(kind, norms, tables), parameters),
         OURS: ours,
         AGAIN: ours,
     }
-    if kind != "LayerNorm":  # nn.LayerNorm is F.layer_norm already
+    # nn.LayerNorm is F.layer_norm already
+    if kind not in ("LayerNorm", ROTARY):
         functional = [partial(_functional, norm) for norm in norms]
         call = composed(kind, functional, tables)
         made["F.rms_norm"] = Implementation(call, parameters)
@@ -252,6 +282,10 @@ def _of_library(
     """The case by a library's functions; None where it has none."""
     if kind == "add + RMSNorm" and kind in functions:
         return partial(functions[kind], norm=norms[0])
+    if kind == ROTARY and kind in functions:
+        return lambda q, k: functions[kind](
+            q.transpose(1, 2), k.transpose(1, 2), *tables
+        )
     one = functions.get("LayerNorm" if kind == "LayerNorm" else "RMSNorm")
     if one is None:
         return None
@@ -283,7 +317,7 @@ def _outputs(outputs) -> tuple:
 
 
 _NAMES = {"add + RMSNorm": ("h", "y", "dx", "dresidual")} | dict.fromkeys(
-    ("q/k norm", "q/k norm + rotary"), ("yq", "yk", "dq", "dk")
+    ("q/k norm", "q/k norm + rotary", ROTARY), ("yq", "yk", "dq", "dk")
 )
 
 
@@ -302,10 +336,13 @@ def exact_results(
     case: Case, norms: list[nn.Module], inputs: list, gradients: list
 ) -> Exact:
     """Compute a case in float64."""
-    spec = fused_copy(norms[0])[1]
     exact_norms, parameters = [], []
     names = [*_NAMES.get(case.kind, ("y", "dx"))]
     for number, norm in enumerate(norms):
+        if case.kind == ROTARY:
+            exact_norms.append(norm)
+            continue
+        spec = fused_copy(norm)[1]
         own = [p.detach().double().requires_grad_() for p in norm.parameters()]
         exact_norms.append(partial(_exact_norm, spec, own))
         parameters += own

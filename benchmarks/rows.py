@@ -48,7 +48,7 @@ def of_every_kernel() -> dict[str, dict[str, float]]:
     found = {}
     for case in _cases():
         norms = make_norms(case, "cpu", BF16)
-        ours = implementations(case, norms, {}, None)[OURS]
+        ours = implementations(case, norms, (), {}, None)[OURS]
         both = calls_of(ours, [make_set(case, "cpu", BF16)])["forward+backward"]
         for launch in _launches_of(both[0]):
             kernel, *_ = launch

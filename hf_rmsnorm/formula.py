@@ -246,6 +246,9 @@ class Rotation(NamedTuple):
     Args:
         once: it is computed in float32, and its result is rounded to the dtype of q;
             else every operator rounds.
+        casts_twice: where once, each of its two factors is cast to float32, or promoted
+            by cos and sin. So autograd rounds both products of its gradient; else their
+            sum alone.
         joined: its result is row-major, as of a concatenation, also where all columns
             turn.
         reads_pairs: columns 2i and 2i + 1 turn with each other; else i and i + half.
@@ -258,6 +261,7 @@ class Rotation(NamedTuple):
     """
 
     once: bool = False
+    casts_twice: bool = False
     joined: bool = False
     reads_pairs: bool = False
     writes_pairs: bool = False

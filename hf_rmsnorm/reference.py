@@ -290,9 +290,11 @@ def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: Rotation = HALVES) -> Tens
     heads = 2 if way.transposed else 1
     cos = _of_all_columns(cos, way).unsqueeze(heads)
     sin = _of_all_columns(sin, way).unsqueeze(heads)
-    x = y.to(compute_dtype(y.dtype)) if way.once else y
+    dtype = compute_dtype(y.dtype) if way.once else y.dtype
+    x = y if way.casts_twice else y.to(dtype)
     left, right = _sides(x, way.reads_pairs)
-    turned = x * cos + _together(-right, left, way.reads_pairs) * sin
+    other = _together(-right, left, way.reads_pairs)
+    turned = x.to(dtype) * cos + other.to(dtype) * sin
     if way.writes_pairs != way.reads_pairs:
         turned = _together(*_sides(turned, way.reads_pairs), way.writes_pairs)
     return turned.to(y.dtype) if way.once else turned

@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from ..formula import HALVES, NormSpec, Rotation, dtype_of
+from ..formula import HALVES, NormSpec, Rotation
 from . import compiled, qk_backward, qk_forward
 from .compiled import Kernel
 from .norm_launch import sum_of_partials
@@ -119,8 +119,7 @@ class QKForward:
             "READ_PAIRS": reads,
             "WRITE_PAIRS": writes,
             "SHARED": way.tables != "all",
-            # Else autograd rounds each product, to the dtype of q.
-            "ONCE": way.once and not (back and cos.dtype != yq.dtype),
+            "ONCE": way.once and not (back and way.casts_twice),
         }
         kernel = ROTARY_BACKWARD if back else ROTARY_FORWARD
         if spec is not None:
@@ -162,7 +161,7 @@ class QKBackward:
         need: tuple[bool, ...],
         way: Rotation = HALVES,
     ):
-        dq, dk, q, k, weight, _, cos, *_ = operands
+        dq, dk, q, k, _, _, cos, *_ = operands
         self.need = need
         head_dim = q.shape[-1]
         device = q.device
@@ -172,13 +171,11 @@ class QKBackward:
         dxq = without_data(q)
         dxk = without_data(k)
         strided = {"dyq": dq, "dyk": dk, "q": q, "k": k, "dxq": dxq, "dxk": dxk}
-        normed_dtype = spec.output_dtype(q.dtype, dtype_of(weight))
         named = {
             **_arguments(cos, strided),
             **_formula(spec),
             "q_parts": q_parts,
-            # Else autograd rounds each product, to the dtype that the tables promote.
-            "ONCE": way.once and cos.dtype == normed_dtype,
+            "ONCE": way.once and not way.casts_twice,
             "STAGES": qk_stages(itemsize, shared),
         }
         grid = (q_parts + k_parts, 1, 1)

@@ -210,7 +210,7 @@ def test_zeros_on_every_side_do_not_pass_the_gate():
     """As where a stand-in for a GPU computes nothing: all would agree."""
     case = peers.Case("RMSNorm", (4, 16))
     norms = peers.make_norms(case, "cpu", torch.float32)
-    made = peers.implementations(case, norms, {}, None)
+    made = peers.implementations(case, norms, (), {}, None)
     inputs, gradients = peers.make_set(case, "cpu", torch.float32)
     zeros = [torch.zeros_like(x).requires_grad_() for x in inputs]
     verdicts = peers.judge(case, made, norms, zeros, gradients)

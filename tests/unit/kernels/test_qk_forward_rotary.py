@@ -3,13 +3,12 @@ bits in every dtype, forward and backward.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 from heads import WAYS
-from tolerance import assert_as_accurate
 from transformers.models.blt.modeling_blt import apply_rotary_pos_emb as of_blt
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as of_cohere
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
@@ -157,32 +156,16 @@ def test_other_ways_to_turn(function, way, columns, transposed, dtype):
     check(rotary)
 
 
-CAST_TWICE = [
-    (of_ernie, FIRST._replace(once=True)),
-    (of_modernbert, Rotation(once=True)),
-]
-
-
-@parametrize("function, way", CAST_TWICE)
-def test_functions_that_cast_q_twice(function, way):
-    """Autograd rounds the gradient of each cast; the kernel rounds their sum."""
-    rotary = made(function=function, way=way)
-    q, k = rotary.q, rotary.k
-    assert_equal(rotary.fused(q, k), rotary.eager(q, k))
-    dys = [contiguous(x.shape, x.dtype, 7) for x in (q, k)]
-    ours = gradients(rotary.fused, rotary, dys)
-    theirs = gradients(rotary.eager, rotary, dys)
-    wide = replace(rotary, q=q.float(), k=k.float())
-    exact = gradients(wide.eager, wide, dys)
-    for gradient, eager, best in zip(ours, theirs, exact, strict=True):
-        assert_as_accurate(gradient, eager, best, "gradient")
-
-
+TWICE = Rotation(once=True, casts_twice=True)
 CASTING = [  # what is cast back, and what is computed in float32
-    (cast_back, "once", (BF16, FP32)),
+    (cast_back, TWICE, (BF16, FP32)),
     (cast_back, "", (BF16, BF16)),
     (rotated_once, "once", (BF16, BF16)),
-    (rotated_once, "once", (FP16, FP16)),
+    (rotated_once, "once", (FP16, FP32)),
+    (of_cohere, PAIRS._replace(once=True), (BF16, FP32)),
+    (of_ernie, FIRST._replace(once=True, casts_twice=True), (BF16, BF16)),
+    (of_modernbert, TWICE, (FP16, FP16)),
+    (of_modernbert, TWICE, (BF16, FP32)),
 ]
 
 
