@@ -20,8 +20,7 @@ from ..ops import fused_norm, resolve_backend
 from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run
-from .asked import NOTHING, Asked
-from .recipe import Recipe, changed, parameters_of, shapes_fit
+from .recipe import NOTHING, Asked, Recipe, changed, parameters_of, shapes_fit
 from .subclass import derive, marked
 from .watch import NORM, note, watchers
 

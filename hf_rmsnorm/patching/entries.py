@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from ..formula import NormSpec
-from ..fused.asked import NOTHING, Asked
 from ..fused.norm import PatchedNorm
-from ..fused.recipe import Recipe
+from ..fused.recipe import NOTHING, Asked, Recipe
 from .formula.recognise import class_name
 from .formula.refusals import Refusal
 

@@ -9,8 +9,8 @@ from functools import cache
 
 from torch.nn import Module
 
-from ..fused.asked import Asked
 from ..fused.norm import norm_of
+from ..fused.recipe import Asked
 from .converted import follow_conversion
 from .entries import Entry
 from .formula.probe import neutral_modes

@@ -7,11 +7,10 @@ import types
 
 from torch.nn import Module
 
-from ..fused.asked import NOTHING, Asked
 from ..fused.hooks import name_of
 from ..fused.layer import fused_layer_class, layer_part
 from ..fused.norm import PatchedNorm, fused_class, fused_part, note_path
-from ..fused.recipe import Recipe
+from ..fused.recipe import NOTHING, Asked, Recipe
 from ..fused.subclass import exchanged
 from . import registries
 from .entries import Entry

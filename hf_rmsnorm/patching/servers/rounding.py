@@ -4,12 +4,18 @@ that generates for it.
 `docs/correctness.md` states each order, with the source it was read from.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ...formula import NormSpec
 from ...fused.norm import PatchedNorm
-from ...fused.recipe import Recipe
-from .norm import ServerNorm
+from ...fused.recipe import Asked, Recipe, changed
+from ...ops.launches import Launches
+from .summands import norm_of_summands, summands_of
 
 # What `rounding_of` follows, by name.
 SERVERS = {
@@ -20,9 +26,62 @@ SERVERS = {
 NUMERICS = ("model", *SERVERS)
 
 
+def reads_unrounded(asked: Asked) -> bool:
+    """Whether a norm that is asked so reads residual sums before they are rounded."""
+    rounding = asked.rounding
+    return asked.fuse_residual and rounding is not None and not rounding.rounds_sum
+
+
+class ServerNorm(PatchedNorm):
+    """A norm that may read a residual sum before it is rounded, and may round to the
+    dtype of its input at the end.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.rounds_sum = not reads_unrounded(self.asked)
+        self.returns_dtype_of_x = self.asked.rounding.returns_dtype_of_x
+        self.is_plain = self.is_plain and not self.returns_dtype_of_x
+
+    def formula_of(self, spec: NormSpec, x: Tensor, weight, gate) -> NormSpec | None:
+        spec = super().formula_of(spec, x, weight, gate)
+        if spec is None or weight is None or not self.returns_dtype_of_x:
+            return spec
+        if weight.dtype == x.dtype:
+            return spec
+        # multiplied in the weight's dtype, and rounded to x's behind that
+        eps = torch.finfo(x.dtype).eps
+        is_coarser = torch.finfo(weight.dtype).eps > eps
+        rounding = "weight_dtype" if is_coarser else "once"
+        return changed(spec, rounding=rounding)
+
+    def wrapped(self, forward: Callable) -> Callable:
+        if self.rounds_sum:
+            return forward
+        # A graph has no summands: it breaks here, and goes on behind the norm.
+        return torch.compiler.disable(forward)
+
+    def run(self, module: Module, launches: Launches, operands: tuple):
+        """The norm of the sum of x's summands before it is rounded, where these were
+        kept.
+        """
+        if self.rounds_sum:
+            return super().run(module, launches, operands)
+        x, weight, bias, *_ = operands
+        summands = summands_of(module, x)
+        if summands is None:
+            return super().run(module, launches, operands)
+        return norm_of_summands(x, *summands, weight, bias, launches.spec)
+
+    def returned(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.returns_dtype_of_x:
+            y = y.to(x.dtype)
+        return super().returned(x, y)
+
+
 @dataclass(frozen=True)
 class ServerRounding:
-    """The `fused.asked.Rounding` of a server.
+    """The `fused.recipe.Rounding` of a server.
 
     Attributes:
         rounds_sum: a residual sum is rounded before it is normalised; else the norm

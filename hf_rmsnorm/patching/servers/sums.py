@@ -20,7 +20,7 @@ from ...ops.backend import under_transform
 from ..entries import Entry, FusedLayer
 from ..layers.fusions import FINDER, Finder, Fusion, Norms, find_fusion
 from ..layers.statements import Replace, is_sum
-from .norm import reads_unrounded
+from .rounding import reads_unrounded
 from .summands import keep_summands
 
 _ADDS = "_hf_rmsnorm_add_unrounded"

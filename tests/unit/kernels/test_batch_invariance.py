@@ -11,7 +11,7 @@ from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.kernels.operands import of_modulation
 from hf_rmsnorm.ops import fused_norm
 from hf_rmsnorm.ops.norm import modulated_norm
-from hf_rmsnorm.patching.servers.unrounded import norm_of_summands
+from hf_rmsnorm.patching.servers.summands import norm_of_summands
 from tests.unit.kernels.test_norm_forward import BF16, FP32, assert_equal, random
 
 parametrize = pytest.mark.parametrize

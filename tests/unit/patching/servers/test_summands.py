@@ -7,7 +7,7 @@ import torch
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.patching.servers.unrounded import norm_of_summands
+from hf_rmsnorm.patching.servers.summands import norm_of_summands
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels.test_norm_forward import BF16, FP16, doubled, random
 

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.asked import NOTHING, Asked
-from hf_rmsnorm.fused.recipe import Recipe
+from hf_rmsnorm.fused.recipe import NOTHING, Asked, Recipe
 from hf_rmsnorm.patching.servers.rounding import rounding_of
 
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
