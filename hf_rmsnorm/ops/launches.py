@@ -157,7 +157,9 @@ def find(launches: Launches, kind: tuple, operands: tuple) -> Launch | None:
     return launch
 
 
-def by_kernel(launches: Launches, kind: tuple, operands: tuple) -> tuple | None:
+def by_kernel(
+    launches: Launches, kind: tuple, operands: tuple, apply: Callable | None = None
+) -> tuple | None:
     """The results of a launch for such operands; None where no kernel serves them.
 
     Args:
@@ -165,22 +167,16 @@ def by_kernel(launches: Launches, kind: tuple, operands: tuple) -> tuple | None:
             ``make(launches, operands, aligned, *how)`` returns it, or None. It is asked
             once for each key.
         operands: as the launch takes them.
+        apply: that of an autograd function, for a place in autograd's graph: the
+            results are ``apply((launches, launch), *operands)``.
     """
     try:
         launch = find(launches, kind, operands)
-        return None if launch is None else launch.on(operands)
-    except KernelUnavailable as error:
-        give_up(error, operands[0].device)
-        return None
-
-
-def in_graph(launches: Launches, kind: tuple, operands: tuple, apply: Callable):
-    """As `by_kernel`, with a place in autograd's graph: what ``apply((launches, launch),
-    *operands)`` of an autograd function returns.
-    """
-    try:
-        launch = find(launches, kind, operands)
-        return None if launch is None else apply((launches, launch), *operands)
+        if launch is None:
+            return None
+        if apply is None:
+            return launch.on(operands)
+        return apply((launches, launch), *operands)
     except KernelUnavailable as error:
         give_up(error, operands[0].device)
         return None

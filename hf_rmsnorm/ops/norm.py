@@ -31,7 +31,7 @@ from .backend import (
     starts_kernels,
     under_transform,
 )
-from .launches import Launches, by_kernel, in_graph, launches_of
+from .launches import Launches, by_kernel, launches_of
 from .limits import why_not
 from .operators import load_sharding_rules, norm_forward_op, spec_args
 from .settings import chosen
@@ -66,7 +66,7 @@ def run(launches: Launches, operands: tuple):
         if residual is not None and not any_requires_grad((x, multiplier, residual)):
             # In one launch the sum would ask for gradients too.
             return None
-        return in_graph(launches, _TRAINING, operands, apply)
+        return by_kernel(launches, _TRAINING, operands, apply)
     made = by_kernel(launches, _INFERENCE, operands)
     if made is None:
         return None

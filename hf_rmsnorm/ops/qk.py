@@ -18,7 +18,7 @@ from .autograd import (
     unwatched,
 )
 from .backend import starts_kernels
-from .launches import Launches, by_kernel, in_graph, kernels
+from .launches import Launches, by_kernel, kernels
 from .limits import serves_qk, why_not_rotated
 
 _rotations = Launches(None)
@@ -168,7 +168,7 @@ def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple
             return None
         function = _RotaryFunction if launches.spec is None else _QKFunction
         kind = _make_forward, way, True
-        return in_graph(launches, kind, operands, function.apply)
+        return by_kernel(launches, kind, operands, function.apply)
     made = by_kernel(launches, (_make_forward, way, False), operands)
     if made is None:
         return None
