@@ -229,7 +229,7 @@ def diffusers() -> list[str]:
     """What is fused in each transformer class of diffusers."""
     from scripts.coverage.diffusers import page_table  # which loads torch
 
-    return page_table(result("diffusers-0.42.1.json")).splitlines()
+    return page_table(result("diffusers-0.42.1.json"))
 
 
 def regimes() -> list[str]:
