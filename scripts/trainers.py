@@ -25,7 +25,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.versions import Table, Unavailable, install, interpreter, take, versions_in
+from scripts.versions import (
+    Unavailable,
+    install,
+    interpreter,
+    last_line,
+    take,
+    versions_in,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts/results/trainers.json"
@@ -116,8 +123,7 @@ def train(words: str, yaml_without: bool, python: str, place: Path) -> Run:
     )
     states = list(place.glob(f"runs/**/checkpoint-{STEPS}/trainer_state.json"))
     if done.returncode or not states:
-        last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
-        raise RuntimeError(f"{words}: {last or 'said nothing'}")
+        raise RuntimeError(f"{words}: {last_line(done)}")
     swapped = re.search(r"^hf_rmsnorm: (.*)$", done.stderr, re.MULTILINE)
     history = json.loads(states[0].read_text(encoding="utf-8"))["log_history"]
     with open(states[0].parent / "model.safetensors", "rb") as file:
@@ -156,15 +162,12 @@ def run_row(row: str, folder: Path) -> dict:
     }
     failures = [name for name, passed in checks.items() if not passed]
     result |= {"passed": len(checks) - len(failures), "failures": failures}
-    return result | {
-        "swapped": patched.swapped,
-        "losses": patched.losses,
-        "without": plain.losses,
-    }
+    losses = {"losses": patched.losses, "without": plain.losses}
+    return result | {"swapped": patched.swapped} | losses
 
 
 def main() -> int:
-    return take(Table(ROWS, run_row, RESULTS), __doc__)
+    return take(ROWS, run_row, RESULTS)
 
 
 if __name__ == "__main__":
