@@ -77,18 +77,17 @@ def launches_left_out() -> Iterator[None]:
 
     from hf_rmsnorm.kernels import compiled
 
+    others = {
+        (backend, "_device_refusal"): lambda *_: None,
+        (norm, "left_alone"): lambda _: False,  # which is asked of CPU tensors
+        (source, "left_alone"): lambda _: False,
+        (compiled, "device_limits"): lambda *_: (132, 232_448),
+    }
     with ExitStack() as stack:
         # Liger does not say
         stack.enter_context(mock.patch.dict(os.environ, TRITON_DEFAULT_FP_FUSION="1"))
-        stack.enter_context(
-            mock.patch.object(backend, "_device_refusal", lambda *_: None)
-        )
-        # which is asked of CPU tensors
-        for asks in (norm, source):
-            stack.enter_context(mock.patch.object(asks, "left_alone", lambda _: False))
-        stack.enter_context(
-            mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448))
-        )
+        for (module, name), other in others.items():
+            stack.enter_context(mock.patch.object(module, name, other))
         stack.enter_context(no_launch_kept())
         # asking for the property `active` of a newer Triton would look for a GPU
         active = "_active" if hasattr(driver, "_active") else "active"
@@ -169,7 +168,7 @@ def run(device: str, dtype: torch.dtype, rounds: int | None = None) -> dict:
             made = implementations(case, norms, (), libraries, compiler)
             data["cases"][str(case)] = _time(case, made, device, dtype, rounds)
         data["decoder_layer"] = {
-            name: decoder_layer(shape, KINDS, device, dtype, rounds)
+            name: decoder_layer(shape, KINDS, device, rounds)
             for name, shape in DECODERS.items()
         }
     return data
@@ -204,7 +203,7 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
 
 
 def decoder_layer(
-    shape: ModelShape, kinds: dict, device: str, dtype: torch.dtype, rounds: int
+    shape: ModelShape, kinds: dict, device: str, rounds: int
 ) -> dict[str, dict]:
     """Microseconds that one decoder layer keeps the host busy for one token.
 
@@ -220,7 +219,7 @@ def decoder_layer(
     calls = {}
     for kind, options in kinds.items():
         for layers in (2, 6):
-            model = build(shape, layers, device, dtype).eval()
+            model = build(shape, layers, device).eval()
             if options is not None:
                 patch_model(model, **options)
             ids = torch.ones(1, 1, dtype=torch.long, device=device)
@@ -252,7 +251,7 @@ def version_ratios(rounds: int = 40) -> dict:
         calls = {name: partial(both[name].call, *inputs) for name in (EAGER, OURS)}
         norm = host_us(calls, rounds)
         kinds = {"unpatched": None, PATCHED: {}}
-        layer = decoder_layer(DECODERS["LLaMA"], kinds, "cpu", dtype, rounds)
+        layer = decoder_layer(DECODERS["LLaMA"], kinds, "cpu", rounds)
     return {
         "norm": _pair(norm[EAGER]["us_min"], norm[OURS]["us_min"]),
         "layer": _pair(layer["unpatched"]["us"], layer[PATCHED]["us"]),

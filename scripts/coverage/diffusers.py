@@ -7,7 +7,6 @@ and of its forward, whose tensors are written as `models` reads them.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import inspect
@@ -26,7 +25,7 @@ from hf_rmsnorm.cli.env import versions
 from hf_rmsnorm.fused.watch import MODULATED_SUM, MODULATION
 from hf_rmsnorm.patching.launched import Piece
 
-from .models import cast, tensors, value_of
+from .models import cast, outputs, value_of
 from .runs import Task, chosen, line, take
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "diffusers_models.json"
@@ -41,12 +40,12 @@ def examine(name: str, mapping: str) -> dict:
     JSON.
     """
     model, inputs = build(name, torch.bfloat16)
-    expected = _outputs(model, inputs)
+    expected = outputs(model, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model without any norm is a result here
         report = hf_rmsnorm.patch_model(model)
     with hf_rmsnorm.use_backend("triton"), hf_rmsnorm.count_launches(model) as ran:
-        by_kernels = _outputs(model, inputs)
+        by_kernels = outputs(model, inputs)
     hf_rmsnorm.unpatch_model(model)
     return {
         "type": name,
@@ -69,12 +68,6 @@ def _counts(pieces: tuple[Piece, ...]) -> dict[str, int]:
         launched[piece.what] += piece.launched
     sums = launched[MODULATED_SUM]
     return {"modulated": launched[MODULATION] + sums, "sums": sums}
-
-
-def _outputs(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return [t.clone() for t in tensors(model(**copy.deepcopy(inputs)))]
 
 
 def _differing(a: list[torch.Tensor], b: list[torch.Tensor]) -> int:

@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -102,20 +102,18 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpointing(model: nn.Module) -> nn.Module:
-    if hasattr(model, "enable_gradient_checkpointing"):
-        model.enable_gradient_checkpointing()
-    else:
+    if isinstance(model, PreTrainedModel):
         model.gradient_checkpointing_enable()
+    else:
+        model.enable_gradient_checkpointing()
     return model
 
 
 def lora(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, inject_adapter_in_model
 
-    linears = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            linears.append(path)
+    modules = model.named_modules()
+    linears = [path for path, module in modules if isinstance(module, nn.Linear)]
     return inject_adapter_in_model(LoraConfig(r=4, target_modules=linears), model)
 
 
@@ -364,12 +362,11 @@ def page_tables(document: dict) -> list[str]:
 
 def _alike(cells: list[dict]) -> dict[tuple[str, str], list[str]]:
     """(reason, models with the number of pieces) -> the regimes in which it is so."""
-    models: dict[tuple[str, str], list[str]] = {}
+    models = defaultdict(list)
     for cell in sorted(cells, key=_order):
         for reason, count in cell.get("reasons", {}).items():
-            counts = models.setdefault((cell["regime"], reason), [])
-            counts.append(f"{cell['model']} {count}")
-    alike: dict[tuple[str, str], list[str]] = {}
+            models[cell["regime"], reason].append(f"{cell['model']} {count}")
+    alike = defaultdict(list)
     for (regime, reason), counts in models.items():
-        alike.setdefault((reason, ", ".join(counts)), []).append(regime)
+        alike[reason, ", ".join(counts)].append(regime)
     return alike
