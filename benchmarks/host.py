@@ -96,24 +96,18 @@ def launches_left_out() -> Iterator[None]:
         yield
 
 
-def host_us(
-    calls: dict, rounds: int, device: str = "cpu", loops: int = LOOPS
-) -> dict[str, dict]:
-    """Microseconds that a call keeps the host busy.
-
-    Returns:
-        By name ``us``, the median over the rounds, and ``us_min``, the least, which
-        other processes disturb least.
+def median_and_least(samples: dict[Hashable, list[float]]) -> dict[Hashable, dict]:
+    """By name ``us``, the median, and ``us_min``, the least, which other processes
+    disturb least.
     """
-    samples = timed_in_turns(calls, rounds, device, loops)
-    return {
-        name: {"us": statistics.median(s), "us_min": min(s)}
-        for name, s in samples.items()
-    }
+    figures = {}
+    for name, taken in samples.items():
+        figures[name] = {"us": statistics.median(taken), "us_min": min(taken)}
+    return figures
 
 
 def timed_in_turns(
-    calls: dict, rounds: int, device: str, loops: int
+    calls: dict, rounds: int, device: str, loops: int = LOOPS
 ) -> dict[Hashable, list[float]]:
     """By name, the microseconds that a call kept the host busy in each round.
 
@@ -147,7 +141,7 @@ def run(device: str, dtype: torch.dtype, rounds: int | None = None) -> dict:
     """Host costs of each implementation of a norm, add + norm and q/k norm.
 
     Returns:
-        ``cases``: by case, implementation and mode the figures of `host_us`, with
+        ``cases``: by case, implementation and mode the figures of `median_and_least`, with
             ``operators``, how many are dispatched in inference;
         ``decoder_layer``: by architecture and kind of patch, as `decoder_layer`.
     """
@@ -197,7 +191,8 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
             calls[mode][name] = call
     for mode, of_mode in calls.items():
         with torch.set_grad_enabled(mode != "inference"):
-            for name, figures in host_us(of_mode, rounds, device).items():
+            samples = timed_in_turns(of_mode, rounds, device)
+            for name, figures in median_and_least(samples).items():
                 entries[name][mode] = figures
     return entries
 
@@ -249,7 +244,7 @@ def version_ratios(rounds: int = 40) -> dict:
     inputs, _ = make_set(case, "cpu", dtype)
     with launches_left_out(), torch.no_grad():
         calls = {name: partial(both[name].call, *inputs) for name in (EAGER, OURS)}
-        norm = host_us(calls, rounds)
+        norm = median_and_least(timed_in_turns(calls, rounds, "cpu"))
         kinds = {"unpatched": None, PATCHED: {}}
         layer = decoder_layer(DECODERS["LLaMA"], kinds, "cpu", rounds)
     return {

@@ -153,10 +153,8 @@ def norm_classes(folder: Path = MODELS) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*/modeling_*.py")):
-        classes = {}
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = node
+        nodes = ast.parse(path.read_text(encoding="utf-8")).body
+        classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         for norm in classes:
             if _is_norm(classes[norm], classes):
                 users = [name for name in classes if norm in _names(classes[name])]
@@ -216,5 +214,6 @@ def not_built(document: dict) -> dict[str, str]:
         elif blocked:
             reasons[name] = f"its model is not built: {blocked[0]}"
         else:
-            reasons[name] = f"made by {made}, which no type builds with it"
+            never = "which no type of the two mappings builds with it"
+            reasons[name] = f"made by {made}, {never}"
     return reasons
