@@ -13,35 +13,32 @@ DIGITS = 5  # of a float
 WIDTH = 800  # characters of a line
 
 
-def compact_json(value, indent: int = 0) -> str:
+def compact_json(value, width: int = WIDTH, indent: int = 0) -> str:
     """The JSON of a value. A value too long for one line has each of its parts on a
     line.
     """
     value = _rounded(value)
     line = json.dumps(value, separators=(",", ":"))
-    if len(line) <= WIDTH or not isinstance(value, (dict, list)):
+    if len(line) <= width or not isinstance(value, (dict, list)):
         return line
-    if isinstance(value, dict):
-        parts = [
-            f"{json.dumps(key)}:{compact_json(part, indent + 1)}"
-            for key, part in value.items()
-        ]
-        first, last = "{", "}"
-    else:
-        parts = [compact_json(part, indent + 1) for part in value]
-        first, last = "[", "]"
     end = "\n" + " " * indent
-    return f"{first}{end} {f',{end} '.join(parts)}{end}{last}"
+    if isinstance(value, list):
+        parts = [compact_json(part, width, indent + 1) for part in value]
+        return f"[{end} {f',{end} '.join(parts)}{end}]"
+    parts = []
+    for key, part in value.items():
+        parts.append(f"{json.dumps(key)}:{compact_json(part, width, indent + 1)}")
+    return f"{{{end} {f',{end} '.join(parts)}{end}}}"
 
 
-def write_result(file: Path, data: dict) -> None:
+def write_result(file: Path, data: dict, width: int = WIDTH) -> None:
     """Write a result as JSON.
 
     Raises:
         CliError: the file cannot be written.
     """
     try:
-        file.write_text(compact_json(data) + "\n", encoding="utf-8")
+        file.write_text(compact_json(data, width) + "\n", encoding="utf-8")
     except OSError as error:
         raise CliError(
             f"cannot write {file}: {error.strerror}; pass another file with --out"

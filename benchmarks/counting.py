@@ -36,11 +36,8 @@ class Operators(TorchDispatchMode):
     @property
     def computing(self) -> int:
         """How many that compute: allocations left out too."""
-        return sum(
-            n
-            for name, n in self.counts.items()
-            if not name.startswith(("empty", "new_empty"))
-        )
+        names = [n for n in self.counts if not n.startswith(("empty", "new_empty"))]
+        return sum(self.counts[name] for name in names)
 
 
 def saved_bytes(function: Callable, parameters: Iterable[torch.Tensor] = ()) -> int:
@@ -56,10 +53,9 @@ def saved_bytes(function: Callable, parameters: Iterable[torch.Tensor] = ()) -> 
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         result = function()
-    own = {p.untyped_storage()._cdata for p in parameters}
-    total = sum(
-        storage.nbytes() for address, storage in kept.items() if address not in own
-    )
+    for parameter in parameters:
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    total = sum(storage.nbytes() for storage in kept.values())
     del result
     return total
 
@@ -76,15 +72,10 @@ def no_launch_kept() -> Iterator[None]:
         forget_launches()
 
 
-def build(
-    shape: ModelShape,
-    layers: int,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
-) -> torch.nn.Module:
-    """A random causal LM of the shape."""
+def build(shape: ModelShape, layers: int, device: str) -> torch.nn.Module:
+    """A random causal LM of the shape, in bfloat16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**shape.config(layers))
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

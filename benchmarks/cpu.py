@@ -68,7 +68,7 @@ def measure(model, turns: int) -> dict:
     """Microseconds of CPU time for a token: median and least by kind, and the medians
     of the turns' own ratios.
     """
-    from benchmarks.host import timed_in_turns
+    from benchmarks.host import median_and_least, timed_in_turns
     from hf_rmsnorm import patch_model
 
     # Copies of the modules with the same weights, so that they lie where they lie for
@@ -85,11 +85,7 @@ def measure(model, turns: int) -> dict:
         pairs = zip(spent[kind], spent[PLAIN], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
-    found: dict = {
-        kind: {"us": statistics.median(each), "us_min": min(each)}
-        for kind, each in spent.items()
-    }
-    return found | {
+    return median_and_least(spent) | {
         "turns": turns,
         "parameters": sum(p.numel() for p in model.parameters()),
         "ratio": ratio(PATCHED),

@@ -46,7 +46,6 @@ from xml.etree import ElementTree
 from benchmarks import gpu_report
 from benchmarks.compact import compact_json
 from hf_rmsnorm.cli.common import CliError, Result
-from hf_rmsnorm.paths import did_you_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 FORMAT = 2
@@ -94,34 +93,26 @@ def write_json(path: Path, content: dict) -> None:
     partial.replace(path)
 
 
-def run_environment(section: Section) -> None:
-    from benchmarks.environment import environment
-
-    section.data |= environment(section.device == "cuda")
-
-
 def run_tests(section: Section) -> None:
     """Run `pytest -m gpu` in a subprocess, and read its report."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        process = subprocess.Popen(
-            _pytest(section, report), cwd=ROOT, env=_environment(section),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=max(section.left(), 1))
-        except subprocess.TimeoutExpired:
-            section.failures.append("time ran out before all tests had run")
-            process.send_signal(signal.SIGINT)  # it still writes its report
-            output, _ = process.communicate()
-        outcome = {"counts": {}, "failed": []}
-        if report.exists():
-            outcome = read_junit(report)
-    code = process.returncode
+    report = section.path.with_suffix(".xml")
+    process = subprocess.Popen(
+        _pytest(section, report), cwd=ROOT, env=_environment(section),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=max(section.left(), 1))
+    except subprocess.TimeoutExpired:
+        section.failures.append("time ran out before all tests had run")
+        process.send_signal(signal.SIGINT)  # it still writes its report
+        output, _ = process.communicate()
+    outcome = {"counts": {}, "failed": []}
+    if report.exists():
+        outcome = read_junit(report)
     section.data |= {"tail": output[-6000:], **outcome}
-    if code:
+    if process.returncode:
         failed = [test["name"] for test in outcome["failed"]]
-        section.failures += failed or [f"pytest: {code}"]
+        section.failures += failed or [f"pytest: {process.returncode}"]
     elif not outcome["counts"]["passed"]:
         section.failures.append("no GPU test ran")
 
@@ -148,19 +139,13 @@ def _environment(section: Section) -> dict[str, str]:
     return environment
 
 
-def gpu_test_files(root: Path = ROOT) -> list[str]:
-    """The test files with a test for GPUs, relative to `root`.
-
-    No other file is collected: one that needs what this Transformers lacks would fail a
-    run that has nothing to do with it, and one of these that cannot be collected does
-    fail it.
+def gpu_test_files() -> list[str]:
+    """The test files with a test for GPUs. No other is collected: one that needs what
+    this Transformers lacks would fail a run that has nothing to do with it.
     """
     marked = re.compile(r"\bmark\.gpu\b|\bgpu_tests\b")
-    found = []
-    for path in sorted((root / "tests").rglob("test_*.py")):
-        if marked.search(path.read_text(encoding="utf-8")):
-            found.append(path.relative_to(root).as_posix())
-    return found
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(p) for p in paths if marked.search(p.read_text(encoding="utf-8"))]
 
 
 def read_junit(path: Path) -> dict:
@@ -186,7 +171,10 @@ def read_junit(path: Path) -> dict:
 def run_section(name: str, section: Section) -> None:
     """Run one section by name in this process."""
     if name == "environment":
-        return run_environment(section)
+        from benchmarks.environment import environment
+
+        section.data |= environment(section.device == "cuda")
+        return
     if name == "tests":
         return run_tests(section)
     if name == "host":
@@ -227,9 +215,9 @@ def supervise(name: str, folder: Path, dry_run: bool, soft: float, hard: float) 
     started = time.monotonic()
     # "spawn": importing Transformers may look for a GPU, and after that a forked child
     # cannot use it
-    process = multiprocessing.get_context("spawn").Process(
-        target=child, args=(name, Section(path, dry_run, soft))
-    )
+    arguments = (name, Section(path, dry_run, soft))
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=child, args=arguments)
     process.start()
     process.join(max(hard - time.monotonic(), 1))
     timed_out = process.is_alive()
@@ -242,10 +230,9 @@ def supervise(name: str, folder: Path, dry_run: bool, soft: float, hard: float) 
     saved = {"data": {}, "failures": []}
     if path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
+    status = "failed" if saved["failures"] else "passed"
     seconds = round(time.monotonic() - started, 1)
-    result = {"status": "passed", "seconds": seconds, **saved}
-    if saved["failures"]:
-        result["status"] = "failed"
+    result = {"status": status, "seconds": seconds, **saved}
     if timed_out:
         result |= {"status": "error", "reason": "did not end in its time and was ended"}
     elif process.exitcode:
@@ -283,11 +270,9 @@ def add_arguments(parser) -> None:
 def run(args) -> Result:
     """Run the sections one by one, each with the time that is left to it."""
     only = args.only.split(",") if args.only else list(SECTIONS)
-    if unknown := [name for name in only if name not in SECTIONS]:
-        like = did_you_mean(unknown[0], SECTIONS)
-        raise CliError(
-            f"no such section: {', '.join(unknown)}; choose among {', '.join(SECTIONS)}{like}"
-        )
+    if unknown := ", ".join(name for name in only if name not in SECTIONS):
+        known = ", ".join(SECTIONS)
+        raise CliError(f"no such section: {unknown}; choose among {known}")
     start = time.monotonic()
     os.environ["TRITON_INTERPRET"] = "1" if args.dry_run else "0"
     with tempfile.TemporaryDirectory() as name:
@@ -310,8 +295,13 @@ def run(args) -> Result:
                 continue
             soft = start + share * args.budget
             hard = min(soft + 30, start + args.budget + 15)
-            least = 0.05 * args.budget
-            sections[name] = _run(name, folder, args.dry_run, (soft, hard), least)
+            left = soft - time.monotonic()
+            if left > 0.05 * args.budget:
+                print(f"gpu: {name}, {left:.0f} s", file=sys.stderr, flush=True)
+                sections[name] = supervise(name, folder, args.dry_run, soft, hard)
+            else:
+                late = {"status": "skipped", "reason": "time ran out"}
+                sections[name] = waiting | late
             result["seconds"] = round(time.monotonic() - start, 1)
             good = ("passed", "skipped")
             result["passed"] = all(s["status"] in good for s in sections.values())
@@ -328,15 +318,3 @@ def _examined(folder: Path, dry_run: bool, deadline: float) -> dict:
         missing = "torch sees no GPU; --dry-run rehearses on the CPU"
         raise CliError(environment.get("reason", missing))
     return environment["data"]
-
-
-def _run(
-    name: str, folder: Path, dry_run: bool, ends: tuple[float, float], least: float
-) -> dict:
-    """The result of a section, which is skipped where less time than `least` is left."""
-    left = ends[0] - time.monotonic()
-    if left <= least:
-        reason = "time ran out"
-        return {"status": "skipped", "reason": reason, "data": {}, "failures": []}
-    print(f"gpu: {name}, {left:.0f} s", file=sys.stderr, flush=True)
-    return supervise(name, folder, dry_run, *ends)

@@ -6,27 +6,34 @@ import json
 from pathlib import Path
 
 from benchmarks import tables
-from benchmarks.losses import save_losses
 from hf_rmsnorm.cli.common import CliError, Result
+
+# The last is drawn on top: this package's line, thin on the unpatched model's wide one.
+LINES = {
+    "liger": {"color": "#bf8700", "label": "Liger"},
+    "patch_model_liger": {
+        "color": "#1a7f37",
+        "label": "hf-rmsnorm with Liger's MLP and loss",
+    },
+    "unpatched": {"color": "#c0c7cf", "linewidth": 4, "label": "Hugging Face"},
+    "patch_model": {"color": "#0969da", "linewidth": 1, "label": "hf-rmsnorm"},
+}
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "file", metavar="FILE", type=Path, help="what `python -m benchmarks gpu` wrote"
-    )
-    parser.add_argument(
-        "--plot",
-        metavar="PNG",
-        type=Path,
-        help="also draw the losses of its training runs (needs matplotlib)",
-    )
+    add = parser.add_argument
+    help = "what `python -m benchmarks gpu` wrote"
+    add("file", metavar="FILE", type=Path, help=help)
+    help = "also draw the losses of its training runs (needs matplotlib)"
+    add("--plot", metavar="PNG", type=Path, help=help)
 
 
 def run(args) -> Result:
     try:
         result = json.loads(args.file.read_text(encoding="utf-8"))
         if args.plot is not None:
-            _draw(result, args.plot)
+            data = result["sections"].get("train", {}).get("data", {})
+            save_losses(data, result["environment"]["device"], args.plot)
         return Result(result, report(result))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CliError(
@@ -34,11 +41,28 @@ def run(args) -> Result:
         ) from error
 
 
-def _draw(result: dict, picture: Path) -> None:
-    data = result["sections"].get("train", {}).get("data", {})
-    if not data.get("models"):
+def save_losses(data: dict, device: str | None, file: Path) -> None:
+    """Draw what benchmarks/training.py measured."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CliError("--plot needs matplotlib: pip install matplotlib") from None
+    models = data.get("models")
+    if not models:
         raise CliError("nothing to draw: the result has no training runs")
-    save_losses(data, result["environment"]["device"], picture)
+    figure = Figure(figsize=(6 * len(models), 4), layout="constrained")
+    places = figure.subplots(1, len(models), squeeze=False)[0]
+    for axes, (name, entries) in zip(places, models.items(), strict=True):
+        for variant, style in LINES.items():
+            if losses := entries.get(variant, {}).get("losses"):
+                axes.plot(losses, **style)
+        axes.set(xlabel="step", ylabel="loss", title=name)
+        axes.legend(fontsize=7)
+    where = device or "CPU"
+    if data["rehearsal"]:
+        where = f"REHEARSAL of tiny models, {where}: it shows nothing"
+    figure.suptitle(f"Training on this repository's text, {where}")
+    figure.savefig(file, dpi=150)
 
 
 def report(result: dict) -> str:

@@ -8,7 +8,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from unittest import mock
@@ -20,10 +20,8 @@ from benchmarks.driver import StubDriver
 from benchmarks.peers import (
     COMPILED,
     EAGER,
-    EPS,
     OURS,
     Case,
-    Implementation,
     calls_of,
     implementations,
     make_norms,
@@ -34,14 +32,13 @@ from benchmarks.shapes import ModelShape
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.fused import norm, source
-from hf_rmsnorm.ops import backend, rms_norm
+from hf_rmsnorm.ops import backend
 
-FUNCTION, ONE_OPERATOR = f"{OURS}.rms_norm", "F.layer_norm"
 MODES = ("inference", "forward", "forward+backward")
 STUBBED = (
     "no GPU: kernels are compiled for sm_90 and not launched, so the launch itself (2 to 3 us) and the check of the "
     "current device are left out of the Triton rows; the rows of torch include the arithmetic of 64 elements, and "
-    "F.rms_norm is several operators on a CPU and one on a GPU: F.layer_norm, one on both, stands for it"
+    "F.rms_norm is several operators on a CPU and one on a GPU"
 )
 LOOPS = 50  # few enough that a launch queue never fills up
 ROUNDS = 60  # of so many loops
@@ -80,18 +77,17 @@ def launches_left_out() -> Iterator[None]:
 
     from hf_rmsnorm.kernels import compiled
 
+    others = {
+        (backend, "_device_refusal"): lambda *_: None,
+        (norm, "left_alone"): lambda _: False,  # which is asked of CPU tensors
+        (source, "left_alone"): lambda _: False,
+        (compiled, "device_limits"): lambda *_: (132, 232_448),
+    }
     with ExitStack() as stack:
         # Liger does not say
         stack.enter_context(mock.patch.dict(os.environ, TRITON_DEFAULT_FP_FUSION="1"))
-        stack.enter_context(
-            mock.patch.object(backend, "_device_refusal", lambda *_: None)
-        )
-        # which is asked of CPU tensors
-        for asks in (norm, source):
-            stack.enter_context(mock.patch.object(asks, "left_alone", lambda _: False))
-        stack.enter_context(
-            mock.patch.object(compiled, "device_limits", lambda *_: (132, 232_448))
-        )
+        for (module, name), other in others.items():
+            stack.enter_context(mock.patch.object(module, name, other))
         stack.enter_context(no_launch_kept())
         # asking for the property `active` of a newer Triton would look for a GPU
         active = "_active" if hasattr(driver, "_active") else "active"
@@ -100,24 +96,18 @@ def launches_left_out() -> Iterator[None]:
         yield
 
 
-def host_us(
-    calls: dict, rounds: int, device: str = "cpu", loops: int = LOOPS
-) -> dict[str, dict]:
-    """Microseconds that a call keeps the host busy.
-
-    Returns:
-        By name ``us``, the median over the rounds, and ``us_min``, the least, which
-        other processes disturb least.
+def median_and_least(samples: dict[Hashable, list[float]]) -> dict[Hashable, dict]:
+    """By name ``us``, the median, and ``us_min``, the least, which other processes
+    disturb least.
     """
-    samples = timed_in_turns(calls, rounds, device, loops)
-    return {
-        name: {"us": statistics.median(s), "us_min": min(s)}
-        for name, s in samples.items()
-    }
+    figures = {}
+    for name, taken in samples.items():
+        figures[name] = {"us": statistics.median(taken), "us_min": min(taken)}
+    return figures
 
 
 def timed_in_turns(
-    calls: dict, rounds: int, device: str, loops: int
+    calls: dict, rounds: int, device: str, loops: int = LOOPS
 ) -> dict[Hashable, list[float]]:
     """By name, the microseconds that a call kept the host busy in each round.
 
@@ -147,43 +137,17 @@ def timed_in_turns(
     return samples
 
 
-def _made(case: Case, device: str, dtype: torch.dtype, libraries: dict) -> dict:
-    norms = make_norms(case, device, dtype)
-    compiler = "inductor" if device != "cpu" and case is CASES[0] else None
-    made = implementations(case, norms, (), libraries, compiler)
-    if case.kind == "RMSNorm":
-        weight = norms[0].weight
-        made[FUNCTION] = Implementation(lambda x: rms_norm(x, weight, EPS), [weight])
-        layer_norms = make_norms(Case("LayerNorm", case.shape), device, dtype)
-        made[ONE_OPERATOR] = Implementation(
-            *layer_norms, [*layer_norms[0].parameters()]
-        )
-    return made
-
-
-def modes_of(
-    implementation: Implementation, inputs: list, gradients: list
-) -> dict[str, Callable]:
-    """By mode a call: for use without gradients, the forward that keeps what its
-    backward needs, and both.
-    """
-    both = calls_of(implementation, [(inputs, gradients)])["forward+backward"][0]
-    one = partial(implementation.call, *inputs)
-    return dict(zip(MODES, (one, one, both), strict=True))
-
-
 def run(device: str, dtype: torch.dtype, rounds: int | None = None) -> dict:
     """Host costs of each implementation of a norm, add + norm and q/k norm.
 
     Returns:
-        ``cases``: by case, implementation and mode the figures of `host_us`, with
-            ``operators``, how many are
-        dispatched in inference; ``ratios``: those that a fused norm is held to;
+        ``cases``: by case, implementation and mode the figures of `median_and_least`, with
+            ``operators``, how many are dispatched in inference;
         ``decoder_layer``: by architecture and kind of patch, as `decoder_layer`.
     """
     libraries, found = other_libraries()
     rounds = rounds or ROUNDS
-    data = {"peers": found, "not_measured": [], "cases": {}, "ratios": {}}
+    data = {"peers": found, "not_measured": [], "cases": {}}
     launches = nullcontext()
     if device == "cpu":
         reason = untimed()
@@ -193,13 +157,15 @@ def run(device: str, dtype: torch.dtype, rounds: int | None = None) -> dict:
         data["not_measured"] = [STUBBED]
     with launches:
         for case in CASES:
-            made = _made(case, device, dtype, libraries)
+            compiler = "inductor" if device != "cpu" and case is CASES[0] else None
+            norms = make_norms(case, device, dtype)
+            made = implementations(case, norms, (), libraries, compiler)
             data["cases"][str(case)] = _time(case, made, device, dtype, rounds)
         data["decoder_layer"] = {
-            name: decoder_layer(shape, KINDS, device, dtype, rounds)
+            name: decoder_layer(shape, KINDS, device, rounds)
             for name, shape in DECODERS.items()
         }
-    return data | {"ratios": _ratios(data["cases"][str(CASES[0])])}
+    return data
 
 
 def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) -> dict:
@@ -207,28 +173,32 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
     calls = {mode: {} for mode in MODES}
     for name, implementation in made.items():
         try:
-            modes = modes_of(implementation, *make_set(case, device, dtype))
+            inputs, gradients = make_set(case, device, dtype)
+            one = partial(implementation.call, *inputs)
+            both = calls_of(implementation, [(inputs, gradients)])["forward+backward"]
             if name != COMPILED:
                 # Dynamo compiles nothing while a mode watches the operators
                 with torch.no_grad(), Operators() as operators:
-                    modes["inference"]()
+                    one()
                 entries[name]["operators"] = operators.computing
-            modes["forward+backward"]()
+            both[0]()
         except Exception as error:
             # a peer may fail in any way it likes; which way is in the result
             entries[name]["error"] = f"{type(error).__name__}: {error}"[:300]
             continue
-        for mode, call in modes.items():
+        # the forward keeps what its backward needs
+        for mode, call in zip(MODES, (one, one, *both), strict=True):
             calls[mode][name] = call
     for mode, of_mode in calls.items():
         with torch.set_grad_enabled(mode != "inference"):
-            for name, figures in host_us(of_mode, rounds, device).items():
+            samples = timed_in_turns(of_mode, rounds, device)
+            for name, figures in median_and_least(samples).items():
                 entries[name][mode] = figures
     return entries
 
 
 def decoder_layer(
-    shape: ModelShape, kinds: dict, device: str, dtype: torch.dtype, rounds: int
+    shape: ModelShape, kinds: dict, device: str, rounds: int
 ) -> dict[str, dict]:
     """Microseconds that one decoder layer keeps the host busy for one token.
 
@@ -244,10 +214,11 @@ def decoder_layer(
     calls = {}
     for kind, options in kinds.items():
         for layers in (2, 6):
-            model = build(shape, layers, device, dtype).eval()
+            model = build(shape, layers, device).eval()
             if options is not None:
                 patch_model(model, **options)
-            calls[kind, layers] = _token(model)
+            ids = torch.ones(1, 1, dtype=torch.long, device=device)
+            calls[kind, layers] = partial(model, ids, use_cache=False)
     with torch.no_grad():
         samples = timed_in_turns(calls, rounds, device, loops=5)
     found = {}
@@ -273,9 +244,9 @@ def version_ratios(rounds: int = 40) -> dict:
     inputs, _ = make_set(case, "cpu", dtype)
     with launches_left_out(), torch.no_grad():
         calls = {name: partial(both[name].call, *inputs) for name in (EAGER, OURS)}
-        norm = host_us(calls, rounds)
+        norm = median_and_least(timed_in_turns(calls, rounds, "cpu"))
         kinds = {"unpatched": None, PATCHED: {}}
-        layer = decoder_layer(DECODERS["LLaMA"], kinds, "cpu", dtype, rounds)
+        layer = decoder_layer(DECODERS["LLaMA"], kinds, "cpu", rounds)
     return {
         "norm": _pair(norm[EAGER]["us_min"], norm[OURS]["us_min"]),
         "layer": _pair(layer["unpatched"]["us"], layer[PATCHED]["us"]),
@@ -285,25 +256,3 @@ def version_ratios(rounds: int = 40) -> dict:
 def _pair(unpatched: float, patched: float) -> dict[str, float]:
     ratio = patched / unpatched
     return {"unpatched": unpatched, "patched": patched, "ratio": ratio}
-
-
-def _token(model: torch.nn.Module) -> Callable[[], None]:
-    ids = torch.ones(1, 1, dtype=torch.long, device=model.device)
-
-    return lambda: model(ids, use_cache=False)
-
-
-def _ratios(entries: dict) -> dict:
-    """Least times of the patched norm, or of the function, over those of others."""
-
-    def ratio(mode, name, ours=OURS):
-        pair = [entries.get(n, {}).get(mode, {}).get("us_min") for n in (ours, name)]
-        return None if None in pair else pair[0] / pair[1]
-
-    return {
-        "inference / F.rms_norm": ratio("inference", "F.rms_norm"),
-        "inference / F.layer_norm": ratio("inference", ONE_OPERATOR),
-        "inference / Hugging Face": ratio("inference", EAGER),
-        "forward of the function / Liger": ratio("forward", "liger", FUNCTION),
-        "forward+backward / Liger": ratio("forward+backward", "liger"),
-    }

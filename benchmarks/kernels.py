@@ -19,7 +19,7 @@ from benchmarks.peers import (
     make_set,
     tables_of,
 )
-from benchmarks.timing import Stopwatch, copy_rate
+from benchmarks.timing import Stopwatch
 
 DIRECTIONS = ("forward", "backward", "forward+backward")
 
@@ -40,7 +40,7 @@ def time_case(
     Returns:
         ``implementations``: by name ``gate``, ``saved_bytes_per_row``, and for each
             direction its figures: ``of_copy`` is its share of the best copy's
-            bandwidth, ``of_own_copy`` of that of a copy of as many bytes.
+            bandwidth.
     """
     # the compiled code of the case before would count towards the limit of recompiles
     torch._dynamo.reset()
@@ -56,20 +56,17 @@ def time_case(
     count = watch.sets(touched, 6 * touched)
     sets = [make_set(case, watch.device, dtype) for _ in range(count)]
     verdicts = judge(case, made, norms, *sets[0])
-    copies = {}
-    if watch.cuda:
-        copies["of_copy"] = dict.fromkeys(DIRECTIONS, best_copy)
-        # a copy of the fewest bytes a direction moves: small copies reach less
-        copies["of_own_copy"] = {
-            way: copy_rate(watch, case.passes(way) * size // 2) for way in DIRECTIONS
-        }
     entries = {}
     for name, implementation in made.items():
         entries[name] = {"gate": verdicts[name]}
         if verdicts[name].get("raised"):
             continue
         try:
-            entries[name] |= _measured(implementation, case, watch, sets, copies, size)
+            entries[name] |= _measured(implementation, case, watch, sets)
+            for way in DIRECTIONS if watch.cuda else ():
+                timing = entries[name][way]
+                gb_per_s = case.passes(way) * size / timing["us"] / 1e3
+                timing["of_copy"] = gb_per_s / best_copy
         except Exception as error:  # as in `judge`
             entries[name]["error"] = f"{type(error).__name__}: {error}"[:300]
             watch.sync()
@@ -87,27 +84,17 @@ def time_case(
 
 
 def _measured(
-    implementation: Implementation,
-    case: Case,
-    watch: Stopwatch,
-    sets: list,
-    copies: dict,
-    size: int,
+    implementation: Implementation, case: Case, watch: Stopwatch, sets: list
 ) -> dict:
-    """``saved_bytes_per_row``, and the figures of each direction; `copies`: GB/s by the
-    name of a share and by direction; `size`: bytes of x.
-    """
+    """``saved_bytes_per_row``, and the time of each direction."""
     inputs, _ = sets[0]
     kept = saved_bytes(lambda: implementation.call(*inputs), implementation.parameters)
     entry = {"saved_bytes_per_row": kept / case.rows}
     for way, calls in calls_of(implementation, sets).items():
-        if not watch.cuda:
+        if watch.cuda:
+            entry[way] = watch.device_us(calls)
+        else:
             calls[0]()
-            continue
-        timing = entry[way] = watch.device_us(calls)
-        gb_per_s = case.passes(way) * size / timing["us"] / 1e3
-        for share, rates in copies.items():
-            timing[share] = gb_per_s / rates[way]
     return entry
 
 

@@ -27,7 +27,6 @@ from benchmarks.ptx.driver import NEEDED, run_kernels_on_cpu
 from benchmarks.shapes import SHAPES, TINY, ModelShape
 from hf_rmsnorm.cli.common import CliError, Result, add_count
 from hf_rmsnorm.cli.env import versions
-from hf_rmsnorm.paths import did_you_mean
 
 TOKENS = 64
 LIBRARIES = ("torch", "triton", "transformers", "liger-kernel")
@@ -42,11 +41,22 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    data = _counted(_chosen(args.models), args.tokens, rows=args.models is None)
+    shapes = _chosen(args.models)
+    start_executor()
+    from benchmarks.layer_count import count_layer
+    from benchmarks.rows import beside_liger
+
+    used = versions(LIBRARIES)
+    liger = used["liger-kernel"] is not None
+    data = {"versions": used, "tokens": args.tokens, "models": {}}
+    for name, shape in shapes.items():
+        data["models"][name] = count_layer(shape, args.tokens, liger)
+    if args.models is None:
+        data["row"] = beside_liger(liger)
     if args.out:
         write_result(args.out, data)
     lines = models_table(data)
-    if args.models is None:
+    if "row" in data:
         lines += ["", *row_table(data)]
     return Result(data, "\n".join(lines))
 
@@ -60,28 +70,8 @@ def _chosen(names: str | None) -> dict[str, ModelShape]:
     known = SHAPES | TINY
     for name in names.split(","):
         if name not in known:
-            like = did_you_mean(name, known)
-            raise CliError(
-                f"no such shape: {name}; choose among {', '.join(known)}{like}"
-            )
+            raise CliError(f"no such shape: {name}; choose among {', '.join(known)}")
     return {name: known[name] for name in names.split(",")}
-
-
-def _counted(shapes: dict, tokens: int, rows: bool) -> dict:
-    start_executor()
-    from benchmarks.layer_count import count_layer
-
-    used = versions(LIBRARIES)
-    liger = used["liger-kernel"] is not None
-    data = {"versions": used, "tokens": tokens}
-    data["models"] = {
-        name: count_layer(shape, tokens, liger) for name, shape in shapes.items()
-    }
-    if rows:
-        from benchmarks.rows import beside_liger
-
-        data["row"] = beside_liger(liger)
-    return data
 
 
 class Rows:

@@ -75,21 +75,22 @@ class Subject:
 
     def __init__(self, shape: ModelShape, tokens: int):
         shape = replace(shape, vocabulary=128)  # the layer does not see it
-        self.model = random_model(shape, 1, "cpu", torch.bfloat16).eval()
+        self.model = random_model(shape, 1, "cpu").eval()
         self.layer = self.model.model.layers[0]
         self.tokens = tokens
         inputs = torch.randn(1, tokens + 1, shape.hidden_size).to(torch.bfloat16)
+        prompt, last = inputs.split([tokens, 1], dim=1)
         calls = []
-        hook = self.layer.register_forward_pre_hook(
-            lambda _, args, kwargs: calls.append(Call.seen(args, kwargs)),
-            with_kwargs=True,
-        )
+
+        def see(layer, args, kwargs):
+            calls.append(Call.seen(args, kwargs))
+
+        hook = self.layer.register_forward_pre_hook(see, with_kwargs=True)
         with torch.no_grad():
-            self.model.model(inputs_embeds=inputs[:, :tokens], use_cache=False)
-            cache = self.model.model(
-                inputs_embeds=inputs[:, :tokens], use_cache=True
-            ).past_key_values
-            self.model.model(inputs_embeds=inputs[:, tokens:], past_key_values=cache)
+            self.model.model(inputs_embeds=prompt, use_cache=False)
+            seen = self.model.model(inputs_embeds=prompt, use_cache=True)
+            cache = seen.past_key_values
+            self.model.model(inputs_embeds=last, past_key_values=cache)
         hook.remove()
         self.prefill, _, self.decode = calls
 

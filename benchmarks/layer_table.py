@@ -23,22 +23,14 @@ VARIANTS = {
     "hf_rmsnorm_liger": "hf-rmsnorm with Liger's MLP and loss",
     "hf_rmsnorm_memory_efficient_liger": "memory_efficient with Liger's MLP and loss",
 }
-IN_SHORT = ("eager", "liger", "hf_rmsnorm", "hf_rmsnorm_liger")
 COUNTED = ("kernels, decoding", "kernels, prefill")
 COUNTED += ("moved per token", "kept per token", "equal bits")
-SPEEDS = {
-    "prefill": "speed, prefill",
-    "train": "speed, training",
-    "decode": "speed, decoding",
-}
+SPEEDS = {"prefill": "speed, prefill", "train": "speed, training"}
+SPEEDS |= {"decode": "speed, decoding"}
 # of a result of `python -m benchmarks gpu`
 SECTIONS = {"Llama-3.1-8B": "llama", "Qwen3-8B": "qwen3"}
-IN_A_GPU_RESULT = {
-    "eager": UNPATCHED,
-    "liger": "liger",
-    "hf_rmsnorm": "patch_model",
-    "hf_rmsnorm_liger": "patch_model_liger",
-}
+IN_A_GPU_RESULT = {"eager": UNPATCHED, "liger": "liger", "hf_rmsnorm": "patch_model"}
+IN_A_GPU_RESULT |= {"hf_rmsnorm_liger": "patch_model_liger"}
 NORMS_ALONE = "norms swapped"  # of Liger, in the results of 2026-11
 NOTE = (
     "Moved: bytes that norms, residual sums and the rotary embedding read and write. "
@@ -52,33 +44,20 @@ def committed() -> dict:
 
 
 def models_table(data: dict) -> list[str]:
-    """The lines of a table with a row for each model and variant, and of a note.
-
-    It has speeds where one of the models was measured on a GPU.
-    """
+    """The lines of a table with a row for each model and variant, and of a note."""
     speeds = gpu_speeds()
-    timed = not SECTIONS.keys().isdisjoint(data["models"])
-    header = ["one decoder layer, bf16", *COUNTED]
-    note = NOTE
-    if timed:
-        header += SPEEDS.values()
-        note += f" {_speed_note(speeds)}"
     rows = []
     for name, counted in data["models"].items():
         for variant, words in VARIANTS.items():
-            if variant not in counted:
-                continue
-            cells = [f"{name}, {words}", *_counted(counted[variant])]
-            if timed:
-                cells += _ranges(speeds, name, variant)
-            rows.append(cells)
-    return [*markdown(header, rows), "", note]
+            if variant in counted:
+                cells = [*_counted(counted[variant]), *_ranges(speeds, name, variant)]
+                rows.append([f"{name}, {words}", *cells])
+    header = ["one decoder layer, bf16", *COUNTED, *SPEEDS.values()]
+    return [*markdown(header, rows), "", f"{NOTE} {_speed_note(speeds)}"]
 
 
 def row_table(data: dict) -> list[str]:
-    """The lines of a table with the counts of a norm's kernels for one row, as compiled
-    for an H100.
-    """
+    """The lines of a table with what a norm's kernels take for one row on an H100."""
     row = data["row"]
     columns = list(product(("forward", "backward"), ("instructions", "sectors")))
     header = [f"RMSNorm, a row of {row['hidden_size']}, bf16"]
@@ -114,9 +93,9 @@ class Speed:
     @property
     def words(self) -> str:
         """The variant, as a reader knows it."""
-        if self.of_its_norms_alone:
-            return "Liger's norms alone"
-        return VARIANTS[self.variant]
+        return (
+            "Liger's norms alone" if self.of_its_norms_alone else VARIANTS[self.variant]
+        )
 
 
 def gpu_results() -> Iterator[tuple[str, dict[str, dict]]]:
@@ -161,19 +140,25 @@ def _compared(phases: dict, variant: str) -> dict[str, tuple[dict, dict]]:
     return entries
 
 
+def _of(speeds: list[Speed], model: str, variant: str) -> list[Speed]:
+    return [s for s in speeds if (s.model, s.variant) == (model, variant)]
+
+
 def _ranges(speeds: list[Speed], model: str, variant: str) -> list[str]:
     """For each phase the medians' range over all results."""
-    chosen = [s for s in speeds if (s.model, s.variant) == (model, variant)]
     cells = []
     for phase in SPEEDS:
-        entries = [s.phases[phase] for s in chosen if phase in s.phases]
-        cells.append(range_words([times_as_fast(*pair) for pair in entries], 2))
+        chosen = [s for s in _of(speeds, model, variant) if phase in s.phases]
+        cells.append(range_words([times_as_fast(*s.phases[phase]) for s in chosen], 2))
     return cells
 
 
+def _devices(speeds: list[Speed]) -> str:
+    return " and ".join(dict.fromkeys(speed.device for speed in speeds))
+
+
 def _speed_note(speeds: list[Speed]) -> str:
-    devices = " and ".join(dict.fromkeys(speed.device for speed in speeds))
-    note = f"Speed: over Hugging Face, medians, eight layers, {devices}."
+    note = f"Speed: over Hugging Face, medians, eight layers, {_devices(speeds)}."
     if any(speed.of_its_norms_alone for speed in speeds):
         note += " Liger's speed is that of its norms alone, its other columns of all its kernels."
     return note
@@ -204,18 +189,19 @@ def felt_table() -> list[str]:
     header += ["training memory", "equal bits"]
     rows = []
     for model in SECTIONS:
-        for variant in IN_SHORT:
-            chosen = [s for s in speeds if (s.model, s.variant) == (model, variant)]
+        for variant in IN_A_GPU_RESULT:
+            chosen = _of(speeds, model, variant)
             words = chosen[0].words if chosen else VARIANTS[variant]
             equal = f"{counted[model][variant]['equal_to_eager']:.0%}"
             if chosen and chosen[0].of_its_norms_alone:
                 equal += " (all its kernels)"
             cells = [*_ranges(speeds, model, variant), _memory_range(chosen), equal]
             rows.append([f"{model}, {words}", *(cell or "not run" for cell in cells)])
-    devices = " and ".join(dict.fromkeys(speed.device for speed in speeds))
-    least, most = _range_of_rounds(speeds, "Llama-3.1-8B", "hf_rmsnorm", "decode")
+    chosen = _of(speeds, "Llama-3.1-8B", "hf_rmsnorm")
+    rounds = [speed_range(*speed.phases["decode"]) for speed in chosen]
+    least, most = min(least for least, _ in rounds), max(most for _, most in rounds)
     note = (
-        f"Times as fast as Hugging Face, on {devices}, medians of five rounds; single "
+        f"Times as fast as Hugging Face, on {_devices(speeds)}, medians of five rounds; single "
         f"rounds of decoding Llama: {least:.2f} to {most:.2f}. Memory: the peak of a "
         "training step. Equal bits: of a layer. Liger ran on the H100 alone."
     )
@@ -231,16 +217,6 @@ def _memory_range(speeds: list[Speed]) -> str:
             shares.append(100 * measured["peak_gb"] / unpatched["peak_gb"])
     words = range_words(shares, 0)
     return words and f"{words}%"
-
-
-def _range_of_rounds(speeds: list[Speed], model: str, variant: str, phase: str):
-    """The slowest and the fastest round in all results."""
-    ranges = [
-        speed_range(*speed.phases[phase])
-        for speed in speeds
-        if (speed.model, speed.variant) == (model, variant)
-    ]
-    return min(least for least, _ in ranges), max(most for _, most in ranges)
 
 
 TABLES = {

@@ -29,14 +29,12 @@ SIZES = {"prompt": 128, "new_tokens": 128, "prefill": 8192}
 SIZES |= {"batch": 2, "length": 2048, "rounds": 5}
 
 
-def random_model(
-    shape: ModelShape, layers: int, device: str, dtype: torch.dtype
-) -> torch.nn.Module:
+def random_model(shape: ModelShape, layers: int, device: str) -> torch.nn.Module:
     """A model of the shape; its norm weights are random too, so that a norm that
     ignores them is seen.
     """
     torch.manual_seed(0)
-    model = build(shape, layers, device, dtype)
+    model = build(shape, layers, device)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.dim() == 1 and "norm" in path:
@@ -49,23 +47,16 @@ def random_model(
 class Workload:
     """Three tasks for the model; each returns its measurement."""
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        sizes: dict,
-        layers: int,
-        device: str,
-        dtype: torch.dtype = torch.bfloat16,
-    ):
+    def __init__(self, shape: ModelShape, sizes: dict, layers: int, device: str):
         self.cuda, self.sizes = device == "cuda", sizes
-        self.model = random_model(shape, layers, device, dtype)
+        self.model = random_model(shape, layers, device)
 
         def ids(*size):
             return torch.randint(shape.vocabulary, size, device=device)
 
-        self.prompt = ids(1, self.sizes["prompt"])
-        self.long = ids(1, self.sizes["prefill"])
-        self.batch = ids(self.sizes["batch"], self.sizes["length"])
+        self.prompt = ids(1, sizes["prompt"])
+        self.long = ids(1, sizes["prefill"])
+        self.batch = ids(sizes["batch"], sizes["length"])
 
     def sync(self):
         if self.cuda:
@@ -75,12 +66,9 @@ class Workload:
         """Batch 1, greedy: tokens per second."""
         self.model.eval()
         new = self.sizes["new_tokens"]
-        seconds = self._seconds(
-            lambda: self.model.generate(
-                self.prompt, attention_mask=torch.ones_like(self.prompt),
-                max_new_tokens=new, do_sample=False, pad_token_id=0,
-            )
-        )  # fmt: skip
+        how = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        how["attention_mask"] = torch.ones_like(self.prompt)
+        seconds = self._seconds(lambda: self.model.generate(self.prompt, **how))
         return {"tokens_per_s": new / seconds}
 
     @torch.no_grad()
@@ -137,16 +125,12 @@ def measure(work: Workload, variants: dict[str, Variant], phase: str) -> dict:
                 samples[name].append(measured)
     entries = {}
     for name, taken in samples.items():
-        entries[name] = _medians(taken) | {"samples": taken}
+        entries[name] = {"samples": taken}
+        for key in taken[0]:
+            entries[name][key] = statistics.median(sample[key] for sample in taken)
         if name != UNPATCHED:
             entries[name] |= ratios(entries[name], entries[UNPATCHED])
     return entries | failed
-
-
-def _medians(samples: list[dict]) -> dict:
-    return {
-        key: statistics.median(sample[key] for sample in samples) for key in samples[0]
-    }
 
 
 def ratios(entry: dict, unpatched: dict) -> dict:

@@ -77,9 +77,8 @@ class Case:
         """
         floors = {"add + RMSNorm": (4, 4), ROTARY: (2, 2)}
         forward, backward = floors.get(self.kind, (2, 3))
-        return {"forward": forward, "backward": backward}.get(
-            direction, forward + backward
-        )
+        both = forward + backward
+        return {"forward": forward, "backward": backward}.get(direction, both)
 
 
 @dataclass
@@ -316,28 +315,16 @@ def _outputs(outputs) -> tuple:
     return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
 
 
-_NAMES = {"add + RMSNorm": ("h", "y", "dx", "dresidual")} | dict.fromkeys(
-    ("q/k norm", "q/k norm + rotary", ROTARY), ("yq", "yk", "dq", "dk")
-)
-
-
-@dataclass
-class Exact:
-    """The outputs and gradients of a case in float64, with their names; the outputs
-    come first.
-    """
-
-    names: list[str]
-    values: list[torch.Tensor]
-    outputs: int
-
-
 def exact_results(
     case: Case, norms: list[nn.Module], inputs: list, gradients: list
-) -> Exact:
-    """Compute a case in float64."""
+) -> dict[str, torch.Tensor]:
+    """The outputs of a case in float64, and behind them its gradients, by name."""
     exact_norms, parameters = [], []
-    names = [*_NAMES.get(case.kind, ("y", "dx"))]
+    names = ["y", "dx"]
+    if case.kind == "add + RMSNorm":
+        names = ["h", "y", "dx", "dresidual"]
+    elif case.paired:
+        names = ["yq", "yk", "dq", "dk"]
     for number, norm in enumerate(norms):
         if case.kind == ROTARY:
             exact_norms.append(norm)
@@ -353,7 +340,8 @@ def exact_results(
     outputs = _outputs(composed(case.kind, exact_norms, tables)(*leaves))
     gradients = [g.double() for g in gradients]
     found = torch.autograd.grad(outputs, [*leaves, *parameters], gradients)
-    return Exact(names, [*(y.detach() for y in outputs), *found], len(outputs))
+    values = [*(y.detach() for y in outputs), *found]
+    return dict(zip(names, values, strict=True))
 
 
 def _exact_norm(
@@ -381,7 +369,7 @@ def judge(
             verdicts[name] = {"failures": [reason], "raised": True}
             continue
         eager = eager or results
-        last = exact.outputs - 1
+        last = len(gradients) - 1
         equal = (results[last] == eager[last]).double().mean().item()
         failures = _failures(exact, results, eager)
         verdicts[name] = {"failures": failures, "bit_equal_to_hf": equal}
@@ -398,15 +386,13 @@ def _results(
     return [*(y.detach() for y in outputs), *found]
 
 
-def _failures(exact: Exact, results: list, eager: list) -> list[str]:
+def _failures(exact: dict, results: list, eager: list) -> list[str]:
     failures = []
-    for name, ours, theirs, truth in zip(
-        exact.names, results, eager, exact.values, strict=True
-    ):
+    rows = zip(exact.items(), results, eager, strict=True)
+    for (name, truth), ours, theirs in rows:
         if not truth.any():
-            failures.append(
-                f"{name}: zero everywhere in float64 too, so nothing was computed"
-            )
+            nothing = "zero everywhere in float64 too, so nothing was computed"
+            failures.append(f"{name}: {nothing}")
         try:
             assert_as_accurate(ours, theirs, truth, name)
         except AssertionError as error:

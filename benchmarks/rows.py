@@ -4,7 +4,7 @@ kernel, and of one norm beside Liger's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -18,17 +18,16 @@ from benchmarks.peers import (
     implementations,
     make_norms,
     make_set,
+    other_libraries,
 )
 from benchmarks.ptx.counts import UNITS, of_launch
 from benchmarks.ptx.driver import SMS
-from hf_rmsnorm import NormSpec, use_backend
-from hf_rmsnorm.ops import fused_norm
+from hf_rmsnorm import use_backend
 
 BF16 = torch.bfloat16
 HIDDEN_SIZE = 4096
 # in the backward, as 8448 rows on the 132 multiprocessors of an H100
 ROWS_OF_A_PROGRAM = 64
-EPS = 1e-6
 KERNELS = {
     OURS: {"forward": "norm_forward", "backward": "norm_backward"},
     LIGER: {
@@ -47,10 +46,7 @@ def of_every_kernel() -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     found = {}
     for case in _cases():
-        norms = make_norms(case, "cpu", BF16)
-        ours = implementations(case, norms, (), {}, None)[OURS]
-        both = calls_of(ours, [make_set(case, "cpu", BF16)])["forward+backward"]
-        for launch in _launches_of(both[0]):
+        for launch in _launches_of(case, OURS):
             kernel, *_ = launch
             key = f"{case.kind} {case.shape[-1]} {kernel.name}"
             found[key] = _of_a_row_or_program(launch, case.rows)
@@ -66,11 +62,17 @@ def _cases() -> Iterator[Case]:
     yield Case("q/k norm + rotary", (2, 16, 16, 8, 128))
 
 
-def _launches_of(call: Callable) -> list[tuple]:
-    """The launches of a call, as (kernel, grid, bytes of shared memory, arguments)."""
+def _launches_of(case: Case, name: str) -> list[tuple]:
+    """The launches of a forward and backward, as (kernel, grid, bytes of shared memory,
+    arguments).
+    """
+    libraries = other_libraries()[0] if name == LIGER else {}
+    norms = make_norms(case, "cpu", BF16)
+    made = implementations(case, norms, (), libraries, None)[name]
+    both = calls_of(made, [make_set(case, "cpu", BF16)])["forward+backward"]
     driver.active.launches = []
     with use_backend("triton"):
-        call()
+        both[0]()
     launches, driver.active.launches = driver.active.launches, None
     return launches
 
@@ -91,33 +93,18 @@ def beside_liger(liger: bool) -> dict:
     without the kernel that adds up the weight's gradient.
     """
     torch.manual_seed(0)
-    norms = {OURS: _ours}
-    if liger:
-        norms[LIGER] = _liger
-    rows = {name: _of_a_row(name, norm) for name, norm in norms.items()}
+    names = (OURS, LIGER) if liger else (OURS,)
+    rows = {name: _of_a_row(name) for name in names}
     by_direction = {
         way: {name: rows[name][way] for name in rows} for way in ("forward", "backward")
     }
     return {"hidden_size": HIDDEN_SIZE, "dtype": "bfloat16", **by_direction}
 
 
-def _ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return fused_norm(x, weight, None, NormSpec(False, EPS, rounding="before_weight"))
-
-
-def _liger(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-
-    return LigerRMSNormFunction.apply(x, weight, EPS)
-
-
-def _of_a_row(name: str, norm: Callable) -> dict[str, dict[str, float]]:
+def _of_a_row(name: str) -> dict[str, dict[str, float]]:
     programs = SMS if name == OURS else 1  # Liger asks a GPU alone how many it has
     rows = ROWS_OF_A_PROGRAM * programs
-    x, dy = (torch.randn(rows, HIDDEN_SIZE).to(BF16) for _ in range(2))
-    weight = torch.rand(HIDDEN_SIZE).to(BF16)
-    leaves = [x.requires_grad_(), weight.requires_grad_()]
-    launches = _launches_of(lambda: torch.autograd.grad(norm(x, weight), leaves, dy))
+    launches = _launches_of(Case("RMSNorm", (rows, HIDDEN_SIZE)), name)
     by_kernel = {launch[0].name: launch for launch in launches}
     taken = {}
     for way, kernel in KERNELS[name].items():

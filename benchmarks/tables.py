@@ -86,13 +86,11 @@ def _mark(entry: dict, ratio: float | None) -> str | None:
 
 def kernels(data: dict) -> list[str]:
     """The tables of what benchmarks/kernels.py measured."""
-    made = []
-    if data.get("copy_gb_per_s"):
-        best = data["copy_gb_per_s"]["best"]
-        made.append(
-            f"copy: {best:.0f} GB/s; x ours: its time over ours, * other numerics"
-        )
-    return made + [_case(case) for case in data.get("cases", [])]
+    made = [_case(case) for case in data.get("cases", [])]
+    if copy := data.get("copy_gb_per_s"):
+        words = "x ours: its time over ours, * other numerics"
+        made.insert(0, f"copy: {copy['best']:.0f} GB/s; {words}")
+    return made
 
 
 def _case(case: dict) -> str:
@@ -101,23 +99,20 @@ def _case(case: dict) -> str:
     directions = ("forward", "backward") if timed else ()
     header = ["implementation"]
     for way in directions:
-        header += [f"{way} us", "of copy", "of own copy", "x ours"]
+        header += [f"{way} us", "of copy", "x ours"]
     rows = [(*header, "saved B/row", "gate")]
     for name, entry in entries.items():
         row = [name]
         for way in directions:
-            row += _figures(entry, entry.get(way, {}))
+            timing = entry.get(way, {})
+            row += timing.get("us"), timing.get("of_copy")
+            row.append(_mark(entry, timing.get("times_ours")))
         row += entry.get("saved_bytes_per_row"), verdict(entry)[:90]
         rows.append(tuple(row))
     title = f"{case['case']} {case['dtype']}"
     if case.get("cold") is False:
         title += ", in cache"
     return table(title, rows)
-
-
-def _figures(entry: dict, timing: dict) -> list:
-    figures = [timing.get(key) for key in ("us", "of_copy", "of_own_copy")]
-    return [*figures, _mark(entry, timing.get("times_ours"))]
 
 
 _MODES = ("inference", "forward", "forward+backward")
@@ -129,32 +124,26 @@ def host(data: dict) -> list[str]:
     for case, entries in data.get("cases", {}).items():
         rows = [("median (least)", *_MODES, "torch operators", "")]
         for name, entry in entries.items():
-            times = [_median_and_least(entry.get(mode)) for mode in _MODES]
+            taken = [entry.get(mode) for mode in _MODES]
+            times = [one and "{us:.1f} ({us_min:.1f})".format(**one) for one in taken]
             error = entry.get("error", "")[:60]
             rows.append((name, *times, entry.get("operators"), error))
         made.append(table(f"host us per call, {case}", rows))
     if decoding := data.get("decoding"):  # in the results of 2026-11
-        made.append(_of_layers("host us, least", decoding, cell))
+        made.append(_of_layers("host us, least", decoding, "{:.3g}"))
     if layers := data.get("decoder_layer"):
-        made.append(_of_layers("host us, median (quartiles)", layers, _quartiles))
-    for what, ratio in data.get("ratios", {}).items():
+        words = "{0[us]:.0f} ({0[us_p25]:.0f} to {0[us_p75]:.0f})"
+        made.append(_of_layers("host us, median (quartiles)", layers, words))
+    for what, ratio in data.get("ratios", {}).items():  # of 2026-11
         made.append(f"hf_rmsnorm, {what}: {cell(ratio)}")
     return made
 
 
-def _of_layers(title: str, layers: dict, words) -> str:
+def _of_layers(title: str, layers: dict, words: str) -> str:
     rows = [("a decoder layer, one token", *next(iter(layers.values())))]
-    for name, figures in layers.items():
-        rows.append((name, *map(words, figures.values())))
+    for name, kinds in layers.items():
+        rows.append((name, *(words.format(kind) for kind in kinds.values())))
     return table(title, rows)
-
-
-def _median_and_least(figures: dict | None) -> str | None:
-    return figures and "{us:.1f} ({us_min:.1f})".format(**figures)
-
-
-def _quartiles(figures: dict) -> str:
-    return "{us:.0f} ({us_p25:.0f} to {us_p75:.0f})".format(**figures)
 
 
 _OF_A_PHASE = ("tokens/s", "ms", "x unpatched (rounds)", "peak GB", "memory", "")

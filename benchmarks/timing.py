@@ -34,9 +34,8 @@ class Stopwatch:
         far as memory (and for tiny shapes, patience) allows."""
         if not self.cuda:
             return 2
-        return max(
-            2, min(64, max(4, -(-4 * self.l2 // touched)), int(MEMORY_FOR_SETS // held))
-        )
+        wanted = max(4, -(-4 * self.l2 // touched))
+        return max(2, min(64, wanted, int(MEMORY_FOR_SETS // held)))
 
     def device_us(self, calls: list[Callable]) -> dict:
         """Microseconds per call from graph replays of all the calls, the median of some
@@ -52,10 +51,7 @@ class Stopwatch:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             # kept, so that no call writes to the memory of another
             outputs = [call() for call in calls]
-        start, end = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def replays(n: int) -> float:
             start.record()
@@ -78,14 +74,11 @@ def copy_bandwidth(watch: Stopwatch) -> dict[str, float]:
     """
     if not watch.cuda:
         return {}
-    result = {f"{size}MiB": copy_rate(watch, size << 20) for size in COPIED}
+    result = {}
+    for mebibytes in COPIED:
+        size, calls = mebibytes << 20, []
+        for _ in range(watch.sets(2 * size, 2 * size)):
+            source = torch.randint(255, (size,), dtype=torch.uint8, device=watch.device)
+            calls.append(partial(torch.empty_like(source).copy_, source))
+        result[f"{mebibytes}MiB"] = 2 * size / watch.device_us(calls)["us"] / 1e3
     return result | {"best": max(result.values())}
-
-
-def copy_rate(watch: Stopwatch, size: int) -> float:
-    """GB/s, read plus written, of copies of `size` bytes each."""
-    calls = []
-    for _ in range(watch.sets(2 * size, 2 * size)):
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=watch.device)
-        calls.append(partial(torch.empty_like(source).copy_, source))
-    return 2 * size / watch.device_us(calls)["us"] / 1e3

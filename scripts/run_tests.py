@@ -61,11 +61,9 @@ def run_tests(python: str, arguments: list[str]) -> int:
 def run_under(version: str, python: str, arguments: list[str]) -> int:
     """Run pytest under another Triton than that of `.venv`."""
     print(f"Triton {version}", flush=True)
-    named = [argument for argument in arguments if argument.startswith("tests/")]
-    workers = ["-n", "2", "--dist", "worksteal"]
-    command = [python, "-m", "pytest", *workers, *arguments]
-    if not named:
-        command += EXECUTED
+    named = any(argument.startswith("tests/") for argument in arguments)
+    command = [python, "-m", "pytest", "-n", "2", "--dist", "worksteal", *arguments]
+    command += () if named else EXECUTED
     return run(command, env=_bootstrap.with_triton(version))
 
 

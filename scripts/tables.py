@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,9 +24,8 @@ from benchmarks.tables import markdown
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PLACE = re.compile(r"(<!-- table: ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-GPU = layer_table.GPU
-LONGEST = 110  # characters of a reason
+PLACE = re.compile(r"(<!-- table: ([\w ]+) -->).*?(<!-- end -->)", re.DOTALL)
+COVERAGE = "coverage-5.23.0.json"
 
 
 def result(name: str):
@@ -42,15 +42,13 @@ def rows(head: str, cells: Iterable[tuple]) -> list[str]:
 def memory() -> list[str]:
     """Peak memory of a training step of whole models on a GPU."""
     names = ("unpatched", "patch_model", "liger")
-    sections = result(GPU)["sections"]
+    sections = result(layer_table.GPU)["sections"]
     cells = []
     for section, model in (("llama", "LLaMA"), ("qwen3", "Qwen3")):
         phase = sections[section]["data"]["phases"]["train"]
         cells.append((model, *(f"{phase[name]['peak_gb']:.1f}" for name in names)))
-    head = (
-        "peak GB of a training step, H100 | Hugging Face | hf-rmsnorm | Liger's norms"
-    )
-    return rows(head, cells)
+    step = "peak GB of a training step, H100"
+    return rows(f"{step} | Hugging Face | hf-rmsnorm | Liger's norms", cells)
 
 
 def kernels() -> list[str]:
@@ -68,15 +66,14 @@ def kernels() -> list[str]:
     cells = []
     for name, words in cases.items():
         for device, sections in layer_table.gpu_results():
-            for case in sections["kernels"]["cases"]:
-                if case["case"] != name:
-                    continue
-                row = [f"{words}, {device}"]
-                for implementation in names:
-                    taken = case["implementations"].get(implementation)
-                    us = taken and f"{taken['forward+backward']['us']:,.1f}"
-                    row.append(us or "")
-                cells.append(row)
+            measured = sections["kernels"]["cases"]
+            for case in (case for case in measured if case["case"] == name):
+                found = [case["implementations"].get(name) for name in names]
+                us = [
+                    f"{one['forward+backward']['us']:,.1f}" if one else ""
+                    for one in found
+                ]
+                cells.append((f"{words}, {device}", *us))
     head = "bfloat16 | hf-rmsnorm | Hugging Face | F.rms_norm | torch.compile | Liger"
     return rows(head, cells)
 
@@ -84,12 +81,8 @@ def kernels() -> list[str]:
 def host() -> list[str]:
     """Microseconds that a call keeps the host busy: medians, over all results."""
     found = [s["host"]["cases"] for _, s in layer_table.gpu_results() if "host" in s]
-    names = {
-        "hf-rmsnorm": "hf_rmsnorm",
-        "Hugging Face": "hf_eager",
-        "Liger": "liger",
-        "`F.rms_norm`": "F.rms_norm",
-    }
+    names = {"hf-rmsnorm": "hf_rmsnorm", "Hugging Face": "hf_eager"}
+    names |= {"Liger": "liger", "`F.rms_norm`": "F.rms_norm"}
     cells = []
     for words, name in names.items():
         row = [words]
@@ -119,62 +112,46 @@ def versions() -> list[str]:
     for row in result("versions.json"):
         had = [row["versions"][name] for name in names]
         ran = [row["passed"], row.get("bits", ""), row.get("launches", "")]
-        ratios = [_host_ratio(row, what) for what in ("norm", "layer")]
+        ratios = ["", ""]
+        if host := row.get("host"):
+            ratios = [f"{host[what]['ratio']:.2f}" for what in ("norm", "layer")]
         failed = ", ".join(row["failures"]) or "none"
         cells.append([*had, *ran, *ratios, failed])
     head = "Python | Transformers | torch | Triton | promises | bits | launches | norm | layer | failed"
     return rows(head, cells)
 
 
-def _host_ratio(row: dict, what: str) -> str:
-    if "host" not in row:
-        return ""
-    return f"{row['host'][what]['ratio']:.2f}"
-
-
 def trainers() -> list[str]:
-    def losses(values: list[float]) -> str:
-        return ", ".join(f"{value:.4f}" for value in values)
-
     cells = []
     for row in result("trainers.json"):
         _, trainer, version = row["row"].split("/")
-        had = row["versions"]
-        swapped = row.get("swapped", "").partition(",")[0]
-        ran = swapped, losses(row.get("losses", ())), losses(row.get("without", ()))
-        failed = ", ".join(row["failures"]) or "none"
-        cells.append(
-            (f"{trainer} {version}", had["transformers"], had["torch"], *ran, failed)
-        )
-    return rows(
-        "trainer | Transformers | torch | stderr | losses, patched | unpatched | failed",
-        cells,
+        cell = [f"{trainer} {version}"]
+        cell += [row["versions"][name] for name in ("transformers", "torch")]
+        cell.append(row.get("swapped", "").partition(",")[0])
+        for run in ("losses", "without"):
+            cell.append(", ".join(f"{loss:.4f}" for loss in row.get(run, ())))
+        cells.append([*cell, ", ".join(row["failures"]) or "none"])
+    head = (
+        "trainer | Transformers | torch | stderr | losses, patched | unpatched | failed"
     )
+    return rows(head, cells)
 
 
 def models() -> list[str]:
     keys = ("swapped", "skipped", "sums", "pairs", "verified")
     cells = []
     for name, row in result("real_configs.json").items():
-        counts = [row.get(key, "") for key in keys]
-        cells.append((name, *counts, _conversion(row)))
+        conversion = row["verdict"].removesuffix(" become RMSNorm")
+        if "post-norm" in row["reason"]:
+            conversion = "refused: post-norm"
+        cells.append((name, *(row.get(key, "") for key in keys), conversion))
     head = "model | norms swapped | skipped | sums fused | q/k pairs fused | narrow copy | conversion"
     return rows(head, cells)
 
 
-def _conversion(row: dict) -> str:
-    if "post-norm" in row["reason"]:
-        return "refused: post-norm"
-    return row["verdict"].replace(" norms become RMSNorm", " norms")
-
-
 def coverage() -> list[str]:
     """How many norms of all types of Transformers are swapped, and which are skipped."""
-    newest = max(
-        RESULTS.glob("coverage-*.json"),
-        key=lambda path: [int(n) for n in re.findall(r"\d+", path.stem)],
-    )
-    document = result(newest.name)
+    document = result(COVERAGE)
     columns = {
         "types": "types", "built": "built", "run": "run",
         "norms swapped": "norms_swapped", "skipped": "norms_left_alone",
@@ -195,7 +172,7 @@ def coverage() -> list[str]:
 
 def rotations() -> list[str]:
     """In how many causal types of Transformers rotary embeddings are fused, or why not."""
-    document = result("coverage-5.23.0.json")
+    document = result(COVERAGE)
     types = defaultdict(list)
     for record in document["mappings"]["causal"]["types"]:
         for run in record["runs"][:1]:
@@ -210,26 +187,20 @@ def rotations() -> list[str]:
 
 def _skipped(document: dict) -> list[tuple[str, str]]:
     """(classes, reason), the most classes first."""
-    classes: dict[str, set[str]] = {}
+    classes = defaultdict(set)
     for mapping in document["mappings"].values():
         for group in mapping["left_alone"]:
-            of_reason = classes.setdefault(_short(group["reason"]), set())
-            of_reason.add(f"`{group['class']}`")
+            reason = textwrap.shorten(group["reason"], 110, placeholder=" ...")
+            classes[reason].add(f"`{group['class']}`")
     ordered = sorted(classes.items(), key=lambda pair: (-len(pair[1]), pair[0]))
     return [(", ".join(sorted(names)), reason) for reason, names in ordered]
-
-
-def _short(reason: str) -> str:
-    if len(reason) <= LONGEST:
-        return reason
-    return f"{reason[: LONGEST - 4].rsplit(' ', 1)[0]} ..."
 
 
 def diffusers() -> list[str]:
     """What is fused in each transformer class of diffusers."""
     from scripts.coverage.diffusers import page_table  # which loads torch
 
-    return page_table(result("diffusers-0.42.1.json")).splitlines()
+    return page_table(result("diffusers-0.42.1.json"))
 
 
 def regimes() -> list[str]:
@@ -274,27 +245,25 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 
 def renewed(text: str) -> str:
     """A page with every table as the results have it now."""
-    return PLACE.sub(
-        lambda place: place[1] + "\n".join(TABLES[place[2]]()) + "\n" + place[4], text
-    )
+
+    def table(place: re.Match) -> str:
+        return "\n".join([place[1], *TABLES[place[2]](), place[3]])
+
+    return PLACE.sub(table, text)
 
 
 def main(argv: list[str]) -> int:
     """Check, or write; returns 1 where a page has another table than the results."""
-    differing = []
+    code = 0
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        if renewed(text) == text:
-            continue
-        differing.append(page.name)
+        new = renewed(text)
         if "--write" in argv:
-            page.write_text(renewed(text), encoding="utf-8")
-    if differing and "--write" not in argv:
-        print(
-            f"{', '.join(differing)} differ from the results: run python -m scripts.tables --write"
-        )
-        return 1
-    return 0
+            page.write_text(new, encoding="utf-8")
+        elif new != text:
+            print(f"{page.name} differs: run python -m scripts.tables --write")
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

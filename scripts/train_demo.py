@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import itertools
 import json
 import math
@@ -28,7 +29,7 @@ import transformers
 from tokenizers import decoders, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_rmsnorm.cli.env import versions
@@ -41,55 +42,36 @@ SEQ_LEN = 512
 BATCH_SIZE = 4  # windows per step
 STEPS = {"llama": 2400, "qwen3": 2400, "gpt2": 3409}
 HELD_OUT = 0.02  # share of the documents kept for evaluation
+# of tokens and of learned positions
+TABLES = ("embed_tokens.weight", "wte.weight", "wpe.weight", "lm_head.weight")
 
 # initializer_range: near 1 / sqrt(hidden size), as the usual 0.02 is for wide models
 # and learns slowly here
-COMMON = dict(
-    vocab_size=EOS_ID + 1,
-    bos_token_id=EOS_ID,
-    eos_token_id=EOS_ID,
-    pad_token_id=EOS_ID,
-    initializer_range=0.06,
-)
-ROTARY = dict(
-    COMMON,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    hidden_size=128,
-    intermediate_size=384,
-    max_position_embeddings=SEQ_LEN,
-)
+COMMON = {"vocab_size": EOS_ID + 1, "initializer_range": 0.06, "bos_token_id": EOS_ID}
+COMMON |= {"eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
+ROTARY = COMMON | {"num_attention_heads": 4, "num_key_value_heads": 2}
+ROTARY |= {"hidden_size": 128, "intermediate_size": 384}
+ROTARY |= {"max_position_embeddings": SEQ_LEN}
+LLAMA = {"num_hidden_layers": 5, "head_dim": 32}
+QWEN3 = {"num_hidden_layers": 4, "head_dim": 64, "tie_word_embeddings": True}
+GPT2 = {"n_embd": 128, "n_layer": 5, "n_head": 4, "n_positions": SEQ_LEN}
+GPT2 |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+CONFIGS = {"llama": ROTARY | LLAMA, "qwen3": ROTARY | QWEN3, "gpt2": COMMON | GPT2}
 
 
 def make_model(arch: str) -> tuple[transformers.PreTrainedModel, torch.dtype]:
     """Return a freshly initialised float32 model and the dtype its weights are stored
     in.
     """
-    if arch == "llama":
-        config = transformers.LlamaConfig(**ROTARY, num_hidden_layers=5, head_dim=32)
-        return transformers.LlamaForCausalLM(config), torch.bfloat16
-    if arch == "qwen3":
-        config = transformers.Qwen3Config(
-            **ROTARY, num_hidden_layers=4, head_dim=64, tie_word_embeddings=True
-        )
-        return transformers.Qwen3ForCausalLM(config), torch.bfloat16
-    config = transformers.GPT2Config(
-        **COMMON,
-        n_embd=128,
-        n_layer=5,
-        n_head=4,
-        n_positions=SEQ_LEN,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    model = transformers.GPT2LMHeadModel(config)
+    config = AutoConfig.for_model(arch, **CONFIGS[arch])
+    model = AutoModelForCausalLM.from_config(config)
+    if arch != "gpt2":
+        return model, torch.bfloat16
     # positions start as sinusoids: from random ones it takes 600 steps, not 250, until
     # attention finds the last byte
     angle = torch.outer(torch.arange(SEQ_LEN), 1000 ** (-torch.arange(64) / 64))
-    model.transformer.wpe.weight.data.copy_(
-        0.25 * torch.cat([angle.sin(), angle.cos()], dim=1)
-    )
+    positions = 0.25 * torch.cat([angle.sin(), angle.cos()], dim=1)
+    model.transformer.wpe.weight.data.copy_(positions)
     return model, torch.float32
 
 
@@ -97,32 +79,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """A BPE over the 256 bytes with no merges: token id = byte value, plus one token
     for end of text and padding.
     """
-    alphabet = bytes_to_unicode()
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab={alphabet[byte]: byte for byte in range(256)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
+    vocabulary = {sign: byte for byte, sign in bytes_to_unicode().items()}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    how = {"add_prefix_space": False, "use_regex": False}
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**how)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=EOS,
-        eos_token=EOS,
-        pad_token=EOS,
-        model_max_length=SEQ_LEN,
-        clean_up_tokenization_spaces=False,
-    )
+    how = dict.fromkeys(("bos_token", "eos_token", "pad_token"), EOS)
+    how |= {"model_max_length": SEQ_LEN, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **how)
 
 
 def docstrings(source: Path) -> list[str]:
     tree = ast.parse(source.read_text(encoding="utf-8"))
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [
-        doc
-        for node in ast.walk(tree)
-        if isinstance(node, owners) and (doc := ast.get_docstring(node))
-    ]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, owners)]
+    return [doc for doc in map(ast.get_docstring, nodes) if doc]
 
 
 def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,9 +106,8 @@ def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
     """
     stdlib = Path(os.__file__).resolve().parent
     documents = [text for _, text in sorted(pydoc_data.topics.topics.items())]
-    documents += [
-        path.read_text(encoding="utf-8") for path in stdlib.glob("LICENSE.txt")
-    ]
+    if (licence := stdlib / "LICENSE.txt").exists():
+        documents.append(licence.read_text(encoding="utf-8"))
     left_out = {
         "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings",
         "lib2to3", "__pycache__",
@@ -154,9 +124,8 @@ def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
     split = len(documents) - round(len(documents) * HELD_OUT)
 
     def encode(texts: list[str]) -> torch.Tensor:
-        return torch.tensor(
-            [i for text in texts for i in (*text.encode("utf-8"), EOS_ID)]
-        )
+        ids = [i for text in texts for i in (*text.encode("utf-8"), EOS_ID)]
+        return torch.tensor(ids)
 
     return encode(documents[:split]), encode(documents[split:])
 
@@ -168,27 +137,20 @@ def make_optimizers(model: transformers.PreTrainedModel) -> list[torch.optim.Opt
     After 500 steps the LLaMA's held-out loss is 1.59 nats per byte with Muon (Jordan et
     al. 2024), with AdamW 1.89.
     """
-    ends = {
-        id(end.weight)
-        for end in (model.get_input_embeddings(), model.get_output_embeddings())
-    }
-    # learned positions
-    ends |= {
-        id(p) for name, p in model.named_parameters() if name.endswith("wpe.weight")
-    }
-    tables = [p for p in model.parameters() if id(p) in ends]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in ends]
+    tables, vectors, matrices = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            vectors.append(parameter)
+        elif name.endswith(TABLES):
+            tables.append(parameter)
+        else:
+            matrices.append(parameter)
+    adam = functools.partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
+    how = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     optimizers = [
-        torch.optim.Muon(
-            matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(
-            tables, lr=3e-3, weight_decay=0.1, betas=(0.9, 0.95), fused=True
-        ),
-        torch.optim.AdamW(
-            vectors, lr=1e-2, weight_decay=0.0, betas=(0.9, 0.95), fused=True
-        ),
+        torch.optim.Muon(matrices, lr=1e-2, **how),
+        adam(tables, lr=3e-3, weight_decay=0.1),
+        adam(vectors, lr=1e-2, weight_decay=0.0),
     ]
     for optimizer in optimizers:
         optimizer.param_groups[0]["peak_lr"] = optimizer.param_groups[0]["lr"]
@@ -199,17 +161,16 @@ def schedule(progress: float, warmup: float = 0.02) -> float:
     """Linear warm-up, then cosine to zero at ``progress`` 1."""
     if progress < warmup:
         return max(progress / warmup, 0.01)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
+    return 0.5 * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup)))
 
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, tokens: torch.Tensor) -> float:
     """Mean loss in nats per byte over non-overlapping windows."""
     batches = tokens[: len(tokens) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN).split(8)
-    total = sum(
-        model(input_ids=batch, labels=batch).loss.item() * len(batch)
-        for batch in batches
-    )
+    total = 0.0
+    for batch in batches:
+        total += model(input_ids=batch, labels=batch).loss.item() * len(batch)
     return total / sum(map(len, batches))
 
 

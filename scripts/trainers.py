@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.versions import Table, Unavailable, install, interpreter, take, versions_in
+from scripts import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts/results/trainers.json"
@@ -85,12 +85,16 @@ def make(trainer: str, version: str, python: str, folder: Path) -> str:
     place = folder / f"{python}-{trainer}-{version}"
     command = str(place / "bin/python")
     if not os.path.exists(command):
-        subprocess.run([interpreter(python), "-m", "venv", str(place)], check=True)
+        subprocess.run(
+            [versions.interpreter(python), "-m", "venv", str(place)], check=True
+        )
     source = folder / "source"  # a copy: pip leaves what it has built where it builds
     shutil.copytree(ROOT / "hf_rmsnorm", source / "hf_rmsnorm", dirs_exist_ok=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    install(command, *TRAINERS[trainer].besides, f"{trainer}=={version}", str(source))
+    versions.install(
+        command, *TRAINERS[trainer].besides, f"{trainer}=={version}", str(source)
+    )
     return command
 
 
@@ -116,8 +120,7 @@ def train(words: str, yaml_without: bool, python: str, place: Path) -> Run:
     )
     states = list(place.glob(f"runs/**/checkpoint-{STEPS}/trainer_state.json"))
     if done.returncode or not states:
-        last = (done.stdout + done.stderr).strip().rpartition("\n")[2]
-        raise RuntimeError(f"{words}: {last or 'said nothing'}")
+        raise RuntimeError(f"{words}: {versions.last_line(done)}")
     swapped = re.search(r"^hf_rmsnorm: (.*)$", done.stderr, re.MULTILINE)
     history = json.loads(states[0].read_text(encoding="utf-8"))["log_history"]
     with open(states[0].parent / "model.safetensors", "rb") as file:
@@ -133,9 +136,9 @@ def run_row(row: str, folder: Path) -> dict:
     """The versions of a row's environment, and what both runs came to."""
     python, trainer, version = row.split("/")
     if trainer not in TRAINERS:
-        raise Unavailable(f"there is no {trainer} among {', '.join(TRAINERS)}")
+        raise versions.Unavailable(f"there is no {trainer} among {', '.join(TRAINERS)}")
     command = make(trainer, version, python, folder)
-    result = {"row": row, "versions": versions_in(command, NAMES), "passed": 0}
+    result = {"row": row, "versions": versions.versions_in(command, NAMES), "passed": 0}
     how = TRAINERS[trainer]
     place = folder / f"runs-{trainer}"
     shutil.rmtree(place, ignore_errors=True)
@@ -156,15 +159,12 @@ def run_row(row: str, folder: Path) -> dict:
     }
     failures = [name for name, passed in checks.items() if not passed]
     result |= {"passed": len(checks) - len(failures), "failures": failures}
-    return result | {
-        "swapped": patched.swapped,
-        "losses": patched.losses,
-        "without": plain.losses,
-    }
+    losses = {"losses": patched.losses, "without": plain.losses}
+    return result | {"swapped": patched.swapped} | losses
 
 
 def main() -> int:
-    return take(Table(ROWS, run_row, RESULTS), __doc__)
+    return versions.take(ROWS, run_row, RESULTS)
 
 
 if __name__ == "__main__":

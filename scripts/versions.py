@@ -34,7 +34,6 @@ import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts/results/versions.json"
@@ -70,30 +69,17 @@ class Unavailable(Exception):
     """A row cannot be made here, in one line."""
 
 
-class Table(NamedTuple):
-    """Rows that are taken, what one is run by, and where the results are kept."""
-
-    rows: tuple[str, ...]
-    # (row, folder of its environment) -> {"row", "passed", "failures", ...}
-    run: Callable[[str, Path], dict]
-    results: Path
-
-
 def interpreter(wanted: str) -> str:
     """The command of a Python, as in 3.12: from PATH, or one that pyenv has."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-    candidates = [
-        shutil.which(f"python{wanted}"),
-        sys.executable,
-        *sorted(pyenv.glob(f"{wanted}.*/bin/python")),
-    ]
+    candidates = [shutil.which(f"python{wanted}"), sys.executable]
+    candidates += sorted(pyenv.glob(f"{wanted}.*/bin/python"))
     for command in filter(None, candidates):
         # pyenv puts commands on PATH that do not run.
         said = subprocess.run([command, "--version"], capture_output=True, text=True)
         if said.stdout.startswith(f"Python {wanted}."):
             return str(command)
-    where = f"on PATH, nor in {pyenv}"
-    raise Unavailable(f"there is no python{wanted} {where}: install one")
+    raise Unavailable(f"there is no python{wanted} on PATH, nor in {pyenv}")
 
 
 def install(python: str, *arguments: str) -> None:
@@ -102,9 +88,12 @@ def install(python: str, *arguments: str) -> None:
     command = [python, "-m", "pip", "install", *options, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        lines = done.stderr.splitlines()
-        errors = [line for line in lines if line.startswith("ERROR")]
-        raise Unavailable(errors[-1] if errors else "pip failed")
+        raise Unavailable(last_line(done))
+
+
+def last_line(done: subprocess.CompletedProcess) -> str:
+    """What a program said last, on stdout and then on stderr."""
+    return (done.stdout + done.stderr).strip().rpartition("\n")[2]
 
 
 def versions_in(python: str, names: tuple[str, ...]) -> dict[str, str]:
@@ -129,39 +118,32 @@ def link_torch(place: Path) -> None:
             for top in {file.parts[0] for file in found.files} - {"..", "__pycache__"}:
                 if not (links / top).exists():
                     (links / top).symlink_to(found.locate_file(top))
-            needs = (
-                re.match(r"[\w.-]+", line)[0]
-                for line in found.requires or ()
-                if "extra ==" not in line
-            )
-            wanted += set(needs) - seen
+            needs = [line for line in found.requires or () if "extra ==" not in line]
+            wanted += {re.match(r"[\w.-]+", line)[0] for line in needs} - seen
     # A path of its own, behind the environment's packages: pip writes nothing there.
-    (next(place.glob("lib/python*/site-packages")) / "linked.pth").write_text(
-        f"{links}\n"
-    )
+    (packages,) = place.glob("lib/python*/site-packages")
+    (packages / "linked.pth").write_text(f"{links}\n")
 
 
 def make(row: str, folder: Path) -> str:
     """The interpreter of a row's environment."""
     place = folder / row.replace("/", "-")
     python = str(place / "bin/python")
-    version, transformers, torch, triton = (
-        row.split("/") if "/" in row else ("", row, "", "")
-    )
+    version, *pins = row.split("/") if "/" in row else [None]
     if not os.path.exists(python):
         base = interpreter(version) if version else sys.executable
         subprocess.run([base, "-m", "venv", str(place)], check=True)
     if row == NEWEST:
         install(python, "--upgrade", "torch", "transformers", *OTHERS)
-        return python
-    wanted = f"torch=={torch}"
-    if not torch:
-        link_torch(place)
-        wanted = "torch"
-    install(python, wanted, f"transformers=={transformers}", *OTHERS)
-    if triton:
+    elif pins:
+        transformers, torch, triton = pins
+        wanted = f"torch=={torch}", f"transformers=={transformers}"
+        install(python, *wanted, *OTHERS)
         # without dependencies: a torch for CUDA names the Triton that it was built with
         install(python, "--no-deps", f"triton=={triton}")
+    else:
+        link_torch(place)
+        install(python, "torch", f"transformers=={row}", *OTHERS)
     return python
 
 
@@ -176,13 +158,18 @@ def run_row(row: str, folder: Path) -> dict:
     passed, failures = test(python, interpreted, TESTS)
     found = {"row": row, "versions": versions_in(python, NAMES), "passed": passed}
     if "/" in row or row == NEWEST:
-        bits, failed = test(python, environment, BITS)
+        found["bits"], failed = test(python, environment, BITS)
         failures += failed
-        found["bits"] = bits
         env = answer(python, environment, "hf_rmsnorm", "env")
         found["launches"] = env["launches"]
         found["host"] = answer(python, environment, "benchmarks", "ratios")
     return found | {"failures": failures}
+
+
+def run_in(python: str, environment: dict, *words: str) -> subprocess.CompletedProcess:
+    """Run a module in the root of the checkout."""
+    how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run([python, "-m", *words], **how)
 
 
 def test(
@@ -190,48 +177,43 @@ def test(
 ) -> tuple[int, list[str]]:
     """How many tests passed, and which failed."""
     options = ("-q", "--no-header", "--tb=line", "-p", "no:cacheprovider")
-    said = subprocess.run(
-        [python, "-m", "pytest", *options, *tests],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    lines = (said.stdout + said.stderr).strip().splitlines()
+    said = run_in(python, environment, "pytest", *options, *tests)
     passed = re.search(r"(\d+) passed", said.stdout)
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failed = re.findall(r"^(?:FAILED|ERROR).*", said.stdout, re.MULTILINE)
     failures = [line.split("::")[-1] for line in failed]
     if said.returncode and not failures:
-        failures = lines[-1:]
+        failures = [last_line(said)]
     return int(passed[1]) if passed else 0, failures
 
 
 def answer(python: str, environment: dict, *command: str) -> dict:
     """The JSON that a command of this project prints."""
-    said = subprocess.run(
-        [python, "-m", *command, "--json"],
-        cwd=ROOT, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    said = run_in(python, environment, *command, "--json")
     if said.returncode:
-        raise Unavailable(f"{' '.join(command)}: {said.stderr.strip()[-300:]}")
+        raise Unavailable(f"{' '.join(command)}: {last_line(said)}")
     return json.loads(said.stdout)
 
 
-def take(what: Table, doc: str) -> int:
+def take(rows: tuple[str, ...], run: Callable[[str, Path], dict], results: Path) -> int:
     """Take the rows of a table that the command line names; 1 where one failed or could
     not be run.
+
+    Args:
+        run: of a row, and the folder of its environment, what is kept of it; with
+            ``row``, ``passed`` and ``failures``.
     """
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("rows", nargs="*", default=what.rows, metavar="ROW")
+    parser = argparse.ArgumentParser(description=f"Renews {results}.")
+    parser.add_argument("rows", nargs="*", default=rows, metavar="ROW")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--no-write", action="store_true")
     args = parser.parse_args()
-    kept = {}
-    if what.results.exists():
-        kept = {row["row"]: row for row in json.loads(what.results.read_text())}
+    kept = {row["row"]: row for row in json.loads(results.read_text())}
     failed = False
     for row in args.rows:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as temporary:
             try:
-                found = what.run(row, args.folder or Path(temporary))
+                found = run(row, args.folder or Path(temporary))
                 failures = ", ".join(found["failures"])
                 failed |= bool(failures)
                 text = f"{found['passed']} passed, failed: {failures or 'none'}"
@@ -241,17 +223,12 @@ def take(what: Table, doc: str) -> int:
                 text = f"not run: {error}"
         print(f"{row}: {text} ({time.monotonic() - start:.0f} s)", flush=True)
         if not args.no_write:
-            in_order = [kept[row] for row in what.rows if row in kept]
-            text = json.dumps(in_order, indent=1)
-            what.results.write_text(f"{text}\n", encoding="utf-8")
+            in_order = [kept[row] for row in rows if row in kept]
+            results.write_text(json.dumps(in_order, indent=1) + "\n", encoding="utf-8")
     if not args.no_write:
         print("python -m scripts.tables --write puts this into the documentation")
     return int(failed)
 
 
-def main() -> int:
-    return take(Table(ROWS, run_row, RESULTS), __doc__)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(take(ROWS, run_row, RESULTS))

@@ -4,7 +4,3 @@ scripts.coverage --help``.
 It is run as a module: by its path, its files would be found under names of well-known
 packages, `timm` for one.
 """
-
-
-class BadOptions(Exception):
-    """The options are wrong; the message is one line."""

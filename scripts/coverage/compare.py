@@ -27,6 +27,7 @@ from .models import (
     Made,
     classes_of,
     inputs_of,
+    outputs,
     stand_in_for_timm,
     tensors,
     tiny_model,
@@ -36,16 +37,13 @@ from .runs import line
 UNEXAMINED = {"built": False, "ran": False, "error": None, "runs": []}
 
 
-def examine(model_type: str, mapping: str, interpreter: str = "") -> dict:
-    """Build, run, patch, compare and unpatch one type.
-
-    Args:
-        interpreter: "fusion" to run fused models in Triton's interpreter besides.
+def examine(model_type: str, mapping: str) -> dict:
+    """Build, run, patch, compare and unpatch one type; a causal language model also runs
+    fused in Triton's interpreter.
 
     Returns:
         ``{"type", "mapping", "model_class", "built", "ran", "error", "runs": [...]}``;
-        a type with optional features
-        has one run with them and one without.
+        a type with optional features has one run with them and one without.
     """
     started = time.monotonic()
     result = {"type": model_type, "mapping": mapping, **UNEXAMINED, "runs": []}
@@ -63,7 +61,7 @@ def examine(model_type: str, mapping: str, interpreter: str = "") -> dict:
             continue
         if made is None:
             continue
-        run = _compare(made, model_type, interpreter)
+        run = _compare(made, fusion=mapping == "causal")
         result["runs"].append(run)
         result["built"] = True
         # A model without a forward counts as run if its parts ran every norm.
@@ -77,7 +75,7 @@ def examine(model_type: str, mapping: str, interpreter: str = "") -> dict:
     return result
 
 
-def _compare(made: Made, model_type: str, interpreter: str) -> dict:
+def _compare(made: Made, fusion: bool) -> dict:
     model = made.model
     dtype = str(model.dtype).removeprefix("torch.")
     run = {"features": made.features, "dtype": dtype}
@@ -88,7 +86,8 @@ def _compare(made: Made, model_type: str, interpreter: str) -> dict:
     run["norms_run"] = len(seen)
     _compare_outputs(model, run, scenes, before)
     _compare_norms(model, run, norms, seen, formulas)
-    if interpreter == "fusion" and made.arguments is not None and _is_fused(run):
+    is_fused = any("not fused" not in how for _, how, _ in run["layers"])
+    if fusion and is_fused and made.arguments is not None:
         run["fusion"] = compare_fusion(model, made.arguments)
     return run
 
@@ -125,22 +124,16 @@ def _not_norms(model, reported: set[str]) -> Iterator[tuple[str, str | None]]:
             yield type(module).__name__, why_not_a_norm(path, module, reported)
 
 
-def _is_fused(run: dict) -> bool:
-    return any("not fused" not in how for _, how, _ in run["layers"])
-
-
-def _scenes(
-    made: Made, norms: dict
-) -> tuple[list[tuple], list[list], dict[str, tuple]]:
+def _scenes(made: Made, norms: dict) -> tuple[list, list[list], dict[str, tuple]]:
     """([(path, module, arguments)], the outputs of each, the first arguments of each
     norm): the model, and models inside it that hold norms which nothing has run yet.
     """
     seen: dict[str, tuple] = {}
-    handles = [
-        m.register_forward_hook(_recorder(seen, p), with_kwargs=True)
-        for p, m in norms.items()
-    ]
-    scenes, outputs = [], []
+    handles = []
+    for path, norm in norms.items():
+        hook = _recorder(seen, path)
+        handles.append(norm.register_forward_hook(hook, with_kwargs=True))
+    scenes, given = [], []
     for path, part in made.model.named_modules():
         arguments = made.arguments
         if path:
@@ -149,18 +142,18 @@ def _scenes(
                 continue
             arguments = _arguments_of_part(part)
         if arguments is not None:
-            outputs.append(_outputs(part, arguments))
+            given.append(outputs(part, arguments))
             scenes.append((path, part, arguments))
     for handle in handles:
         handle.remove()
-    return scenes, outputs, seen
+    return scenes, given, seen
 
 
 def _arguments_of_part(part: transformers.PreTrainedModel) -> dict | None:
     """Arguments that a part runs on; None where there are none."""
     try:
         arguments = inputs_of(part, part.config.model_type)
-        _outputs(part, arguments)
+        outputs(part, arguments)
     except Exception:  # of any kind, on inputs that do not suit it
         return None
     return arguments
@@ -199,7 +192,7 @@ def _compare_norms(
 
 
 def _all_outputs(scenes: list[tuple]) -> list[list[torch.Tensor]]:
-    return [_outputs(module, arguments) for _, module, arguments in scenes]
+    return [outputs(module, arguments) for _, module, arguments in scenes]
 
 
 def _counted(pairs) -> list[list]:
@@ -216,23 +209,15 @@ def _recorder(seen: dict, path: str):
     return hook
 
 
-def _outputs(model, arguments: dict) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return [t.detach().clone() for t in tensors(model(**copy.deepcopy(arguments)))]
-
-
 @torch.no_grad()
 def _alone(module, seen: tuple | None) -> list[torch.Tensor]:
     """The norm's own results: on its first call's arguments again, and where it takes
     them on rows of every scale.
     """
     results = []
-    example = torch.empty(64, dtype=torch.bfloat16)
-    for weight in (*module.parameters(), *module.buffers()):
-        if weight.is_floating_point():
-            example = weight
-            break
+    floats = (*module.parameters(), *module.buffers())
+    floats = [weight for weight in floats if weight.is_floating_point()]
+    example = floats[0] if floats else torch.empty(64, dtype=torch.bfloat16)
     if seen is not None:
         args, kwargs = seen
         results += tensors(module(*args, **kwargs))
@@ -242,12 +227,9 @@ def _alone(module, seen: tuple | None) -> list[torch.Tensor]:
     rows = torch.randn(64, example.shape[-1], generator=generator)
     rows = rows * torch.logspace(-3, 2, 64)[:, None] + 0.1
     # it may accept only the shape, the dtype or the arguments that its model gives it
-    with contextlib.suppress(*REFUSALS):
+    with contextlib.suppress(Exception):
         results.append(module(rows.to(example.dtype)))
     return results
-
-
-REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def _same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -289,30 +271,29 @@ def compare_fusion(model, arguments: dict) -> dict:
             them, and ``tokens_equal`` of greedy ones, or why there are none.
             ``rotation``: as of `_rotation`.
     """
-    outputs, tokens = [], []
+    results, tokens = [], []
     with hf_rmsnorm.use_backend("triton"):
         for fused in (False, True):
             hf_rmsnorm.patch_model(model, fuse_residual=fused)
             with hf_rmsnorm.count_launches(model) as launches:
-                outputs.append(_hidden_outputs(model, arguments))
+                results.append(_hidden_outputs(model, arguments))
             tokens.append(_generated(model, arguments))
     rotation = _rotation(model, launches)
     hf_rmsnorm.unpatch_model(model)
-    equal = tokens[1]
-    if not isinstance(equal, str):
-        equal = _same_bits(*tokens)
     return {
-        "bit_equal": _same_bits(*outputs),
-        "tokens_equal": equal,
+        "bit_equal": _same_bits(*results),
+        "tokens_equal": tokens[1]
+        if isinstance(tokens[1], str)
+        else _same_bits(*tokens),
         "rotation": rotation,
     }
 
 
 def _hidden_outputs(model, arguments: dict) -> list[torch.Tensor]:
     try:
-        return _outputs(model, {**arguments, "output_hidden_states": True})
+        return outputs(model, {**arguments, "output_hidden_states": True})
     except TypeError:
-        return _outputs(model, arguments)
+        return outputs(model, arguments)
 
 
 def _generated(model, arguments: dict) -> list[torch.Tensor] | str:
@@ -330,15 +311,14 @@ def _rotation(model, launches) -> str:
     """Of the rotary embeddings of a model: ``"fused"``, alone or with norms, or why one
     is not; "" where it has none.
     """
-    pieces = []
+    found = ""
     for piece in launches.pieces:  # some layers may have no positions
-        if "rotary" in piece.what and (piece.has_run or piece.missed):
-            pieces.append(piece)
-    for piece in pieces:
-        if piece.missed:
+        if "rotary" in piece.what and piece.missed:
             return piece.reason
-    if pieces:
-        return "fused"
+        if "rotary" in piece.what and piece.has_run:
+            found = "fused"
+    if found:
+        return found
     for module in model.modules():
         code = inspect.unwrap(type(module).forward).__code__
         for name in code.co_names:
@@ -351,14 +331,12 @@ def _rotation(model, launches) -> str:
 
 # torch's own, by what their statistics are taken over; a subclass computes the same
 # where it keeps the forward.
-TORCH = (
-    (
-        torch.nn.modules.instancenorm._InstanceNorm,
-        "normalises each channel over all places",
-    ),
-    (torch.nn.modules.batchnorm._NormBase, "normalises over the batch"),
-    (torch.nn.GroupNorm, "normalises groups of channels over all places"),
-)
+MODULES = torch.nn.modules
+TORCH = {
+    MODULES.instancenorm._InstanceNorm: "normalises each channel over all places",
+    MODULES.batchnorm._NormBase: "normalises over the batch",
+    MODULES.GroupNorm: "normalises groups of channels over all places",
+}
 REDUCTION = re.compile(
     r"\b(mean|sum|cumsum|var|std|var_mean|norm|layer_norm|rms_norm|normalize)\("
 )
@@ -367,35 +345,27 @@ REDUCTION = re.compile(
 def why_not_a_norm(
     path: str, module: torch.nn.Module, reported: set[str]
 ) -> str | None:
-    """A line for the module at `path`, whose name says norm and which a patch does not
-    report; None if there is none.
-
-    Args:
-        reported: the paths of all modules that were swapped, or left alone with a
-            reason.
+    """A line for the module at `path`, whose name says norm and which is not among those
+    that a patch has `reported`, swapped or left alone; None if there is none.
     """
     inside = [(p, m) for p, m in module.named_modules(prefix=path) if p != path]
     if any(p in reported or "norm" in type(m).__name__.lower() for p, m in inside):
         return "a container: the norms inside it are listed by themselves"
-    for cls, words in TORCH:
+    for cls, words in TORCH.items():
         if isinstance(module, cls):
             return words
     if inside:
-        kinds = ", ".join(
-            sorted({type(m).__name__ for _, m in inside if not any(m.children())})
-        )
-        return f"made of {kinds}, none of which is a norm"
+        kinds = {type(m).__name__ for _, m in inside if not any(m.children())}
+        return f"made of {', '.join(sorted(kinds))}, none of which is a norm"
     return _of_one_module(module)
 
 
 def _of_one_module(module: torch.nn.Module) -> str | None:
     if type(module).__module__.startswith("torch.nn.utils"):
         return "computes a weight of another module, from parameters alone"
-    stored = [
-        name for name, _ in module.named_buffers() if re.search(r"mean|var|std", name)
-    ]
-    if stored:
-        return f"scales by what it has stored ({', '.join(sorted(stored))}), not by statistics of its input"
+    buffers = sorted(name for name, _ in module.named_buffers())
+    if stored := [name for name in buffers if re.search(r"mean|var|std", name)]:
+        return f"scales by what it has stored ({', '.join(stored)}), not by statistics of its input"
     parameters = inspect.signature(module.forward).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind < 2]
     if len(needed) > 1:

@@ -21,81 +21,45 @@ from transformers.utils import is_timm_available
 DATA = Path(__file__).resolve().parents[1] / "data/config_hints.json"
 HINTS: dict[str, dict] = json.loads(DATA.read_text(encoding="utf-8"))
 VOCABULARY = 128
-SPECIAL = {
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPECIAL |= {"decoder_start_token_id": 1}
 TOKEN_ID = re.compile(r"(tok(en)?_(id|index)s?|_token_id_\w+)$")
 LEFT_OUT = ("id2label", "label2id", "dtype", "architectures")
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-# What to do with a number, by its name; the first pattern that matches decides. Numbers
-# are upper limits.
-NUMBERS: list[tuple[re.Pattern, Any]] = [
-    (re.compile(pattern), action)
-    for pattern, action in (
-        (r"layer_offset|kv_shared_layers", 0),
-        (r"upsample_groups", 64),
-        (r"rotary_dim$", 8),
-        (r"(^|_)n_?groups$", 2),
-        (
-            r"xpath|kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm",
-            "keep",
-        ),
-        (r"vocab|codebook_size|num_embeddings|num_hash_buckets", VOCABULARY),
-        (
-            r"experts_per_tok|moe_k$|moe_top_?k|router_topk|^top_k$|num_selected_experts|topk_experts",
-            2,
-        ),
-        (r"experts?$|num_local_experts|n_routed_experts|moe_num_experts", 4),
-        (r"^n_group$", 2),
-        (r"^topk_group$", 1),
-        (r"dense_replace|dense_layers|first_k|num_dense", 1),
-        (
-            r"interval|every_n|layer_period|layer_group_size|sparse_step|sliding_window_pattern|layer_freq",
-            2,
-        ),
-        (r"key_value_heads|kv_heads|num_key_heads|query_groups", 2),
-        (r"heads?$|num_value_heads", 4),
-        (r"(head_(dim|size)|d_kv|dim_head|rope_dim|d_head)$|_head_dim", 16),
-        (r"lora_rank|_rank$", 16),
-        (r"state_(size|dim)|d_state", 16),
-        (r"chunk_size|block_size", 16),
-        (r"(^|_)(layers?|n_layers?|depth|blocks|cycles)$|num_.*_layers$", 2),
-        (
-            r"intermediate|ffn|d_?ff$|dim_ff|feed_?forward|n_inner|mlp_(dim|size)|mlp_hidden",
-            96,
-        ),
-        (r"image_size|input_size|img_size|spec_size", 32),
-        (r"^(vision_)?patch_size$", 8),
-        (r"position|n_ctx|seq_len|block_len|max_length|num_queries|num_latents", 128),
-        (r"window", 16),
-        (r"index_topk", 8),
-        (r"hidden|d_model|n_embd|embed|(^|_)(width|dim|size)$|_dim$", 64),
-    )
-]
-WIDTH = re.compile(
-    r"hidden|intermediate|ffn|d_?ff$|dim|d_model|n_embd|embed|width|channels?$|inner|feed_?forward|d_head"
-)
-LAYER_INDICES = re.compile(
-    r"layers$|idxs|indic|index|layer_ids|hook_ids|deepstack|layer_id$|feature_layer"
-)
+# The limit of a number, by its name; the first pattern that matches decides.
+NUMBERS: dict[str, int | None] = {
+    r"layer_offset|kv_shared_layers": 0,
+    r"upsample_groups": 64,
+    r"rotary_dim$|index_topk$": 8,
+    r"(^|_)n_?groups?$": 2,
+    r"xpath|kernel|stride|dilation|channels?$|rate$|ratio|factor|_bins$|_offset$|dropout|groups?_norm": None,
+    r"vocab|codebook_size|num_embeddings|num_hash_buckets": VOCABULARY,
+    r"experts_per_tok|moe_k$|moe_top_?k|router_topk|^top_k$|num_selected_experts|topk_experts": 2,
+    r"experts?$": 4,
+    r"^topk_group$|dense_layers|first_k|num_dense": 1,
+    r"interval|every_n|layer_period|layer_group_size|sparse_step|sliding_window_pattern": 2,
+    r"key_value_heads|num_key_heads": 2,
+    r"heads?$": 4,
+    r"(head_(dim|size)|d_kv|dim_head|rope_dim|d_head)$": 16,
+    r"_rank$|state_(size|dim)|d_state|chunk_size|block_size": 16,
+    r"(^|_)(n_)?(layers?|depth|blocks|cycles)$": 2,
+    r"intermediate|ffn|d_?ff$|dim_ff|feed_?forward|mlp_(dim|size|hidden)": 96,
+    r"image_size|input_size|img_size|spec_size": 32,
+    r"^(vision_)?patch_size$": 8,
+    r"position|n_ctx|seq_len|max_length|num_queries|num_latents": 128,
+    r"window": 16,
+    r"hidden|d_model|n_embd|embed|(^|_)(width|dim|size)$": 64,
+}
+WIDTH = re.compile(r"hidden|intermediate|ffn|dim|d_model|embed|width|channels?$")
+LAYER_INDICES = re.compile(r"layers$|indic|index|layer_ids?$|deepstack|feature_layer")
 # Optional parts that bring norms with them.
 FEATURE = re.compile(
     r"qk_?(layer_?)?norm|use_qk|(layer|rms)_?norm|(post|pre|out|sandwich|swin|task)_norm|norm_(bias|after|before)"
-    r"|normalize_(before|modulator)|^add_adapter$|attention_gate"
+    r"|normalize_(before|modulator)|^add_adapter$"
 )
-NOT_FEATURE = re.compile(
-    r"residual|remove|init_|share|reuse|elementwise|batch_norm|force"
-)
-FEATURE_WORDS = {
-    "group": "layer",
-    "layer_norm": "rms_norm",
-    "no_norm": "layer_norm",
-    "batchnorm": "layernorm",
-    "qwen3": "olmo",
-}
+NOT_FEATURE = re.compile(r"residual|remove|init_|share|elementwise|batch_norm")
+FEATURE_WORDS = {"group": "layer", "layer_norm": "rms_norm", "no_norm": "layer_norm"}
+FEATURE_WORDS |= {"batchnorm": "layernorm", "qwen3": "olmo"}
 Layers = tuple[int, int] | None  # depth by default, depth to build
 
 
@@ -122,12 +86,18 @@ class Shrinker:
             if name[0] == "_" or name in LEFT_OUT or name not in fields:
                 continue
             if value is None:
-                arguments |= self._filled(fields[name])
+                if "bool" in str(fields[name].type) and self._switch(name, False):
+                    arguments[name] = True
             elif _is_of_layers(value, layers) or not _is_derived(
                 fields[name], value, fresh
             ):
                 arguments[name] = self.value(name, value, layers, values)
-        hints = self._hints_of(cls)
+        owner = f"{cls.__name__}."
+        hints = {
+            name.removeprefix(owner): value
+            for name, value in self.hints.items()
+            if name.startswith(owner)
+        }
         config = cls(**arguments | {n: hints[n] for n in hints.keys() & fields.keys()})
         for name, value in values.items():
             # a part of which its whole says more than its class knows
@@ -137,31 +107,12 @@ class Shrinker:
             setattr(config, name, value)
         return config
 
-    def _filled(self, field: dataclasses.Field) -> dict[str, bool]:
-        """An argument that is None, where it is a feature to switch on."""
-        if "bool" not in str(field.type) or not self._is_feature(field.name):
-            return {}
-        self.switched.add(field.name)
-        return {field.name: True}
-
-    def _hints_of(self, cls: type[PretrainedConfig]) -> dict[str, Any]:
-        """Values of attributes of a config of cls."""
-        found = {}
-        for name, value in self.hints.items():
-            owner, _, attribute = name.partition(".")
-            if owner == cls.__name__:
-                found[attribute] = value
-        return found
-
     def _part(self, config: PretrainedConfig) -> PretrainedConfig:
         if config.model_type == "timm_backbone" and not is_timm_available():
             # what Transformers itself offers in its place
-            return CONFIG_MAPPING["resnet"](
-                embedding_size=16,
-                hidden_sizes=[16, 32, 48, 64],
-                depths=[1, 1, 1, 1],
-                out_indices=[1, 2, 3, 4],
-            )
+            sizes = {"embedding_size": 16, "hidden_sizes": [16, 32, 48, 64]}
+            sizes |= {"depths": [1, 1, 1, 1], "out_indices": [1, 2, 3, 4]}
+            return CONFIG_MAPPING["resnet"](**sizes)
         return self.make(type(config), config)
 
     def value(self, name: str, value, layers: Layers, values: dict):
@@ -187,12 +138,9 @@ class Shrinker:
             return value
         return shrunk_number(name, value, layers)
 
-    def _is_feature(self, name: str) -> bool:
-        found = FEATURE.search(name) and not NOT_FEATURE.search(name)
-        return self.features and bool(found)
-
     def _switch(self, name: str, value: bool) -> bool:
-        if not value and self._is_feature(name):
+        is_feature = FEATURE.search(name) and not NOT_FEATURE.search(name)
+        if self.features and is_feature and not value:
             self.switched.add(name)
             return True
         return value
@@ -228,9 +176,8 @@ def _is_derived(field: dataclasses.Field, value, fresh: dict) -> bool:
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    worked_out = default is None
-    if isinstance(default, str):
-        worked_out = not isinstance(value, str)
+    of_another_kind = isinstance(default, str) and not isinstance(value, str)
+    worked_out = default is None or of_another_kind
     return worked_out and repr(fresh.get(field.name)) == repr(value)
 
 
@@ -265,13 +212,12 @@ def _layers_to_reach(pattern: list[str] | tuple[str, ...]) -> int:
     """How many layers it takes to have each kind of the pattern; a second of each if
     that is near.
     """
-    places = [
-        [i for i, kind in enumerate(pattern) if kind == wanted]
-        for wanted in set(pattern)
-    ]
-    # layers of one kind may share their weights
-    second = max(indices[:2][-1] for indices in places)
-    return 1 + (second if second < 12 else max(indices[0] for indices in places))
+    first = {kind: pattern.index(kind) for kind in set(pattern)}
+    places = [*first.values()]
+    for kind, place in first.items():
+        if kind in pattern[place + 1 :]:  # layers of one kind may share their weights
+            places.append(pattern.index(kind, place + 1))
+    return 1 + (max(places) if max(places) < 12 else max(first.values()))
 
 
 def shrunk_list(name: str, value, layers: Layers):
@@ -318,11 +264,12 @@ def shrunk_number(name: str, value: int, layers: Layers) -> int:
     """The number of an attribute in the tiny config."""
     if value <= 0:
         return value
-    action = next((act for pattern, act in NUMBERS if pattern.search(name)), "keep")
+    found = (limit for pattern, limit in NUMBERS.items() if re.search(pattern, name))
+    limit = next(found, None)
     if layers is not None:
         depth, kept = layers
-        if action == 2 and value == depth:
+        if limit == 2 and value == depth:
             return kept
-        if action == "keep" and LAYER_INDICES.search(name) and "size" not in name:
+        if limit is None and LAYER_INDICES.search(name) and "size" not in name:
             return min(value, kept - 1)
-    return value if action == "keep" else min(value, action)
+    return value if limit is None else min(value, limit)

@@ -20,8 +20,8 @@ from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
 from .configs import tiny_config
-from .models import GIVEN, MAPPINGS, chosen, classes_of, inputs_of
-from .runs import Job, Task, in_document, line, read, take
+from .models import GIVEN, MAPPINGS, classes_of, inputs_of
+from .runs import Job, Task, chosen, line, take
 
 PACKAGES = ("torch", "transformers")
 TIME_LIMIT = 120  # seconds a type may take
@@ -101,18 +101,17 @@ def _planned(cls, config, inputs) -> dict:
         kinds = [kind for kind, words in WITHOUT.items() if words in reason]
         return {"verdict": kinds[0] if kinds else "refused", "reason": reason}
     stays = {n.path: n.reason for n in plan.norms if not n.becomes_rms}
-    found = {
+    means = [mean for path, mean in proof.means.items() if path not in stays]
+    verdict = "failed" if not proof.passed else "partly" if stays else "converted"
+    return {
+        "verdict": verdict,
         "norms": len(plan.norms),
         "rms_norms": len(plan.norms) - len(stays),
         "stock": proof.stock,
         "rms": proof.rms,
-        "largest_mean": max(
-            (v for k, v in proof.means.items() if k not in stays), default=0.0
-        ),
+        "largest_mean": max(means, default=0.0),
         "reason": "; ".join(dict.fromkeys(stays.values())),
     }
-    verdict = "failed" if not proof.passed else "partly" if stays else "converted"
-    return {"verdict": verdict, **found}
 
 
 def verdict(result: dict) -> str:
@@ -126,12 +125,12 @@ def summary(results: list[dict]) -> dict:
     return dict(Counter(verdict(r) for r in results))
 
 
-def jobs_of(only: set[str] | None) -> list[Job]:
+def jobs_of(mapping: str) -> list[Job]:
     """The types of the causal mapping, and those that only the base mapping has."""
     causal, base = MAPPINGS["causal"], MAPPINGS["base"]
     jobs = [(t, "causal") for t in causal]
     jobs += [(t, "base") for t in base if t not in causal]
-    return [job for job in jobs if only is None or job[0] in only]
+    return [job for job in jobs if mapping in ("all", job[1])]
 
 
 def run(options) -> int:
@@ -139,29 +138,23 @@ def run(options) -> int:
     fails its proof.
     """
     transformers.logging.set_verbosity_error()
-    found: dict[Job, dict] = {}
-    if options.update:
-        earlier = read(options.update)["types"]
-        found = {(result["type"], result["mapping"]): result for result in earlier}
-    jobs = jobs_of(chosen(options.only))
-    jobs = [job for job in jobs if options.mapping in ("all", job[1])]
+    jobs = jobs_of(options.mapping)
+    types = chosen(options.only, [t for t, _ in jobs])
     task = Task(
         examine,
         verdict,
-        lambda result: verdict(result) == "failed",
-        text,
+        document,
         warm=("gpt2", "causal"),
         seconds=TIME_LIMIT,
         unexamined={"variants": []},
     )
-    code = take(task, jobs, found, options)
-    counts = summary(list(found.values()))
+    results = take(task, [job for job in jobs if job[0] in types], options)
+    counts = summary(results)
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    return code
+    return int("failed" in counts)
 
 
-def text(found: dict[Job, dict]) -> str:
-    """The JSON, with a line for each type."""
-    results = [found[job] for job in jobs_of(None) if job in found]
-    document = {"versions": versions(PACKAGES), "summary": summary(results)}
-    return in_document(document, results)
+def document(results: list[dict]) -> dict:
+    """The JSON."""
+    about = {"versions": versions(PACKAGES), "summary": summary(results)}
+    return about | {"types": results}

@@ -7,7 +7,6 @@ and of its forward, whose tensors are written as `models` reads them.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import inspect
@@ -16,24 +15,24 @@ import pkgutil
 import re
 import warnings
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 import hf_rmsnorm
+from benchmarks.tables import markdown
 from hf_rmsnorm.cli.env import versions
 from hf_rmsnorm.fused.watch import MODULATED_SUM, MODULATION
 from hf_rmsnorm.patching.launched import Piece
 
-from . import BadOptions
-from .models import cast, tensors, value_of
-from .runs import Job, Task, in_document, line, read, take
+from .models import cast, outputs, value_of
+from .runs import Task, chosen, line, take
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "diffusers_models.json"
 TIME_LIMIT = 600  # seconds that a class may take in the interpreter
 MAPPING = "diffusers"
 WARM = "DiTTransformer2DModel", MAPPING
+COUNTED = ("norms", "alone", "modulated", "sums")
 
 
 def examine(name: str, mapping: str) -> dict:
@@ -41,12 +40,12 @@ def examine(name: str, mapping: str) -> dict:
     JSON.
     """
     model, inputs = build(name, torch.bfloat16)
-    expected = _outputs(model, inputs)
+    expected = outputs(model, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model without any norm is a result here
         report = hf_rmsnorm.patch_model(model)
     with hf_rmsnorm.use_backend("triton"), hf_rmsnorm.count_launches(model) as ran:
-        by_kernels = _outputs(model, inputs)
+        by_kernels = outputs(model, inputs)
     hf_rmsnorm.unpatch_model(model)
     return {
         "type": name,
@@ -69,12 +68,6 @@ def _counts(pieces: tuple[Piece, ...]) -> dict[str, int]:
         launched[piece.what] += piece.launched
     sums = launched[MODULATED_SUM]
     return {"modulated": launched[MODULATION] + sums, "sums": sums}
-
-
-def _outputs(model: torch.nn.Module, inputs: dict) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return [t.clone() for t in tensors(model(**copy.deepcopy(inputs)))]
 
 
 def _differing(a: list[torch.Tensor], b: list[torch.Tensor]) -> int:
@@ -101,30 +94,16 @@ def run(options) -> int:
     """What ``python -m scripts.coverage diffusers`` does; returns 1 where a patch
     changed a result.
     """
-    names = options.only.split(",") if options.only else list(classes())
-    if unknown := set(names) - set(classes()):
-        raise BadOptions(
-            f"diffusers {version('diffusers')} has no class {', '.join(sorted(unknown))}"
-        )
-    found = {}
-    if options.update:
-        earlier = read(options.update)["types"]
-        found = {(entry["type"], MAPPING): entry for entry in earlier}
-    task = Task(examine, verdict, is_wrong, text, WARM, TIME_LIMIT)
-    code = take(task, [(name, MAPPING) for name in names], found, options)
-    print(page_table(_document(found)))
-    return code
+    names = chosen(options.only, classes())
+    task = Task(examine, verdict, document, WARM, TIME_LIMIT)
+    results = take(task, [(name, MAPPING) for name in names], options)
+    print("\n".join(page_table(document(results))))
+    return int(any(map(is_wrong, results)))
 
 
-def _document(found: dict[Job, dict]) -> dict:
-    types = [found[job] for job in sorted(found)]
-    return {"versions": versions(("diffusers", "torch")), "types": types}
-
-
-def text(found: dict[Job, dict]) -> str:
-    """The JSON, with a line for each class."""
-    document = _document(found)
-    return in_document(document, document["types"])
+def document(results: list[dict]) -> dict:
+    """The JSON."""
+    return {"versions": versions(("diffusers", "torch")), "types": results}
 
 
 def is_wrong(entry: dict) -> bool:
@@ -146,24 +125,16 @@ def verdict(entry: dict) -> str:
     return words
 
 
-def page_table(document: dict) -> str:
+def page_table(document: dict) -> list[str]:
     """The table for the documentation: a row for each class, alike classes in one row."""
-    rows: dict[tuple, list[str]] = {}
+    alike: dict[tuple, list[str]] = {}
     for entry in document["types"]:
-        counts = tuple(
-            entry.get(name, "") for name in ("norms", "alone", "modulated", "sums")
-        )
-        rows.setdefault((*counts, verdict(entry)), []).append(_short(entry["type"]))
-    lines = [
-        f"| diffusers {document['versions']['diffusers']} | norms swapped | skipped | with scale and shift | "
-        "with the sum before | result |",
-        "|---|---|---|---|---|---|",
-    ]
-    for (*counts, result), names in sorted(rows.items(), key=lambda row: row[1]):
-        lines.append(
-            f"| {', '.join(names)} | {' | '.join(map(str, counts))} | {result} |"
-        )
-    return "\n".join(lines)
+        cells = *(entry.get(name, "") for name in COUNTED), verdict(entry)
+        alike.setdefault(cells, []).append(_short(entry["type"]))
+    head = [f"diffusers {document['versions']['diffusers']}", "norms swapped"]
+    head += ["skipped", "with scale and shift", "with the sum before", "result"]
+    rows = sorted((names, cells) for cells, names in alike.items())
+    return markdown(head, ([", ".join(names), *cells] for names, cells in rows))
 
 
 def _short(name: str) -> str:
@@ -176,21 +147,14 @@ def classes() -> dict[str, type]:
     from diffusers import ModelMixin
     from diffusers.models import transformers
 
-    names = [
-        f"{transformers.__name__}.{module.name}"
-        for module in pkgutil.iter_modules(transformers.__path__)
-    ]
-    values = [
-        value
-        for name in names
-        for value in vars(importlib.import_module(name)).values()
-    ]
-    models = {
-        c
-        for c in values
-        if inspect.isclass(c) and issubclass(c, ModelMixin) and c.__module__ in names
-    }
-    return {cls.__name__: cls for cls in sorted(models, key=lambda cls: cls.__name__)}
+    found = {}
+    for module in pkgutil.iter_modules(transformers.__path__):
+        name = f"{transformers.__name__}.{module.name}"
+        for cls in vars(importlib.import_module(name)).values():
+            own = inspect.isclass(cls) and cls.__module__ == name
+            if own and issubclass(cls, ModelMixin):
+                found[cls.__name__] = cls
+    return dict(sorted(found.items()))
 
 
 def build(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict]:
@@ -207,13 +171,13 @@ def build(name: str, dtype: torch.dtype) -> tuple[torch.nn.Module, dict]:
         for parameter in model.parameters():
             # as if trained: zeros would hide gates and modulations
             noise = torch.randn_like(parameter)
-            parameter.copy_(
-                parameter + 0.1 * noise if parameter.dim() < 2 else 0.15 * noise
-            )
+            if parameter.dim() < 2:
+                parameter.add_(0.1 * noise)
+            else:
+                parameter.copy_(0.15 * noise)
     cast(model, dtype, model._keep_in_fp32_modules or ())
-    return model, {
-        key: value_of(value, dtype) for key, value in entry["inputs"].items()
-    }
+    given = entry["inputs"].items()
+    return model, {key: value_of(value, dtype) for key, value in given}
 
 
 def _tuples(value):

@@ -30,7 +30,6 @@ from transformers.utils import ModelOutput, is_timm_available
 
 from hf_rmsnorm.verification.context import default_inputs, in_dtype_of
 
-from . import BadOptions
 from .configs import tiny_config
 from .runs import line
 
@@ -38,16 +37,6 @@ DATA = Path(__file__).resolve().parents[1] / "data/inputs.json"
 GIVEN: dict[str, dict] = json.loads(DATA.read_text(encoding="utf-8"))
 DTYPES = {"int": torch.int64, "bool": torch.bool}
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
-
-
-def chosen(only: str | None) -> set[str] | None:
-    """The types of a comma-separated list; None, for all of them, without a list."""
-    types = set(only.split(",")) if only else None
-    if types and (unknown := types - {*MAPPINGS["causal"], *MAPPINGS["base"]}):
-        raise BadOptions(
-            f"Transformers {transformers.__version__} has no type {', '.join(sorted(unknown))}"
-        )
-    return types
 
 
 def classes_of(model_type: str, mapping: str) -> tuple[type, type[PretrainedConfig]]:
@@ -84,16 +73,17 @@ def tiny_model(model_type: str, cls, config, features: bool) -> Made | None:
     tiny, switched = tiny_config(config, features, model_type)
     if features and not switched:
         return None
-    model = to_bfloat16(build(cls, tiny))
+    model = build(cls, tiny)
+    # as ``from_pretrained(dtype=torch.bfloat16)`` does
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    cast(model, torch.bfloat16, kept)
     errors = []
     for dtype in (torch.bfloat16, torch.float32):
         if dtype == torch.float32:
             model = model.float()
         try:
             arguments = inputs_of(model, model_type)
-            with torch.no_grad():
-                output = model(**copy.deepcopy(arguments))
-            if any(True for _ in tensors(output)):
+            if outputs(model, arguments):
                 return Made(model, arguments, None, switched)
             errors.append("it returned no tensor")
         except Exception as error:  # of any kind, on inputs that do not suit a model
@@ -118,13 +108,6 @@ def build(cls: type[torch.nn.Module], config: PretrainedConfig) -> torch.nn.Modu
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return built
-
-
-def to_bfloat16(model: torch.nn.Module) -> torch.nn.Module:
-    """What ``from_pretrained(dtype=torch.bfloat16)`` gives."""
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    cast(model, torch.bfloat16, kept)
-    return model
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
@@ -179,9 +162,7 @@ def _tensor(kind: str, *words: str, dtype: torch.dtype) -> torch.Tensor:
             return torch.randint(3, int(words[0]), shape, generator=generator)
         case "full":
             return torch.full(shape, int(words[0]))
-    raise ValueError(
-        f"{kind!r} is no kind of tensor: write normal, ones, true, ids, words or full"
-    )
+    raise ValueError(f"{kind!r} is no kind of tensor")
 
 
 def tensors(output) -> Iterator[torch.Tensor]:
@@ -195,6 +176,13 @@ def tensors(output) -> Iterator[torch.Tensor]:
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from tensors(value)
+
+
+def outputs(model: torch.nn.Module, arguments: dict) -> list[torch.Tensor]:
+    """Copies of all that a forward gives, the same each time."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return [t.detach().clone() for t in tensors(model(**copy.deepcopy(arguments)))]
 
 
 @dataclass
@@ -237,8 +225,6 @@ def stand_in_for_timm() -> None:
         if "TimmWrapperModel" in (name, *name):
             config = CONFIG_MAPPING[model_type]
             model = type("StandIn", (StandIn,), {"config_class": config})
-            for auto in (
-                transformers.AutoModel,
-                transformers.AutoModelForImageClassification,
-            ):
+            for name in ("AutoModel", "AutoModelForImageClassification"):
+                auto = getattr(transformers, name)
                 auto.register(config, model, exist_ok=True)

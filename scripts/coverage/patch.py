@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import transformers
@@ -16,12 +14,12 @@ import transformers
 from hf_rmsnorm.cli.env import versions
 
 from .compare import UNEXAMINED, examine
-from .models import MAPPINGS, chosen
-from .runs import Job, Task, lines_of, read, take
+from .models import MAPPINGS
+from .runs import Task, chosen, take
 
 PACKAGES = ("torch", "transformers")
 MODELS = Path(importlib.util.find_spec("transformers").origin).parent / "models"
-TIME_LIMIT = 180  # seconds a type may take, on a slow machine
+TIME_LIMIT = 540  # seconds a type may take, on a slow machine
 
 
 def run(options) -> int:
@@ -29,69 +27,47 @@ def run(options) -> int:
     wrong result.
     """
     transformers.logging.set_verbosity_error()
-    only = chosen(options.only)
-    found = _earlier(options.update) if options.update else {}
     mappings = MAPPINGS if options.mapping == "all" else (options.mapping,)
-    jobs = []
-    for mapping in mappings:
-        types = [t for t in MAPPINGS[mapping] if only is None or t in only]
-        jobs += [(t, mapping) for t in types]
+    jobs = [(t, mapping) for mapping in mappings for t in MAPPINGS[mapping]]
+    types = chosen(options.only, [t for t, _ in jobs])
     task = Task(
-        partial(examine, interpreter=options.interpreter),
+        examine,
         verdict,
-        wrong,
-        text,
+        document,
         warm=("llama", "causal"),
-        seconds=TIME_LIMIT * (3 if options.interpreter else 1),
+        seconds=TIME_LIMIT,
         unexamined=UNEXAMINED,
     )
-    code = take(task, jobs, found, options)
-    for mapping, results in _by_mapping(found).items():
-        figures = totals(results).items()
+    results = take(task, [job for job in jobs if job[0] in types], options)
+    for mapping, of_mapping in _by_mapping(results).items():
+        figures = totals(of_mapping).items()
         print(f"{mapping}: " + ", ".join(f"{k} {v}" for k, v in figures))
-    return code
+    return int(any(map(wrong, results)))
 
 
 def verdict(result: dict) -> str:
     return "; ".join(wrong(result)[:2]) or ("ok" if result["ran"] else result["error"])
 
 
-def _earlier(path) -> dict[Job, dict]:
-    """The results of a JSON made earlier."""
-    found = {}
-    for mapping, part in read(path)["mappings"].items():
-        found |= {(result["type"], mapping): result for result in part["types"]}
+def _by_mapping(results: list[dict]) -> dict[str, list[dict]]:
+    found: dict[str, list[dict]] = {}
+    for result in results:
+        found.setdefault(result["mapping"], []).append(result)
     return found
 
 
-def _by_mapping(found: dict[Job, dict]) -> dict[str, list[dict]]:
-    ordered = {}
-    for mapping, types in MAPPINGS.items():
-        results = [found[t, mapping] for t in types if (t, mapping) in found]
-        if results:
-            ordered[mapping] = results
-    return ordered
-
-
-def text(found: dict[Job, dict]) -> str:
-    """The JSON, with a line for each type."""
-    document = {"versions": versions(PACKAGES), "mappings": {}}
-    for mapping, results in _by_mapping(found).items():
-        document["mappings"][mapping] = {
-            "totals": {"types": len(MAPPINGS[mapping]), **totals(results)},
-            "left_alone": by_reason(results, "left_alone"),
-            "not_norms": by_reason(results, "not_norms"),
-            "types": [{**result, "wrong": wrong(result)} for result in results],
+def document(results: list[dict]) -> dict:
+    """The JSON."""
+    mappings = {}
+    for mapping, of_mapping in _by_mapping(results).items():
+        mappings[mapping] = {
+            "totals": {"types": len(MAPPINGS[mapping]), **totals(of_mapping)},
+            "left_alone": by_reason(of_mapping, "left_alone"),
+            "not_norms": by_reason(of_mapping, "not_norms"),
+            "types": [{**result, "wrong": wrong(result)} for result in of_mapping],
         }
-    document["not_built"] = not_built(document)
-    of_types = {}
-    for mapping, part in document["mappings"].items():
-        of_types[f'"<{mapping}>"'] = lines_of(part["types"])
-        part["types"] = f"<{mapping}>"
-    made = json.dumps(document, indent=1)
-    for place, lines in of_types.items():
-        made = made.replace(place, lines)
-    return made + "\n"
+    made = {"versions": versions(PACKAGES), "mappings": mappings}
+    return made | {"not_built": not_built(made)}
 
 
 def wrong(result: dict) -> list[str]:
@@ -172,19 +148,13 @@ def by_reason(results: list[dict], key: str) -> list[dict]:
 
 def norm_classes(folder: Path = MODELS) -> dict[str, list[str]]:
     """Every class with "norm" in its name and a forward, its own or one that a class of
-    that file gives it.
-
-    Returns:
-        By class name: the classes of its file that make or extend it (none where
-            nothing there does), each given as
-        ``<file>:<class>``.
+    that file gives it; by its name the classes of its file that make or extend it, each
+    given as ``<file>:<class>``.
     """
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*/modeling_*.py")):
-        classes = {}
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = node
+        nodes = ast.parse(path.read_text(encoding="utf-8")).body
+        classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
         for norm in classes:
             if _is_norm(classes[norm], classes):
                 users = [name for name in classes if norm in _names(classes[name])]
@@ -239,11 +209,11 @@ def not_built(document: dict) -> dict[str, str]:
         users = [user.split(":") for user in sorted(classes[name])]
         blocked = sorted(unbuilt[file] for file, _ in users if file in unbuilt)
         made = ", ".join(user for _, user in users)
-        reasons[name] = (
-            f"made by {made}, which no type of the two mappings builds with it"
-        )
-        if blocked:
-            reasons[name] = f"its model is not built: {blocked[0]}"
         if not users:
             reasons[name] = "no class of its file uses it"
+        elif blocked:
+            reasons[name] = f"its model is not built: {blocked[0]}"
+        else:
+            never = "which no type of the two mappings builds with it"
+            reasons[name] = f"made by {made}, {never}"
     return reasons

@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,10 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, PreTrainedModel, logging
 
 import hf_rmsnorm
+from benchmarks.compact import write_result
+from benchmarks.tables import markdown
 from hf_rmsnorm.cli.env import versions
 
-from . import BadOptions, diffusers
-from .runs import in_document, line, read
+from . import diffusers
+from .runs import WIDTH, chosen, line
 
 RANKS = 2
 CPU = torch.device("cpu")
@@ -100,20 +102,18 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpointing(model: nn.Module) -> nn.Module:
-    if hasattr(model, "enable_gradient_checkpointing"):
-        model.enable_gradient_checkpointing()
-    else:
+    if isinstance(model, PreTrainedModel):
         model.gradient_checkpointing_enable()
+    else:
+        model.enable_gradient_checkpointing()
     return model
 
 
 def lora(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, inject_adapter_in_model
 
-    linears = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            linears.append(path)
+    modules = model.named_modules()
+    linears = [path for path, module in modules if isinstance(module, nn.Linear)]
     return inject_adapter_in_model(LoraConfig(r=4, target_modules=linears), model)
 
 
@@ -309,32 +309,27 @@ def run(options) -> int:
     """What ``python -m scripts.coverage regimes`` does; returns 1 where a regime raises
     an error, or has another result than the committed one.
     """
-    names = options.only.split(",") if options.only else list(MODELS)
-    unknown = set(names) - MODELS.keys()
-    if unknown:
-        what = ", ".join(sorted(unknown))
-        raise BadOptions(f"no model is named {what}; there are {', '.join(MODELS)}")
+    names = chosen(options.only, MODELS)
     expected = {}
     if options.check:
-        expected = {place(cell): cell for cell in read(options.check)["cells"]}
+        earlier = json.loads(options.check.read_text(encoding="utf-8"))
+        expected = {place(cell): cell for cell in earlier["cells"]}
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     document = {"versions": versions(PACKAGES), "cells": []}
-    wrong = 0
+    code = 0
     for name in names:
         print(name, file=sys.stderr, flush=True)
         for cell in cells_of(name):
             document["cells"].append(cell)
             before = expected.get(place(cell), {}) if options.check else cell
             if before != cell or "error" in cell:
-                wrong += 1
-                what = f"{' in '.join(place(cell))}: {_in_full(cell)}"
-                print(f"{what}; before: {_in_full(before)}", file=sys.stderr)
+                code = 1
+                print(f"now {cell}, before {before}", file=sys.stderr)
     if options.out:
-        text = in_document(document, document["cells"], "cells")
-        options.out.write_text(text, encoding="utf-8")
+        write_result(options.out, document, WIDTH)
     print("\n".join(page_tables(document)))
-    return min(wrong, 1)
+    return code
 
 
 def place(cell: dict) -> tuple[str, str]:
@@ -349,36 +344,29 @@ def _in_words(cell: dict) -> str:
     return f"{cell['ran']} of {cell['pieces']}"
 
 
-def _in_full(cell: dict) -> str:
-    return "; ".join([_in_words(cell) or "not run", *cell.get("reasons", {})])
-
-
 def page_tables(document: dict) -> list[str]:
     """The tables for the documentation: a row for each regime, then the reasons."""
     cells = {place(cell): cell for cell in document["cells"]}
     names = list(dict.fromkeys(name for name, _ in cells))
-    lines = [
-        " | ".join(["| pieces that ran as kernels", *names]) + " |",
-        "|---" * (len(names) + 1) + "|",
-    ]
+    rows = []
     for regime in REGIMES:
-        row = [_in_words(cells.get((name, regime), {})) for name in names]
-        lines.append(" | ".join([f"| {regime}", *row]) + " |")
-    lines += ["", "| did not run | because | regimes |", "|---|---|---|"]
+        words = [_in_words(cells.get((name, regime), {})) for name in names]
+        rows.append([regime, *words])
+    lines = [*markdown(["pieces that ran as kernels", *names], rows), ""]
+    rows = []
     for (reason, counts), regimes in _alike(document["cells"]).items():
         what, _, why = reason.partition(": ")
-        lines.append(f"| {what}: {counts} | {why} | {', '.join(regimes)} |")
-    return lines
+        rows.append([f"{what}: {counts}", why, ", ".join(regimes)])
+    return lines + markdown(["did not run", "because", "regimes"], rows)
 
 
 def _alike(cells: list[dict]) -> dict[tuple[str, str], list[str]]:
     """(reason, models with the number of pieces) -> the regimes in which it is so."""
-    models: dict[tuple[str, str], list[str]] = {}
+    models = defaultdict(list)
     for cell in sorted(cells, key=_order):
         for reason, count in cell.get("reasons", {}).items():
-            counts = models.setdefault((cell["regime"], reason), [])
-            counts.append(f"{cell['model']} {count}")
-    alike: dict[tuple[str, str], list[str]] = {}
+            models[cell["regime"], reason].append(f"{cell['model']} {count}")
+    alike = defaultdict(list)
     for (regime, reason), counts in models.items():
-        alike.setdefault((reason, ", ".join(counts)), []).append(regime)
+        alike[reason, ", ".join(counts)].append(regime)
     return alike

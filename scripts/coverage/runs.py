@@ -4,13 +4,12 @@ and writes their results.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from multiprocessing import TimeoutError as NoAnswer
 from multiprocessing import get_context
@@ -18,14 +17,25 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.compact import write_result
+
 Job = tuple[str, str]  # a type and its mapping
 MEMORY_LIMIT = 6 * 2**30  # bytes more than the parent has
 GRACE = 30  # seconds that a job has to stop, once its time is over
+WIDTH = 8_000  # characters of a line: a type has one, and a change is a line of a diff
 
 
 def line(error: BaseException) -> str:
     """An error as one line, which a table has room for."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def chosen(only: str | None, known: Collection[str]) -> list[str]:
+    """The names of a comma-separated list; without one all that are known."""
+    names = only.split(",") if only else list(known)
+    if unknown := set(names) - set(known):
+        sys.exit(f"--only: there is no {', '.join(sorted(unknown))}")
+    return names
 
 
 @dataclass(frozen=True)
@@ -35,8 +45,7 @@ class Task:
     Args:
         examine: of (type, mapping) the result.
         verdict: a result in a few words.
-        is_wrong: whether a result shows a fault of this package.
-        text: the JSON of all results, by job.
+        document: the JSON of all results, which are in the order of the jobs.
         warm: a job that is run first, before the others are forked: it imports, once
             and for all, what every model needs.
         seconds: that a job may take.
@@ -45,24 +54,17 @@ class Task:
 
     examine: Callable[[str, str], dict]
     verdict: Callable[[dict], str]
-    is_wrong: Callable[[dict], object]
-    text: Callable[[dict[Job, dict]], str]
+    document: Callable[[list[dict]], dict]
     warm: Job
     seconds: int
     unexamined: dict = field(default_factory=dict)
 
 
-def take(task: Task, jobs: list[Job], found: dict[Job, dict], options) -> int:
-    """Run the jobs, and write the JSON that ``--out`` asks for.
-
-    Args:
-        found: earlier results, by job; gets those of the jobs.
-
-    Returns:
-        1 where a result is wrong.
-    """
+def take(task: Task, jobs: list[Job], options) -> list[dict]:
+    """Run the jobs, and write the JSON that ``--out`` asks for; returns the results."""
     torch.set_num_threads(1)
     task.examine(*task.warm)
+    results = []
     with get_context("fork").Pool(options.jobs, maxtasksperchild=1) as pool:
         limited = [(task.examine, job, task.seconds) for job in jobs]
         running = [pool.apply_async(_examined, job) for job in limited]
@@ -74,13 +76,13 @@ def take(task: Task, jobs: list[Job], found: dict[Job, dict], options) -> int:
             if result.keys() == {"error"}:
                 names = {"type": job[0], "mapping": job[1]}
                 result = names | task.unexamined | result
-            found[job] = result
+            results.append(result)
             words = f"{number} of {len(jobs)}, {job[0]}: {task.verdict(result)}"
             print(words, file=sys.stderr, flush=True)
             # a run of half an hour that is stopped leaves its results
             if options.out and (number % 25 == 0 or number == len(jobs)):
-                options.out.write_text(task.text(found), encoding="utf-8")
-    return int(any(map(task.is_wrong, found.values())))
+                write_result(options.out, task.document(results), WIDTH)
+    return results
 
 
 def _examined(examine: Callable, job: Job, seconds: int) -> dict:
@@ -105,19 +107,3 @@ def _examined(examine: Callable, job: Job, seconds: int) -> dict:
         return {"error": f"{line(error)} at {Path(place.filename).name}:{place.lineno}"}
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def read(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def lines_of(results: list[dict]) -> str:
-    """JSON with a line for each type, so that a change of one is a line of a diff."""
-    lines = (json.dumps(result, separators=(",", ":")) for result in results)
-    return "[\n" + ",\n".join(lines) + "\n]"
-
-
-def in_document(document: dict, results: list[dict], name: str = "types") -> str:
-    """The JSON of a document that has results by this name, a line for each."""
-    text = json.dumps({**document, name: "<results>"}, indent=1)
-    return text.replace('"<results>"', lines_of(results)) + "\n"

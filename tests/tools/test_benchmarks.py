@@ -17,6 +17,7 @@ from benchmarks import (
     compact,
     gpu_bench,
     gpu_check,
+    gpu_report,
     kernels,
     layer_table,
     models,
@@ -26,7 +27,6 @@ from benchmarks import (
     variants,
 )
 from benchmarks.__main__ import main
-from benchmarks.losses import save_losses
 from benchmarks.ptx.driver import NEEDED, reads_ptx
 from benchmarks.shapes import TINY
 from benchmarks.timing import Stopwatch
@@ -94,7 +94,10 @@ def test_kernels_on_a_cpu_are_judged(tmp_path):
         ours = entries["hf_rmsnorm"]
         assert ours["gate"]["failures"] == []
         saved = [entries[n]["saved_bytes_per_row"] for n in ("hf_rmsnorm", "hf_eager")]
-        assert saved[0] < saved[1] or case["kind"] == "LayerNorm", "which keeps halves"
+        if case["kind"] == peers.ROTARY:
+            assert saved[0] == saved[1], "both keep the tables alone"
+        else:
+            assert saved[0] < saved[1] or case["kind"] == "LayerNorm", "it keeps halves"
         assert "forward" not in ours, "no clock of a GPU"
 
 
@@ -187,7 +190,7 @@ def test_a_training_run_is_rehearsed_and_drawn(short, tmp_path):
     shown = "\n".join(tables.training(data))
     assert "patch_model" in shown and "mean nothing" in shown
     picture = tmp_path / "losses.png"
-    save_losses(data, None, picture)
+    gpu_report.save_losses(data, None, picture)
     assert picture.read_bytes().startswith(PNG)
 
 

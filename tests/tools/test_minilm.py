@@ -27,8 +27,9 @@ def test_the_script_measures_a_tiny_encoder(tmp_path, monkeypatch, capsys):
     postnorm_models.build("bert", vocab_size=256).float().save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     monkeypatch.setattr(minilm, "HELD_OUT", 64)
+    monkeypatch.setattr(minilm, "CALIBRATION", 320)
     out = tmp_path / "minilm.json"
-    minilm.main([str(tmp_path), "--out", str(out), "--calibration", "320"])
+    minilm.main([str(tmp_path), "--out", str(out)])
     result = json.loads(out.read_text())
     assert result["sentences"]["held_out"] == 64
     norms = {way: result[way]["norms"] for way in ("naive", "exact", "fit")}
