@@ -102,16 +102,14 @@ def find_fusion(cls: type, norms: Norms) -> Fusion | None:
     definition, itself = forward_source(cls)
     shown = cls.forward, definition
     pieces = fuse_sums(definition, cls, itself, norms.simple, norms.of_rows)
-    is_modulated = any("*" in piece for piece in pieces)
     if pieces:
-        words = _in_words(pieces, is_modulated)
-        return Fusion(norms, words, *shown)
+        is_modulated = any("*" in piece for piece in pieces)
+        return Fusion(norms, _in_words(pieces, is_modulated), *shown)
     normed = fuse_qk(definition, cls, itself, norms.of_heads)
     alone = fuse_rotations(definition, cls, itself)
-    pieces = normed + alone
-    if not pieces:
+    if not normed + alone:
         return None
-    words = _in_words(pieces, True)
+    words = _in_words(normed + alone, True)
     return Fusion(norms, words, *shown, True, bool(alone), keeps_bits=not normed)
 
 
@@ -119,9 +117,8 @@ def _in_words(pieces: list[str], in_one_launch: bool) -> str:
     words = ", ".join(pieces)
     if not in_one_launch:
         return words
-    if len(pieces) > 1:
-        words += ", each"
-    return f"{words} in one launch"
+    each = ", each" if len(pieces) > 1 else ""
+    return f"{words}{each} in one launch"
 
 
 class Finder(NamedTuple):
@@ -152,55 +149,33 @@ def fuse_layers(model: Module, finder: Finder = FINDER) -> tuple[FusedLayer, ...
     if not any(map(fusible_norm, modules.values())):
         return ()
     repeated = _repeated(model)
-    records = {}
+    records = []
     with_sums = []
     for path, module in reversed(modules.items()):
         is_layer = module in repeated
         norms = _norms_of(module)
-        fusion, reason = None, ""
-        if (
-            any(norms)
-            or may_rotate(type(module))
-            or (finder.in_all_layers and is_layer)
-        ):
+        words, reason = "", ""
+        fusion = None
+        may_sum = any(norms) or (finder.in_all_layers and is_layer)
+        if may_sum or may_rotate(type(module)):
             fusion, reason = _fused(module, find, norms)
-        name = type(module).__name__
         if fusion is not None:
-            records[path] = FusedLayer(path, name, fusion.words)
-        elif shared := _shared_norms(module):
-            records[path] = FusedLayer(path, name, "", shared)
-        elif is_layer:
-            reason = _why_not_fused(path, module, with_sums, reason)
-            if reason:
-                records[path] = FusedLayer(path, name, "", reason)
-        if path in records and not (fusion and fusion.rotates):
-            with_sums.append(path)
-    return tuple(reversed(records.values()))
+            words = fusion.words
+        elif not is_layer or not _holds_norms(module):
+            continue
+        elif not any(other.startswith(f"{path}.") for other in with_sums):
+            reason = reason or NO_SUM
+        if words or reason:
+            records.append(FusedLayer(path, type(module).__name__, words, reason))
+            if not (fusion and fusion.rotates):
+                with_sums.append(path)
+    return tuple(reversed(records))
 
 
-def _why_not_fused(path: str, module: Module, with_sums: list[str], reason: str) -> str:
-    """The reason, or `NO_SUM`, of a layer that holds norms; "" if it holds none, or a
-    part of it is listed already.
-    """
+def _holds_norms(module: Module) -> bool:
+    """Whether there are norms that may be fused in a module that is none itself."""
     _, *parts = module.modules()
-    if not any(map(fusible_norm, parts)):
-        return ""
-    for other in with_sums:
-        if other.startswith(f"{path}."):
-            return reason
-    return reason or NO_SUM
-
-
-def _shared_norms(module: Module) -> str:
-    """Which patched norms of a module are one, under several names; "" if none are."""
-    names = {}
-    for name, child in module._modules.items():
-        if fusible_norm(child) is not None:
-            names.setdefault(child, []).append(name)
-    for shared in names.values():
-        if len(shared) > 1:
-            return f"{' and '.join(shared)} are one module"
-    return ""
+    return any(map(fusible_norm, parts))
 
 
 def _fused(module: Module, find: Callable, norms: Norms) -> tuple[Fusion | None, str]:
@@ -244,19 +219,16 @@ def _norms_of(module: Module) -> Norms:
             of_rows.add(name)
         if recipe.is_simple and _is_of_heads(norm, recipe):
             of_heads.add(name)
-    return Norms(frozenset(simple), frozenset(of_rows), frozenset(of_heads))
+    return Norms(*map(frozenset, (simple, of_rows, of_heads)))
 
 
 def _is_of_heads(norm: Module, recipe: Recipe) -> bool:
     """Whether a norm has one weight for all heads and no bias, and its result has the
     strides of its input. That of `F.rms_norm` is row-major instead.
     """
-    if recipe.spec.functional or recipe.spec.has_bias:
-        return False
-    for parameter in norm.parameters(recurse=False):
-        if parameter.dim() != 1 or parameter.numel() > MAX_HEAD_DIM:
-            return False
-    return True
+    shapes = [parameter.shape for parameter in norm.parameters(recurse=False)]
+    is_short = all(len(s) == 1 and s.numel() <= MAX_HEAD_DIM for s in shapes)
+    return is_short and not (recipe.spec.functional or recipe.spec.has_bias)
 
 
 def _repeated(model: Module) -> set[Module]:
@@ -264,9 +236,7 @@ def _repeated(model: Module) -> set[Module]:
     repeated = set()
     for row in model.modules():
         if isinstance(row, (nn.ModuleList, nn.Sequential)):
-            for module in row:
-                if module is not None:  # a place may hold none
-                    repeated.add(_inner(module))
+            repeated.update(map(_inner, row.children()))  # a place may hold none
     return repeated
 
 
@@ -274,9 +244,7 @@ def _inner(module: Module) -> Module:
     """The layer in its wrappers (FSDP, activation checkpoints, `torch.compile`): an
     only child by a private name.
     """
-    while len(module._modules) == 1:
-        ((name, child),) = module._modules.items()
-        if child is None or not name.startswith("_"):
-            break
-        module = child
+    match list(module._modules.items()):
+        case [(name, Module() as child)] if name.startswith("_"):
+            return _inner(child)
     return module

@@ -8,12 +8,11 @@ from types import FunctionType
 import torch
 
 from ...fused.source import CannotRewrite, definition_of
+from .statements import VIEWS
 
 # Functions of torch and methods of a tensor that it may call, and what it may read.
-_CALLS = {
-    "cat", "chunk", "contiguous", "flatten", "float", "mul", "narrow", "neg",
-    "repeat_interleave", "reshape", "size", "split", "squeeze", "stack", "sum", "to",
-    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view",
+_CALLS = VIEWS | {
+    "cat", "float", "mul", "neg", "repeat_interleave", "size", "stack", "sum",
 }  # fmt: skip
 _READS = {"dtype", "ndim", "shape"}
 _NODES = (

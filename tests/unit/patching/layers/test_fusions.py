@@ -174,14 +174,13 @@ def shared_in_a_layer(model):
 
 
 QK = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
-ONE_OF_LAYER = "input_layernorm and post_attention_layernorm are one module"
 
 
 @pytest.mark.parametrize(
     "share, words",
     [
         (shared_heads, [INSIDE, ROTARY] * 3),
-        (shared_in_a_layer, [ONE_OF_LAYER, QK] * 3),
+        (shared_in_a_layer, [REASON, QK] * 3),
     ],
 )
 def test_a_norm_in_several_places_is_launched_apart(share, words):
