@@ -45,6 +45,7 @@ LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
 # Answered for all types of device, or for one, by functions of torch; some files wrap
 # them under the same names.
 AUTOCAST_QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled")
+AUTOCASTS = (("torch", "autocast"), ("transformers", "maybe_autocast"))
 # What a forward may call where it finds autocast on.
 AUTOCAST_FUNCTIONS = [
     torch.get_autocast_dtype,
@@ -465,10 +466,7 @@ class _Body(ast.NodeVisitor):
 def _is_autocast(called) -> bool:
     """Whether this is torch's autocast, or Transformers' function that makes one."""
     package = str(getattr(called, "__module__", None)).partition(".")[0]
-    if isinstance(called, type):
-        return issubclass(called, torch.autocast) and package == "torch"
-    name = getattr(called, "__name__", "")
-    return name == "maybe_autocast" and package == "transformers"
+    return (package, getattr(called, "__name__", "")) in AUTOCASTS
 
 
 def _refusal(does: str, node: ast.AST) -> NotPlain:

@@ -5,7 +5,7 @@ q and k in one launch, and why others do not.
 import ast
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -39,6 +39,9 @@ class Norms(NamedTuple):
     of_heads: frozenset[str]
 
 
+Found = tuple["Fusion | None", ast.FunctionDef]
+
+
 @dataclass(frozen=True)
 class Fusion:
     """What is computed with the norms of a forward.
@@ -49,21 +52,13 @@ class Fusion:
         rotates: it is a rotation; else sums and modulations.
         rotates_alone: one without norms.
         keeps_bits: the fusion changes no bit of what the module returns.
-        forward: that of the class in which it was found.
-        definition: of that forward, changed to compute it.
     """
 
     norms: Norms
     words: str
-    forward: Callable = field(compare=False)
-    definition: ast.FunctionDef = field(compare=False)
     rotates: bool = False
     rotates_alone: bool = False
     keeps_bits: bool = True
-
-    def __getstate__(self) -> dict:
-        # found again in the process that loads it
-        return {**vars(self), "forward": None, "definition": None}
 
     def forward_for(self, base: type, owner: list[type]) -> Callable:
         """The forward of the subclass of a class that `owner` will hold."""
@@ -75,15 +70,13 @@ class Fusion:
         Raises:
             CannotRewrite: the class has another forward now, which does not show it.
         """
-        fusion = self
-        if base.forward is not self.forward:
-            fusion = self.found_in(base)
+        fusion, definition = self.found_in(base)
         if fusion != self:
             raise CannotRewrite("its forward is another now")
-        return compiled_again(base, fusion.definition, self.helpers)
+        return compiled_again(base, definition, self.helpers)
 
-    def found_in(self, cls: type) -> "Fusion | None":
-        """What would be found in a class with these norms."""
+    def found_in(self, cls: type) -> Found:
+        """What is found in a class with these norms."""
         return find_fusion(cls, self.norms)
 
     @property
@@ -92,25 +85,24 @@ class Fusion:
         return FUNCTIONS
 
 
-def find_fusion(cls: type, norms: Norms) -> Fusion | None:
-    """What may be computed with these child norms in the forward of a class; None where
-    nothing may.
+def find_fusion(cls: type, norms: Norms) -> Found:
+    """(what may be computed with these child norms in the forward of a class, or None;
+    the definition of that forward, changed to compute it).
 
     Raises:
         CannotRewrite: the forward has no source that can be compiled again.
     """
     definition, itself = forward_source(cls)
-    shown = cls.forward, definition
     pieces = fuse_sums(definition, cls, itself, norms.simple, norms.of_rows)
     if pieces:
         is_modulated = any("*" in piece for piece in pieces)
-        return Fusion(norms, _in_words(pieces, is_modulated), *shown)
+        return Fusion(norms, _in_words(pieces, is_modulated)), definition
     normed = fuse_qk(definition, cls, itself, norms.of_heads)
     alone = fuse_rotations(definition, cls, itself)
     if not normed + alone:
-        return None
+        return None, definition
     words = _in_words(normed + alone, True)
-    return Fusion(norms, words, *shown, True, bool(alone), keeps_bits=not normed)
+    return Fusion(norms, words, True, bool(alone), not normed), definition
 
 
 def _in_words(pieces: list[str], in_one_launch: bool) -> str:
@@ -125,7 +117,7 @@ class Finder(NamedTuple):
     """How the fusions of a model are found.
 
     Args:
-        find: gives the `Fusion` of a class with these `Norms`, as `find_fusion` does.
+        find: finds the `Fusion` of a class with these `Norms`, as `find_fusion` does.
         in_all_layers: also in the layers without a norm of their own.
     """
 
@@ -191,7 +183,7 @@ def _fused(module: Module, find: Callable, norms: Norms) -> tuple[Fusion | None,
         # Removed, they take the class below the current one.
         return None, "its own parameters are parametrized: patch before that"
     try:
-        fusion = find(type(module), norms)
+        fusion, _ = find(type(module), norms)
         if fusion is not None:
             fuse(module, fusion)
     except CannotRewrite as error:

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Set
 
 from ...fused.modulated import OnePlusScale, later, modulated
-from .calls import call, is_later, is_modulated
+from .calls import call, is_modulated
 from .helpers import note_helper
 from .statements import (
     Replace,
@@ -126,8 +126,8 @@ class Modulations(ast.NodeTransformer):
         Replace(read[0], norm).visit(reader)
         joined = self.visit(copy.deepcopy(reader))
         Replace(norm, read[0]).visit(reader)
-        effect = first_effect(joined)
-        return joined if is_modulated(effect) or is_later(effect) else None
+        is_joined = is_modulated(first_effect(joined), or_later=True)
+        return joined if is_joined else None
 
     def _may_pass(self, norm: ast.Call, name: str, statement: ast.stmt) -> bool:
         """Whether a norm, assigned to this name, may be computed behind a statement."""

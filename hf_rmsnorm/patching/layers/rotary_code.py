@@ -8,18 +8,14 @@ from types import FunctionType
 import torch
 
 from ...fused.source import CannotRewrite, definition_of
-from .statements import VIEWS
+from .statements import ARITHMETIC, VIEWS
 
 # Functions of torch and methods of a tensor that it may call, and what it may read.
 _CALLS = VIEWS | {
     "cat", "float", "mul", "neg", "repeat_interleave", "size", "stack", "sum",
 }  # fmt: skip
 _READS = {"dtype", "ndim", "shape"}
-_NODES = (
-    *(ast.Assign, ast.Expr, ast.Return, ast.expr_context, ast.cmpop),
-    *(ast.Constant, ast.Tuple, ast.List, ast.Starred, ast.keyword),
-    *(ast.Subscript, ast.Slice, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
-)
+_NODES = (*ARITHMETIC, ast.Return, ast.cmpop)
 
 
 def functions_read(function: FunctionType) -> tuple | None:
@@ -68,7 +64,7 @@ def _is_allowed(node: ast.AST, function: FunctionType, found: dict) -> bool:
             return isinstance(test, ast.Compare)
         case ast.Compare(_, [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
             return True
-        case ast.Subscript(ctx=ast.Store()):
+        case ast.Subscript(ctx=ast.Store()) | ast.Attribute():
             return False
     return isinstance(node, _NODES)
 

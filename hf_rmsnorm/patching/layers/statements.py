@@ -4,7 +4,7 @@ import ast
 import itertools
 from collections.abc import Callable, Iterable, Set
 
-from .calls import is_later, is_modulated
+from .calls import is_modulated
 
 Statements = list[ast.stmt]
 
@@ -17,7 +17,7 @@ VIEWS = {
 }  # fmt: skip
 _METHODS = VIEWS | {"clamp", "float", "index_select", "size", "tanh", "where"}
 # What is evaluated whole, and changes nothing.
-_ARITHMETIC = (
+ARITHMETIC = (
     ast.Assign,
     ast.Attribute,
     ast.BinOp,
@@ -36,7 +36,7 @@ _ARITHMETIC = (
     ast.unaryop,
 )
 _COMPUTING = (
-    *_ARITHMETIC,
+    *ARITHMETIC,
     ast.BoolOp,
     ast.Compare,
     ast.GeneratorExp,
@@ -45,7 +45,7 @@ _COMPUTING = (
     ast.cmpop,
     ast.comprehension,
 )
-_EVALUATED = *_ARITHMETIC, ast.Call, ast.Return
+_EVALUATED = *ARITHMETIC, ast.Call, ast.Return
 
 
 def is_sum(node: ast.AST) -> bool:
@@ -127,7 +127,7 @@ def first_effect(node: ast.AST) -> ast.AST | None:
     """The first call that a statement makes, where those in the operands of a modulated
     norm do not count; or what comes before it and is no plain arithmetic.
     """
-    if is_modulated(node) or is_later(node) or not isinstance(node, _EVALUATED):
+    if is_modulated(node, or_later=True) or not isinstance(node, _EVALUATED):
         return node
     for child in ast.iter_child_nodes(node):
         effect = first_effect(child)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ...fused.modulated import add_and_modulate
 from ...fused.sums import add_and_norm
-from .calls import call, is_later, is_modulated
+from .calls import call, is_modulated
 from .modulation import Modulations
 from .statements import (
     Replace,
@@ -107,7 +107,7 @@ class _Exchange(ast.NodeTransformer):
             self._note(node, "+ ")
             both = _of_both(inputs[0], node)
             return ast.Subscript(both, ast.Constant(1), ast.Load())
-        if is_modulated(node) or is_later(node):
+        if is_modulated(node, or_later=True):
             self._note(node, "")
         return node
 
@@ -219,7 +219,7 @@ class _Exchange(ast.NodeTransformer):
         """Note a norm in words."""
         child = norm.func
         behind = ""
-        if is_modulated(norm) or is_later(norm):
+        if is_modulated(norm, or_later=True):
             child = norm.args[1]
             behind = " * (1 + scale) + shift"
         self.sites.append(f"{before}{child.attr}{behind}")

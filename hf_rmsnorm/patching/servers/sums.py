@@ -18,7 +18,7 @@ from ...formula import HALF_DTYPES
 from ...fused.source import call, exchangeable, forward_source
 from ...ops.backend import under_transform
 from ..entries import Entry, FusedLayer
-from ..layers.fusions import FINDER, Finder, Fusion, Norms, find_fusion
+from ..layers.fusions import FINDER, Finder, Found, Fusion, Norms, find_fusion
 from ..layers.statements import Replace, is_sum
 from .norm import reads_unrounded
 from .summands import keep_summands
@@ -58,7 +58,7 @@ class SummandsKept(Fusion):
     def forward_for(self, base: type, owner: list[type]) -> Callable:
         return exchangeable(self.rewrite(base), base)
 
-    def found_in(self, cls: type) -> Fusion | None:
+    def found_in(self, cls: type) -> Found:
         return _find(cls, self.norms)
 
     @property
@@ -66,7 +66,7 @@ class SummandsKept(Fusion):
         return {_ADDS: add_unrounded}
 
 
-def _find(cls: type, norms: Norms) -> Fusion | None:
+def _find(cls: type, norms: Norms) -> Found:
     """`find_fusion` where norms of the model read sums before they are rounded."""
     definition, itself = forward_source(cls)
     sums = list(_sums_in(definition, itself))
@@ -76,8 +76,7 @@ def _find(cls: type, norms: Norms) -> Fusion | None:
         module = ast.Name(itself, ast.Load())
         new = call(_ADDS, total, total.left, total.right, module)
         definition = Replace(total, new).visit(definition)
-    words = "+ what reads it"
-    return SummandsKept(norms, words, cls.forward, definition, keeps_bits=False)
+    return SummandsKept(norms, "+ what reads it", keeps_bits=False), definition
 
 
 def _sums_in(definition: ast.FunctionDef, itself: str) -> Iterator[ast.BinOp]:
