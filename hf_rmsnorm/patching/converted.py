@@ -13,7 +13,6 @@ from accelerate.utils import align_module_device, has_offloaded_params
 from torch import Tensor
 from torch.nn import Module
 
-from ..fused.recipe import Recipe
 from ..ops.launches import TENSOR_TYPES
 from ..record import (
     RECORD_KEY,
@@ -230,23 +229,16 @@ def follow_conversion(model: Module, entries: list[Entry]) -> None:
         if not recorded or entry.excluded:
             continue
         entry.required = conversion.trained
-        if entry.proven is not None:
+        as_rms = False
+        if entry.proven is not None and entry.proven.spec.centered:
             # also of a norm that stays: its weights may have moved since
-            eps = conversion.norms[recorded[0]]
-            as_rms, entry.note = _as_recorded(entry.proven, eps, conversion)
-            if as_rms != entry.asked.as_rms:
-                entry.asked = replace(entry.asked, as_rms=as_rms, rounding=None)
-
-
-def _as_recorded(proven: Recipe, eps: float, conversion: Recorded) -> tuple[bool, str]:
-    """(whether a norm that is recorded with this eps is computed as RMSNorm, a note for
-    the report).
-    """
-    if not proven.spec.centered:
-        return False, ""
-    note = conversion.why_not
-    if not note and eps != proven.spec.eps:
-        note = f"{STAYS}its eps is {proven.spec.eps:g}, the record says {eps:g}"
-    if note:
-        return False, note
-    return True, TRAINED if conversion.trained else ""
+            eps = entry.proven.spec.eps
+            says = conversion.norms[recorded[0]]
+            entry.note = conversion.why_not
+            if not entry.note and eps != says:
+                entry.note = f"{STAYS}its eps is {eps:g}, the record says {says:g}"
+            as_rms = not entry.note
+            if as_rms and conversion.trained:
+                entry.note = TRAINED
+        if as_rms != entry.asked.as_rms:
+            entry.asked = replace(entry.asked, as_rms=as_rms, rounding=None)

@@ -3,6 +3,7 @@ for bit.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -49,7 +50,8 @@ class Fit(Trial):
             )
         gate = self._find_needed_gate()
         recipe = self._find_operands()
-        recipe = self._find_functional(recipe)
+        functional = self.device.calls_norm and not self.gate_required
+        recipe = with_spec(recipe, functional=functional)
         recipe = self._find_eps(recipe)
         if gate is not None:
             recipe = replace(with_spec(recipe, gate=gate), gate=self.gate)
@@ -125,13 +127,6 @@ class Fit(Trial):
             except Unusable:
                 return self.size
         return None
-
-    def _find_functional(self, recipe: Recipe) -> Recipe:
-        """Whether it calls torch's own norm."""
-        with OnDevice("cpu") as device:
-            self.run(self.normal(4, self.size))
-        functional = device.calls_norm and not self.gate_required
-        return with_spec(recipe, functional=functional)
 
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
         """eps as the module's own output on rows of about that magnitude tells it, to
@@ -249,46 +244,42 @@ class Fit(Trial):
     def _way_under_autocast(self, recipe: Recipe, device_type: str) -> AutocastWay:
         if recipe.gate is not None or not self.code.is_plain_under_autocast:
             return "original"
-        cases = [(ALL_FP32, self.dims)]
+        dims = self.dims
+        cases = [(ALL_FP32, dims)]
         if not recipe.only_float32:
             mixed = Dtypes(BF16, FP32), Dtypes(FP32, BF16), Dtypes(FP16, FP32)
-            cases += [(dtypes, self.dims) for dtypes in (*SAME_DTYPES, *mixed)]
+            cases += [(dtypes, dims) for dtypes in (*SAME_DTYPES, *mixed)]
         if recipe.layout == "last" and self.head_dim is None:
             cases += [(ALL_FP32, dims) for dims in range(1, MOST_DIMS + 1)]
-        ways = ["torch", "off", "lowered"]
-        dims_before = self.dims
-        for (dtypes, self.dims), dtype in itertools.product(cases, (BF16, FP16)):
-            under = device_type, dtype
-            ways = self._agreeing(ways, recipe, dtypes, under)
-        self.dims = dims_before
-        return ways[0] if ways else "original"
+        agreeing = ["original"]
+        for way in ("lowered", "off", "torch"):
+            if self._agrees_under(way, recipe, device_type, cases):
+                agreeing.append(way)
+        self.dims = dims
+        return agreeing[-1]
 
-    def _agreeing(
-        self, ways: list[AutocastWay], recipe: Recipe, dtypes: Dtypes, under: tuple
-    ) -> list[AutocastWay]:
-        """The ways that agree with the module on tensors of these dtypes, under
-        autocast on a type of device to a dtype. All do where it takes no such tensors.
+    def _agrees_under(
+        self, way: AutocastWay, recipe: Recipe, device_type: str, cases: list
+    ) -> bool:
+        """Whether module and formula give the same under autocast, in all these
+        (dtypes, number of dimensions) that the module takes.
         """
-        self.draw_tensors(uneven=True)
-        tensors = self.in_dtype(dtypes.weight)
-        rows = 1 if self.dims == 1 else 2 ** (MOST_DIMS - 1)
-        x = self.rows(rows * self.size, half=True)[:rows].to(dtypes.x)
-        bias = tensors.get(recipe.bias)
-        formula = x, tensors.get(recipe.weight), bias, recipe.spec
-        agreeing = []
-        with autocast(*under):
+        for (dtypes, self.dims), dtype in itertools.product(cases, (BF16, FP16)):
+            rows = 1 if self.dims == 1 else 2 ** (MOST_DIMS - 1)
+            x = self.rows(rows * self.size, half=True)[:rows]
+            compute = functools.partial(_under_autocast, way, device_type, dtype)
+            self.device = OnDevice(device_type)
             try:
-                with OnDevice(under[0]):
-                    y = self.run(x)
+                with autocast(device_type, dtype):
+                    if not self.agrees(recipe, x, [dtypes], compute):
+                        return False
             except Unusable:
-                return ways
-            for way in ways:
-                # torch's own norm takes not every mixture
-                with contextlib.suppress(RuntimeError):
-                    expected = _under_autocast(way, formula, *under)
-                    if self.is_equal(y, expected, x, bias, recipe.spec):
-                        agreeing.append(way)
-        return agreeing
+                continue
+            except RuntimeError:  # torch's own norm takes not every mixture
+                return False
+            finally:
+                self.device = OnDevice("cpu")
+        return True
 
     def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
         x = self.rows(1024, half=True)
@@ -323,18 +314,18 @@ class Fit(Trial):
 
 
 def _under_autocast(
-    way: AutocastWay, formula: tuple, device_type: str, dtype: torch.dtype
+    way: AutocastWay, device_type: str, dtype: torch.dtype, *formula
 ) -> Tensor:
     """The norm of x under autocast to a dtype, computed in one of the ways.
 
     Args:
-        formula: x, weight, bias and the `NormSpec`.
+        formula: what `reference_norm` takes.
     """
     if way == "torch":
         with OnDevice(device_type):
             return reference_norm(*formula)
     to = dtype if way == "lowered" else None
-    return reference_norm(*cast_operands(*formula, to))
+    return reference_norm(*cast_operands(*formula[:4], to))
 
 
 def with_spec(recipe: Recipe, **changes) -> Recipe:

@@ -4,6 +4,7 @@ module normalises.
 
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ...kernels.sizes import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, nearly
 from .plain_code import Code
-from .probe import Probe
+from .probe import OnDevice, Probe
 from .refusals import Unusable
 
 # (scale, mean) of the rows that a formula is tried on: some plain, some with a large
@@ -154,6 +155,7 @@ class Trial(Probe):
         """Scaling a row must not change its result, other rows must not matter, the
         row's own elements must.
         """
+        self.device = OnDevice("cpu")
         self.draw_tensors()
         x = self.large_rows()
         y = self.run(x)
@@ -170,7 +172,13 @@ class Trial(Probe):
             raise Unusable("the result of a row depends on other rows")
         self.group = int(in_row.nonzero().max()) + 1
 
-    def agrees(self, recipe: Recipe, x: Tensor, dtypes=(ALL_FP32,)) -> bool:
+    def agrees(
+        self,
+        recipe: Recipe,
+        x: Tensor,
+        dtypes: Iterable[Dtypes] = (ALL_FP32,),
+        compute: Callable = reference_norm,
+    ) -> bool:
         """Whether module and formula give the same on x, in all these `Dtypes`."""
         for each in dtypes:
             self.draw_tensors(uneven=True)
@@ -180,7 +188,7 @@ class Trial(Probe):
             y = self.run(rows, gate)
             weight = tensors.get(recipe.weight)
             bias = tensors.get(recipe.bias)
-            expected = reference_norm(rows, weight, bias, recipe.spec, gate)
+            expected = compute(rows, weight, bias, recipe.spec, gate)
             if not self.is_equal(y, expected, rows, bias, recipe.spec):
                 return False
         return True

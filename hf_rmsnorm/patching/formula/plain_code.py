@@ -132,11 +132,10 @@ class Code:
         tensor of the module.
         """
         self.attributes.add(name)
-        value = own_values(self.module).get(name)
+        of_class = inspect.getattr_static(type(self.module), name, None)
+        value = own_values(self.module).get(name, of_class)
         if isinstance(value, Tensor):
             return TENSOR
-        if value is None:
-            value = inspect.getattr_static(type(self.module), name, None)
         is_other = value is None and getattr(self.module, name, None) is not None
         if is_other or not is_plain(value):
             raise NotPlain(

@@ -40,6 +40,7 @@ class Probe:
         gate_required: whether that must be given; it is open in a run that names none.
         gate_kind: of which kind it is, as far as is known.
         layout, dims: how rows are put to the module, and in how many dimensions.
+        device: on which it finds them.
     """
 
     def __init__(self, module: Module):
@@ -58,6 +59,7 @@ class Probe:
         self.gate_kind: str | None = None
         self.layout = "last"
         self.dims = 3
+        self.device = OnDevice("cpu")
 
     def set(self, **values) -> None:
         """Set tensors (as rows) or plain attributes of the copy."""
@@ -94,7 +96,8 @@ class Probe:
         """
         gates = {} if gate is None else {self.gate: gate}
         try:
-            return type(self.module).forward(self.module, x, **gates)
+            with self.device:
+                return type(self.module).forward(self.module, x, **gates)
         except Exception as error:  # a user's forward may raise anything
             line = str(error).strip().split("\n")[0]
             raise Unusable(

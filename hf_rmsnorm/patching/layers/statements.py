@@ -137,13 +137,10 @@ def first_effect(node: ast.AST) -> ast.AST | None:
 
 
 def is_plain_test(test: ast.expr, names: set[str]) -> bool:
-    """Whether a condition may be asked at another time: it calls nothing and does not
+    """Whether a condition may be asked at another time: it only computes and does not
     mention the names.
     """
-    for node in ast.walk(test):
-        if isinstance(node, (ast.Call, ast.NamedExpr)):
-            return False
-    return not reads(test, names)
+    return only_computes(test) and not reads(test, names)
 
 
 def is_dead_behind(statement: ast.stmt, name: str, later: Statements) -> bool:
