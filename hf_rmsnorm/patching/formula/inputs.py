@@ -113,22 +113,14 @@ class Trial(Probe):
         """Settle how rows are put to the module and how long they are: the first way in
         which it normalises them.
         """
-        try:
-            self._find_layout()
-        except Unusable:
-            if self.gate is None or self.gate_required:
-                raise
-            # a forward may need its second input though None is that input's default
-            self.gate_required = True
-            self._find_layout()
-
-    def _find_layout(self) -> None:
         layouts = [("last", 3), ("channels_first", 4), ("channels_first", 3)]
         if self.head_dim:
             layouts = [("last", 4)]
         failures = []
-        ways = itertools.product(layouts, self._row_sizes())
-        for (self.layout, self.dims), self.size in ways:
+        # a forward may need its second input though None is that input's default
+        gates = dict.fromkeys((self.gate_required, self.gate is not None))
+        ways = itertools.product(gates, layouts, self._row_sizes())
+        for self.gate_required, (self.layout, self.dims), self.size in ways:
             try:
                 return self._try_input()
             except Unusable as error:

@@ -199,27 +199,15 @@ class _Body(ast.NodeVisitor):
 
     def visit_With(self, node: ast.With) -> None:
         for item in node.items:
-            is_off = self._is_autocast_off(item.context_expr)
-            if not is_off or item.optional_vars is not None:
-                raise _refusal("enters", item.context_expr)
+            match item:  # `torch.autocast(..., enabled=False)`, by any of its names
+                case ast.withitem(ast.Call(function, arguments, keywords), None):
+                    is_off = "enabled=False" in map(ast.unparse, keywords)
+                    if is_off and _is_autocast(self._resolve(function)):
+                        named = [keyword.value for keyword in keywords]
+                        self._visit_all(arguments + named)
+                        continue
+            raise _refusal("enters", item.context_expr)
         self.read(node.body)
-
-    def _is_autocast_off(self, context: ast.expr) -> bool:
-        """Whether a context is `torch.autocast(..., enabled=False)`, by any of its
-        names.
-        """
-        called = self._resolve(getattr(context, "func", None))
-        if not _is_autocast(called):
-            return False
-        named = {keyword.arg: keyword.value for keyword in context.keywords}
-        if None in named:
-            return False
-        given = inspect.signature(called).bind_partial(*context.args, **named).arguments
-        match given.pop("enabled", None):
-            case ast.Constant(False):
-                self._visit_all(given.values())
-                return True
-        return False
 
     def visit_Assert(self, node: ast.Assert) -> None:
         self._check_condition(node.test, SHAPE)

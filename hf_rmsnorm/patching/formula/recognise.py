@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ...fused.recipe import Recipe
+from ...fused.source import CannotRewrite
 from ...kernels.sizes import MAX_HIDDEN_SIZE
 from .fit import Fit
 from .probe import neutral_modes, own_values, true_shape
@@ -45,9 +46,12 @@ def recognise(module: Module) -> Verdict:
         is_norm = is_named and refusal.reason
         return Verdict(None, refusal) if is_norm else NOT_A_NORM
     key = _signature(module, values)
-    if key not in _known:
-        _known[key] = _examine(module, is_named)
-    return _known[key]
+    if key in _known:
+        return _known[key]
+    verdict, is_proven = _examine(module, is_named)
+    if is_proven:
+        _known[key] = verdict
+    return verdict
 
 
 def _is_named(module: Module) -> bool:
@@ -61,12 +65,16 @@ def class_name(module: Module) -> str:
     return getattr(module, "original_name", type(module).__name__)
 
 
-def _examine(module: Module, is_named: bool) -> Verdict:
+def _examine(module: Module, is_named: bool) -> tuple[Verdict, bool]:
+    """(the verdict, whether another try would give the same). An exception that is not
+    this package's may have a reason that passes.
+    """
     is_norm = is_named
     try:
         with neutral_modes():
-            return Verdict(Fit(module).recipe())
+            return Verdict(Fit(module).recipe()), True
     except Refused as error:
+        cause = error
         refusal = Refusal(str(error), error.cure)
         if isinstance(error, NotPlain):
             is_norm = is_named or _takes_root(module)
@@ -74,9 +82,13 @@ def _examine(module: Module, is_named: bool) -> Verdict:
             is_norm = True
     except Exception as error:
         # Whatever a user's class does, the other norms are still to be served.
+        cause = error
         reason = f"it could not be examined: {type(error).__name__}: {error}"
         refusal = Refusal(reason, NotInFamily.cure)
-    return Verdict(None, refusal) if is_norm else NOT_A_NORM
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    is_proven = isinstance(cause, (Refused, CannotRewrite))
+    return Verdict(None, refusal) if is_norm else NOT_A_NORM, is_proven
 
 
 def _takes_root(module: Module) -> bool:

@@ -2,6 +2,7 @@
 found by running them.
 """
 
+import contextlib
 import itertools
 import types
 from collections.abc import Callable, Iterable
@@ -57,11 +58,30 @@ def prove_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
         rotary_proofs[function] = proof
     for in_part, dtypes_differ in itertools.product((False, True), repeat=2):
         case = called, in_part, dtypes_differ
-        if case not in proof.ways:
-            with neutral_modes(), torch.enable_grad():
-                rotating = (way for way in WAYS if _rotates(function, way, *case))
-                proof.ways[case] = next(rotating, None)
-    return any(proof.ways[called, in_part, False] for in_part in (False, True))
+        if case in proof.ways:
+            continue
+        # a function of something else may raise anything, and another time nothing
+        with contextlib.suppress(Exception), neutral_modes(), torch.enable_grad():
+            proof.ways[case] = _way(function, *case)
+    return any(proof.ways.get((called, in_part, False)) for in_part in (False, True))
+
+
+def _way(function: Callable, *case) -> Rotation | None:
+    """In which of `WAYS` a function rotates in a case; None if in none of them.
+
+    Raises:
+        Exception: in none of them, and the function has raised this.
+    """
+    raised = []
+    for way in WAYS:
+        try:
+            if _rotates(function, way, *case):
+                return way
+        except Exception as error:
+            raised.append(error)
+    if raised:
+        raise raised[0]
+    return None
 
 
 def _rotates(
@@ -76,6 +96,9 @@ def _rotates(
     Args:
         in_part: the tables have fewer columns than q and k.
         dtypes_differ: the tables have another dtype.
+
+    Raises:
+        Exception: what the function raises.
     """
     if way.transposed and not (called.more or called.named):
         return False  # called so, it gets three dimensions, which no kernel serves
@@ -92,13 +115,12 @@ def _rotates(
             x = torch.randn(2, length, heads, head_dim, generator=generator).to(dtype)
             x = x if way.transposed else x.transpose(1, 2)
             inputs.append(x.requires_grad_())
-        # it may raise and return anything, and such tables may not be read so
+        results = _results(function, called, inputs, cos, sin)
         try:
-            results = _results(function, called, inputs, cos, sin)
             for x, y in zip(inputs, results, strict=True):
                 if not _same(x, y, rotated(x, cos, sin, way)):
                     return False
-        except Exception:
+        except Exception:  # it may return anything, and such tables may not be read so
             return False
     return True
 

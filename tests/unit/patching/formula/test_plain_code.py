@@ -201,7 +201,7 @@ ACCEPTED = {
     "a cast to its own device": "return self.norm(x).to(x.device)",
     "autocast switched off": "with torch.autocast(x.device.type, enabled=False):\n    return self.norm(x)",
     "autocast switched off for one type of device":
-        "with torch.amp.autocast('cuda', torch.float16, False):\n    return self.norm(x)",
+        "with torch.amp.autocast('cuda', torch.float16, enabled=False):\n    return self.norm(x)",
     "autocast switched off in older code": "with torch.cuda.amp.autocast(enabled=False):\n    return self.norm(x)",
     "autocast switched off, and what follows":
         "with torch.autocast('cuda', enabled=False):\n    x = rms(x, self.eps).to(x.dtype)\nreturn self.weight * x",
