@@ -4,7 +4,7 @@ computed without one.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -147,14 +147,12 @@ def count_launches(model: Module | None = None) -> Iterator[LaunchCount]:
         ('1', 'norm', 1)
     """
     launches = LaunchCount()
-    if model is not None:
-        launches._parts = _parts_of(model)
-    with counting_into(launches):
-        watch.watchers.append(launches.note)
-        try:
-            yield launches
-        finally:
-            watch.watchers.remove(launches.note)
+    with counting_into(launches), ExitStack() as stack:
+        if model is not None:
+            launches._parts = _parts_of(model)
+            watch.watchers.append(launches.note)
+            stack.callback(watch.watchers.remove, launches.note)
+        yield launches
 
 
 def _parts_of(model: Module) -> dict[Module, str]:

@@ -59,8 +59,9 @@ class Options:
             asked = replace(asked, input_written="")
         if not _chosen(self.memory_efficient, before.memory_efficient):
             return asked
-        writer = entry.output_written
-        needed = writer and f"{writer} writes to its output"
+        needed = ""
+        if entry.output_written:
+            needed = f"{entry.output_written} writes to its output"
         return asked.saving_memory(entry.module, computed, needed)
 
 
@@ -99,25 +100,30 @@ def list_norms(model: Module) -> list[Entry]:
     for module, names in paths.items():
         norm = norm_of(module)
         if norm is not None:
-            swapped = {"asked": norm.asked, "before": norm}
-            entries.append(Entry(module, names, norm.proven, **swapped))
-        elif (verdict := recognise(module)) != NOT_A_NORM:
+            entries.append(
+                Entry(module, names, norm.proven, asked=norm.asked, before=norm)
+            )
+            continue
+        verdict = recognise(module)
+        if verdict != NOT_A_NORM:
             entries.append(Entry(module, names, *verdict))
     return entries
 
 
 def _note_writes(model: Module, entries: list[Entry]) -> None:
     """Note of each norm which forward writes to its input or output."""
-    entry_of = {entry.module: entry for entry in entries if entry.proven is not None}
+    entry_of = {entry.module: entry for entry in entries}
     writes_of = cache(written_in)  # most layers of a model are alike
     for module in model.modules():
-        cls = type(module)
         for name, child in module._modules.items():
             entry = entry_of.get(child)
-            if entry and name in writes_of(cls).inputs:
-                entry.input_written = cls.__name__
-            if entry and name in writes_of(cls).outputs:
-                entry.output_written = cls.__name__
+            if entry is None or entry.proven is None:
+                continue
+            writes = writes_of(type(module))
+            if name in writes.inputs:
+                entry.input_written = type(module).__name__
+            if name in writes.outputs:
+                entry.output_written = type(module).__name__
 
 
 def _globs(
@@ -126,15 +132,18 @@ def _globs(
     """Globs as a list; raises the errors of those that match no norm."""
     if globs is None:
         return None
-    is_many = isinstance(globs, Iterable) and not isinstance(globs, str)
-    chosen = list(globs) if is_many else [globs]
+    chosen = [globs]
+    if isinstance(globs, Iterable) and not isinstance(globs, str):
+        chosen = list(globs)
     for glob in chosen:
         if not isinstance(glob, str):
             cure = "pass a glob over module paths, or a list of them"
             raise TypeError(f"{word} is {globs!r}: {cure}")
         if not any(_matches(entry, glob) for entry in entries):
             what = f"{word}={glob!r} matches the path of no norm"
-            example = "".join(f", for example {e.paths[0]!r}" for e in entries[:1])
+            example = ""
+            if entries:
+                example = f", for example {entries[0].paths[0]!r}"
             raise ValueError(f"{what} in this {type(model).__name__}{example}")
     return chosen
 
@@ -163,8 +172,9 @@ def _settle(entry: Entry, options: Options) -> None:
     """Apply the options to a norm, and see whether it would run the result."""
     if not entry.stays:
         entry.asked = options.applied(entry)
-    refusal = why_not_run(entry.module, entry.computed)
+    recipe = entry.computed
+    refusal = why_not_run(entry.module, recipe)
     if refusal is None:
-        entry.formula = entry.computed.spec_of(entry.module)
+        entry.formula = recipe.spec_of(entry.module)
     else:
         entry.leave(refusal)

@@ -143,7 +143,9 @@ def report_on(
             asked = entry.asked
             how = asked.as_rms, asked.rounds_as
             swapped.append(Swapped(path, name, entry.formula, _notes(entry), *how))
-    devices = map(runs_on, _devices(model) if swapped else ())
+    devices = []
+    if swapped:
+        devices = [runs_on(device) for device in _devices(model)]
     return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(devices))
 
 
