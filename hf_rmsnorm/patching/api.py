@@ -16,7 +16,7 @@ from .plan import Globs, Options, make_plan
 from .report import PatchReport, report_on
 from .servers.rounding import NUMERICS
 from .servers.sums import finder_for, missed_sums
-from .swap import Changes, set_recipe, unfuse, why_not_run
+from .swap import carry_out, own_fusions, restore, set_recipe, unfuse, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
@@ -131,7 +131,7 @@ def unpatch_model(model: Module) -> int:
         for module in model.modules():
             unfuse(module)
             count += recipe_of(module) is not None
-            set_recipe(module, None)
+            set_recipe(module)
     return count
 
 
@@ -149,25 +149,26 @@ def patched(
     Args and errors: those of `patch_model`.
     """
     chosen = Options(**options)
-    report, changes = _patch(model, include, exclude, strict, chosen, stacklevel=4)
+    report, before = _patch(model, include, exclude, strict, chosen, stacklevel=4)
     try:
         yield report
     finally:
         with _changing:
-            changes.undo()
+            restore(before)
 
 
 def _patch(
     model, include, exclude, strict, options: Options, stacklevel: int = 3
-) -> tuple[PatchReport, Changes]:
+) -> tuple[PatchReport, list[tuple]]:
+    """(the report, what `restore` undoes it by)."""
     check_module("patch_model", model)
     check_options(strict=strict, **vars(options))
     with _changing, contextlib.ExitStack() as stack:
         entries = make_plan(model, include, exclude, options)
-        changes = Changes(model)
-        stack.callback(changes.undo)
+        before = own_fusions(model.modules())
+        stack.callback(restore, before)
         for entry in entries:
-            changes.carry_out(entry)
+            carry_out(entry)
         _check_served(model, entries, strict)
         layers = fuse_layers(model, finder_for(entries))
         missed = missed_sums(entries, layers)
@@ -179,7 +180,7 @@ def _patch(
             # where warnings are errors the changes are undone
             warnings.warn(warning, stacklevel=stacklevel)
         stack.pop_all()
-    return report, changes
+    return report, before
 
 
 def _check_served(model: Module, entries: list[Entry], strict: bool) -> None:
@@ -201,9 +202,8 @@ def _check_served(model: Module, entries: list[Entry], strict: bool) -> None:
 
 def _no_change(model: Module, entries: list[Entry]) -> str:
     """That no norm is patched, and none was to be unpatched; "" otherwise."""
-    for entry in entries:
-        if entry.proven is not None or (entry.before and entry.excluded):
-            return ""
+    if any(entry.proven or (entry.before and entry.excluded) for entry in entries):
+        return ""
     why = "there is none"
     if entries:
         why = f"none of {len(entries)} could be swapped, print the report"

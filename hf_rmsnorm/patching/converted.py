@@ -13,7 +13,6 @@ from accelerate.utils import align_module_device, has_offloaded_params
 from torch import Tensor
 from torch.nn import Module
 
-from ..fused.recipe import Recipe
 from ..ops.launches import TENSOR_TYPES
 from ..record import (
     RECORD_KEY,
@@ -83,10 +82,8 @@ class Recorded:
     @cached_property
     def weights(self) -> Weights:
         """All parameters of the model, those of adapters included."""
-        names = {}
-        for name, _ in self.model.named_parameters(remove_duplicate=False):
-            names[self.head + name] = name
-        return Weights(self.model, names)
+        named = self.model.named_parameters(remove_duplicate=False)
+        return Weights(self.model, {self.head + name: name for name, _ in named})
 
     @cached_property
     def own(self) -> Weights:
@@ -98,9 +95,9 @@ class Recorded:
         return Weights(self.model, own)
 
     @cached_property
-    def residual(self) -> dict[str, dict]:
-        """Own parameter that writes to the residual stream -> how to centre it."""
-        return matching(self.record["residual_weights"], self.own)
+    def residual(self) -> ResidualWeights:
+        """The own parameters that write to the residual stream."""
+        return ResidualWeights(self.record, self.own)
 
     def added(self) -> dict[str, tuple[str, dict]]:
         """An adapter's parameter -> (the residual weight that it is added to, how to
@@ -110,26 +107,19 @@ class Recorded:
             ValueError: one may add a mean in another way.
         """
         own = self.own.data.values()
-        residual_weights = ResidualWeights(self.record, self.own)
         added = {}
         for name, inner in self.weights.data.items():
-            if inner in own:
-                continue
-            change = residual_weights.changed_by(name)
-            if change is not None:
-                added[name] = change
-        return added
+            if inner not in own:
+                added[name] = self.residual.changed_by(name)
+        return {name: change for name, change in added.items() if change}
 
     def to_centre(self) -> list[tuple[str, dict]]:
         """(the model's name of a parameter, how to centre it), of residual weights and
         of what adapters add to them.
         """
-        steps = []
-        for name, how in self.residual.items():
-            steps.append((self.own.data[name], how))
-        for name, (_, how) in self.added().items():
-            steps.append((self.weights.data[name], how))
-        return steps
+        own = [(self.own.data[name], how) for name, how in self.residual.how.items()]
+        added = self.added().items()
+        return own + [(self.weights.data[name], how) for name, (_, how) in added]
 
     @cached_property
     def why_not(self) -> str:
@@ -140,9 +130,7 @@ class Recorded:
             why_not = self.not_here() or self.in_the_way() or self.moved()
         except ValueError as error:
             why_not = str(error)
-        if why_not:
-            return f"{STAYS}{why_not}"
-        return ""
+        return why_not and f"{STAYS}{why_not}"
 
     def not_here(self) -> str:
         """That a parameter is not here whole; "" if all are."""
@@ -172,20 +160,17 @@ class Recorded:
             residual_weights[name] = how
         record = {**self.record, "residual_weights": residual_weights}
         why_not = explain_violation(parameters, record)
-        if why_not:
-            return f"{why_not}; merge the adapter, and convert the merged model"
-        return ""
+        return why_not and f"{why_not}; merge the adapter, and convert the merged model"
 
     def in_the_way(self) -> str:
         """Why something besides the weights may give the residual stream a mean: a hook
         on what writes to it, or a module around the converted model; "" if nothing may.
         """
-        for name in self.residual:
+        for name in self.residual.how:
             module = self.own.module_of(name)
             hooks = {**module._forward_hooks, **module._forward_pre_hooks}
             for hook in hooks.values():
-                file = str(hook.__module__)
-                if not file.startswith(_HARMLESS):
+                if not str(hook.__module__).startswith(_HARMLESS):
                     what = f"{name.rpartition('.')[0]} has a hook"
                     return f"{what}, which may change what it writes to the residual stream"
         inside = {id(parameter) for parameter in self._with_head().parameters()}
@@ -221,15 +206,11 @@ def conversion_of(model: Module) -> Recorded | None:
         for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):
             paths = {head + inner: inner for inner, _ in module.named_modules()}
             norms = matching(record["rms_norms"], paths)
-            if not norms:
-                continue
-            before = ""
-            if path:
-                before = f"{path}."
-            eps = {}
-            for name, how in norms.items():
-                eps[before + paths[name]] = how["eps"]
-            return Recorded(model, module, head, record, eps)
+            if norms:
+                eps = {}
+                for name, how in norms.items():
+                    eps[f"{path}.{paths[name]}".lstrip(".")] = how["eps"]
+                return Recorded(model, module, head, record, eps)
     return None
 
 
@@ -248,23 +229,16 @@ def follow_conversion(model: Module, entries: list[Entry]) -> None:
         if not recorded or entry.excluded:
             continue
         entry.required = conversion.trained
-        if entry.proven is not None:
+        as_rms = False
+        if entry.proven is not None and entry.proven.spec.centered:
             # also of a norm that stays: its weights may have moved since
-            eps = conversion.norms[recorded[0]]
-            as_rms, entry.note = _as_recorded(entry.proven, eps, conversion)
-            if as_rms != entry.asked.as_rms:
-                entry.asked = replace(entry.asked, as_rms=as_rms, rounding=None)
-
-
-def _as_recorded(proven: Recipe, eps: float, conversion: Recorded) -> tuple[bool, str]:
-    """(whether a norm that is recorded with this eps is computed as RMSNorm, a note for
-    the report).
-    """
-    if not proven.spec.centered:
-        return False, ""
-    note = conversion.why_not
-    if not note and eps != proven.spec.eps:
-        note = f"{STAYS}its eps is {proven.spec.eps:g}, the record says {eps:g}"
-    if note:
-        return False, note
-    return True, TRAINED if conversion.trained else ""
+            eps = entry.proven.spec.eps
+            says = conversion.norms[recorded[0]]
+            entry.note = conversion.why_not
+            if not entry.note and eps != says:
+                entry.note = f"{STAYS}its eps is {eps:g}, the record says {says:g}"
+            as_rms = not entry.note
+            if as_rms and conversion.trained:
+                entry.note = TRAINED
+        if as_rms != entry.asked.as_rms:
+            entry.asked = replace(entry.asked, as_rms=as_rms, rounding=None)

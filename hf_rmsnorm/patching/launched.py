@@ -70,12 +70,12 @@ class LaunchCount(Counter):
         """A record for each fused piece of the model; empty without one. Those that
         were called, in the order of their calls; then those that were not.
         """
-        pieces = list(self._noted.values())
+        uncalled = []
         for part, path in self._parts.items():
             if part not in self._called:
                 what = watch.ROTARY if recipe_of(part) is None else watch.NORM
-                pieces.append(Piece(path, what, reason=NOT_CALLED))
-        return tuple(pieces)
+                uncalled.append(Piece(path, what, reason=NOT_CALLED))
+        return (*self._noted.values(), *uncalled)
 
     def note(self, what: str, norms: tuple, x, fused: bool, reason: str) -> None:
         """Count a call of a piece: by a kernel if it is fused, and one was launched since
@@ -89,10 +89,7 @@ class LaunchCount(Counter):
         if len(norms) > 1:
             path = path.rpartition(".")[0]
         piece = self._noted.setdefault((path, what), Piece(path, what))
-        launched = 0
-        for name, count in self.items():
-            if name.endswith("_forward"):
-                launched += count
+        launched = sum(self[name] for name in self if name.endswith("_forward"))
         if fused and launched > self._launched_before:
             piece.launched += 1
         else:
@@ -106,14 +103,9 @@ class LaunchCount(Counter):
         if not self._parts:
             return f"kernels launched: {names}"
         pieces = self.pieces
-        fused = 0
-        for piece in pieces:
-            if piece.has_run and not piece.missed:
-                fused += 1
-        head = f"{fused} of {len(pieces)}"
-        if fused == len(pieces):
-            head = f"all {fused}"
-        lines = [f"{head} pieces ran as fused kernels"]
+        fused = sum(piece.has_run and not piece.missed for piece in pieces)
+        head = f"{fused} of" if fused < len(pieces) else "all"
+        lines = [f"{head} {len(pieces)} pieces ran as fused kernels"]
         for (what, _, _), group in alike(pieces, "what", "has_run", "reason"):
             lines += _lines(what, group)
         lines.append(f"  kernels   {names}")
@@ -191,12 +183,12 @@ def _why_not_launched(what: str, norms: list[Module], x) -> str:
     changed = why_not_run(norm, recipe)
     if changed is not None:
         return changed.reason
-    reason = ""
+    reasons = []
     if what != watch.NORM:  # else it was called as a module
-        reason = next(filter(None, map(why_called, norms)), "")
-    if not reason and isinstance(x, Tensor):
-        reason = _why_not_served(norm, recipe, x)
-    return reason or recipe.notes() or UNKNOWN
+        reasons += map(why_called, norms)
+    if isinstance(x, Tensor):
+        reasons.append(_why_not_served(norm, recipe, x))
+    return next(filter(None, [*reasons, recipe.notes()]), UNKNOWN)
 
 
 def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
@@ -208,9 +200,7 @@ def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
         return ""
     if recipe.autocast and autocast_anywhere():
         return ""
-    gate = None
-    if spec.gate is not None:
-        gate = x
+    gate = None if spec.gate is None else x
     reason = why_not(spec, of_norm(rows, *parameters, gate))
     if reason is not None:
         return reason
@@ -223,17 +213,11 @@ def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
 
 def _lines(what: str, group: list[Piece]) -> list[str]:
     """The lines for pieces of a kind with the same result, with their paths below."""
-    launched = 0
-    missed = 0
-    for piece in group:
-        launched += piece.launched
-        missed += piece.missed
+    launched = sum(piece.launched for piece in group)
+    missed = sum(piece.missed for piece in group)
     reason = group[0].reason
     if not launched:
-        if missed:
-            reason += f" ({missed}x)"
-        return group_lines("not fused", what, reason, group)
-    result = f"launched {launched}x"
-    if missed:
-        result += f"; not fused {missed}x: {reason}"
-    return group_lines("fused", what, result, group)
+        times = f" ({missed}x)" if missed else ""
+        return group_lines("not fused", what, f"{reason}{times}", group)
+    rest = f"; not fused {missed}x: {reason}" if missed else ""
+    return group_lines("fused", what, f"launched {launched}x{rest}", group)

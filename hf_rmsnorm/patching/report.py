@@ -41,9 +41,7 @@ class Swapped:
     @property
     def text(self) -> str:
         """The formula and the notes, in words."""
-        if self.notes:
-            return f"{self.formula}; {self.notes}"
-        return str(self.formula)
+        return "; ".join(filter(None, (str(self.formula), self.notes)))
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,7 @@ class PatchReport:
         lines = [self.counts]
         for (text,), records in alike(self.swapped, "text"):
             names = dict.fromkeys(record.class_name for record in records)
-            name = ", ".join(names)
-            lines += group_lines("swapped", name, text, records)
+            lines += group_lines("swapped", ", ".join(names), text, records)
         groups = alike(self.skipped, "class_name", "reason", "cure")
         for (name, reason, cure), records in groups:
             lines += group_lines("skipped", name, reason, records)
@@ -102,12 +99,9 @@ class PatchReport:
                 lines.append(f"      what to do: {cure}")
         groups = alike(self.layers, "class_name", "fused", "text")
         for (name, fused, text), records in groups:
-            kind = "not fused"
-            if fused:
-                kind = "fused"
+            kind = "fused" if fused else "not fused"
             lines += group_lines(kind, name, text, records)
-        lines += self._runs_on()
-        return fitted("\n".join(lines), 10)
+        return fitted("\n".join(lines + self._runs_on()), 10)
 
     @property
     def counts(self) -> str:
@@ -182,10 +176,9 @@ def _devices(model: Module) -> list[torch.device]:
 
 def group_lines(kind: str, name: str, text: str, records: list) -> list[str]:
     """The lines of one group: a heading, then its paths."""
-    lines = [f"  {kind:<9} {len(records)} x {name}: {text}"]
-    for path in compact_paths([record.path for record in records]):
-        lines.append(f"      {path}")
-    return lines
+    paths = compact_paths([record.path for record in records])
+    heading = f"  {kind:<9} {len(records)} x {name}: {text}"
+    return [heading, *[f"      {path}" for path in paths]]
 
 
 def alike(records: Iterable, *names: str) -> Iterable[tuple[tuple, list]]:

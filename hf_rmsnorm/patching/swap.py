@@ -4,12 +4,13 @@ instance.
 
 import functools
 import types
+from collections.abc import Iterable
 
 from torch.nn import Module
 
 from ..fused.hooks import name_of
 from ..fused.layer import fused_layer_class, layer_part
-from ..fused.norm import PatchedNorm, fused_class, fused_part, note_path
+from ..fused.norm import fused_class, fused_part, norm_of, note_path
 from ..fused.recipe import NOTHING, Asked, Recipe
 from ..fused.subclass import exchanged
 from . import registries
@@ -34,9 +35,9 @@ def replaced_forward(module: Module) -> str | None:
         held = [attributes[name] for attributes, name in _places(module)]
         called = [one for one in held if not isinstance(one, functools.partial)]
         stored = (called or held)[0]
-    for forward in called:
-        if _cells_of(types.CellType(forward), module, type(module).forward):
-            return None
+    own = type(module).forward
+    if any(_cells_of(types.CellType(forward), module, own) for forward in called):
+        return None
     return name_of(stored)
 
 
@@ -48,15 +49,16 @@ def why_not_run(norm: Module, recipe: Recipe) -> Refusal | None:
         cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
         return Refusal(reason, cure)
     if recipe.spec_of(norm) is None:
-        changed = recipe.changes(norm)
-        if not changed:
-            changed = [f"{recipe.eps} is now {getattr(norm, recipe.eps)}"]
-        reason = f"it runs its own forward: {', '.join(changed)}"
+        changed = ", ".join(recipe.changes(norm))
+        changed = changed or f"{recipe.eps} is now {getattr(norm, recipe.eps)}"
+        reason = f"it runs its own forward: {changed}"
         return Refusal(reason, "set it back, or unpatch the model and patch it again")
     return None
 
 
-def set_recipe(norm: Module, proven: Recipe | None, asked: Asked = NOTHING) -> None:
+def set_recipe(
+    norm: Module, proven: Recipe | None = None, asked: Asked = NOTHING
+) -> None:
     """Give a norm the class that computes a recipe as it is asked, in place of one that
     it has; None: its own class.
 
@@ -71,14 +73,6 @@ def set_recipe(norm: Module, proven: Recipe | None, asked: Asked = NOTHING) -> N
         _take_off(norm, part, part._hf_rmsnorm_base)
     if proven is not None:
         _put_on(norm, fused_class(type(norm), proven, asked))
-
-
-def restore(norm: Module, before: PatchedNorm | None) -> None:
-    """Give a norm back what `norm_of` it was."""
-    if before is None:
-        set_recipe(norm, None)
-    else:
-        set_recipe(norm, before.proven, before.asked)
 
 
 def unfuse(layer: Module):
@@ -102,45 +96,36 @@ def fuse(layer: Module, fusion) -> None:
     registries.add(layer, base)
 
 
-def fuse_again(layer: Module, fusion) -> None:
-    """Give a layer back what `unfuse` returned."""
-    unfuse(layer)
-    if fusion is not None:
-        fuse(layer, fusion)
-
-
-class Changes:
-    """What one call changes in a model, and how to undo it.
-
-    First each layer loses its fusion, as its norms may change.
+def own_fusions(modules: Iterable[Module]) -> list[tuple]:
+    """Give layers among modules their own classes, as the norms in them may change;
+    returns for `restore` what each module was before.
     """
+    return [(module, norm_of(module), unfuse(module)) for module in modules]
 
-    def __init__(self, model: Module):
-        self.layers = []
-        for layer in model.modules():
-            self.layers.append((layer, unfuse(layer)))
-        self.norms: list[tuple[Module, PatchedNorm | None]] = []
 
-    def carry_out(self, entry: Entry) -> None:
-        """Do to a norm what its entry says, or leave it with the reason."""
-        if entry.proven is None and not entry.excluded:
-            return
-        self.norms.append((entry.module, entry.before))
-        try:
-            set_recipe(entry.module, entry.proven, entry.asked)
-        except Exception as error:
-            # a metaclass or __init_subclass__ of the user's may refuse in any way
-            what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
-            cure = "let the class be subclassed; until then it runs its own forward"
-            entry.leave(Refusal(what, cure))
-        note_path(entry.module, entry.paths[0])
+def restore(before: list[tuple]) -> None:
+    """Give norms and layers the classes back that they had before."""
+    for module, norm, _ in before:
+        recipe = () if norm is None else (norm.proven, norm.asked)
+        set_recipe(module, *recipe)
+    for module, _, fusion in before:
+        unfuse(module)
+        if fusion is not None:
+            fuse(module, fusion)
 
-    def undo(self) -> None:
-        """Give norms and layers the classes back that they had before."""
-        for norm, before in self.norms:
-            restore(norm, before)
-        for layer, fusion in self.layers:
-            fuse_again(layer, fusion)
+
+def carry_out(entry: Entry) -> None:
+    """Do to a norm what its entry says, or leave it with the reason."""
+    if entry.proven is None and not entry.excluded:
+        return
+    try:
+        set_recipe(entry.module, entry.proven, entry.asked)
+    except Exception as error:
+        # a metaclass or __init_subclass__ of the user's may refuse in any way
+        what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
+        cure = "let the class be subclassed; until then it runs its own forward"
+        entry.leave(Refusal(what, cure))
+    note_path(entry.module, entry.paths[0])
 
 
 def _take_off(module: Module, part: type, base: type) -> None:

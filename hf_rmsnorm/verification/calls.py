@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..fused.norm import norm_of
 from ..ops import use_backend
-from ..patching.swap import fuse_again, restore, set_recipe, unfuse
+from ..patching.swap import own_fusions, restore, set_recipe
 from .context import is_float
 from .float64 import in_float64
 
@@ -102,17 +102,13 @@ def unpatched(*modules: nn.Module) -> Iterator[None]:
     """Inside, norms and fused layers among these modules have their own classes. Norms
     within a layer stay patched.
     """
-    patches = []
+    before = own_fusions(modules)
     for module in modules:
-        patches.append((module, norm_of(module), unfuse(module)))
-        set_recipe(module, None)
+        set_recipe(module)
     try:
         yield
     finally:
-        for module, norm, _ in patches:
-            restore(module, norm)
-        for module, _, fusion in patches:
-            fuse_again(module, fusion)
+        restore(before)
 
 
 def rounds_otherwise(norm: nn.Module) -> bool:

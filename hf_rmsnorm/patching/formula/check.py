@@ -2,6 +2,7 @@
 strided ones.
 """
 
+import contextlib
 from dataclasses import replace
 
 from ...fused.recipe import Recipe
@@ -30,9 +31,7 @@ def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
     """The numbers of dimensions that the module takes; None for any."""
     if recipe.layout == "channels_first":
         return (trial.dims,)
-    fewest = 1
-    if trial.head_dim is not None:
-        fewest = 2
+    fewest = 1 if trial.head_dim is None else 2
     every = range(fewest, MOST_DIMS + 1)
     taken = []
     dtypes = [ALL_FP32]
@@ -41,18 +40,13 @@ def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
     for dims in every:
         trial.dims = dims
         rows = trial.normal(2 ** (dims - fewest), trial.size)
-        try:
-            agrees = trial.agrees(recipe, rows, dtypes)
-        except Unusable:
-            continue
-        if not agrees:
-            raise NotInFamily(
-                f"on {dims}-dimensional input its result is not that of {recipe.spec}"
-            )
-        taken.append(dims)
-    if len(taken) == len(every):
-        return None
-    return tuple(taken)
+        with contextlib.suppress(Unusable):
+            if not trial.agrees(recipe, rows, dtypes):
+                raise NotInFamily(
+                    f"on {dims}-dimensional input its result is not that of {recipe.spec}"
+                )
+            taken.append(dims)
+    return None if len(taken) == len(every) else tuple(taken)
 
 
 def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
@@ -64,13 +58,11 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
     x = trial.present(rows).contiguous()
     if recipe.layout == "last":
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
-    gate = trial.gate_for(x, recipe)
-    y = trial.call(x, gate)
+    y = trial.call(x, trial.gate_for(x, recipe))
     expected = x
     if recipe.spec.functional:
         # torch's own norms give row-major rows
-        rows = recipe.rows_of(x)
-        expected = rows.contiguous()
+        expected = recipe.rows_of(x).contiguous()
         if recipe.layout == "channels_first":
             expected = expected.movedim(-1, 1)
     # the strides of dimensions with one element do not matter

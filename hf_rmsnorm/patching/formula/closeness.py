@@ -17,8 +17,7 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     """Whether a is b within `tolerance` times the largest magnitude in b."""
     error = (a.double() - b).abs()
     largest = b.double().abs().amax()
-    is_close = error <= tolerance * largest
-    return bool(is_close.all())
+    return bool((error <= tolerance * largest).all())
 
 
 def affine(
@@ -27,18 +26,13 @@ def affine(
     """(weight, bias, offset) with which ``hat * (offset + weight) + bias`` is close to
     y: names of tensors, or None; all are float64.
     """
-    weights = [(None, 0.0)]
-    for name in tensors:
-        weights += [(name, 0.0), (name, 1.0)]
-    for weight, offset in weights:
-        scaled = hat
-        if weight is not None:
-            scaled = hat * (tensors[weight] + offset)
-        for bias in [None, *tensors]:
-            shifted = scaled
-            if bias is not None:
-                shifted = scaled + tensors[bias]
-            if close(shifted, y, 2e-5):
+    scales = {(None, 0.0): 1.0}
+    for name, tensor in tensors.items():
+        scales |= {(name, 0.0): tensor, (name, 1.0): tensor + 1.0}
+    shifts = {None: 0.0, **tensors}
+    for (weight, offset), scale in scales.items():
+        for bias, shift in shifts.items():
+            if close(hat * scale + shift, y, 2e-5):
                 return weight, bias, offset
     return None
 
@@ -63,16 +57,11 @@ def nearly(y: Tensor, expected: Tensor, x, bias, spec: NormSpec) -> bool:
         terms = terms * (1.0 + mean.abs() / root)
     allowed = MAX_ULPS * EPS32 * terms.nan_to_num()
     is_off = error > allowed
-    for dtype in (x.dtype, y.dtype):
-        if dtype in HALF_DTYPES:
-            break
-    else:
+    halves = [dtype for dtype in (x.dtype, y.dtype) if dtype in HALF_DTYPES]
+    if not halves:
         return not is_off.any()
-    info = torch.finfo(dtype)
+    info = torch.finfo(halves[0])
     magnitudes = magnitudes.clamp_min(info.tiny).nan_to_num()
     allowed = 2 * info.eps * magnitudes + allowed
-    is_far = error > allowed
-    if is_far.any():
-        return False
     most = max(2, MAX_DIFFERING * error.numel())
-    return is_off.sum().item() <= most
+    return bool((error <= allowed).all()) and is_off.sum().item() <= most

@@ -3,6 +3,7 @@ for bit.
 """
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -49,11 +50,11 @@ class Fit(Trial):
             )
         gate = self._find_needed_gate()
         recipe = self._find_operands()
-        recipe = self._find_functional(recipe)
+        functional = self.device.calls_norm and not self.gate_required
+        recipe = with_spec(recipe, functional=functional)
         recipe = self._find_eps(recipe)
         if gate is not None:
-            recipe = with_spec(recipe, gate=gate)
-            recipe = replace(recipe, gate=self.gate)
+            recipe = replace(with_spec(recipe, gate=gate), gate=self.gate)
         recipe = self._find_rounding(recipe)
         if gate is None and self.gate is not None:
             recipe = self._find_optional_gate(recipe)
@@ -64,8 +65,7 @@ class Fit(Trial):
         recipe = self._with_settings(recipe)
         recipe = prove(self, recipe)
         if self.head_dim is not None:
-            recipe = with_spec(recipe, group_size=None)
-            recipe = replace(recipe, hidden_size=None)
+            recipe = replace(with_spec(recipe, group_size=None), hidden_size=None)
         return recipe
 
     # One step of `recipe` each
@@ -102,24 +102,19 @@ class Fit(Trial):
         for name, tensor in self.tensors.items():
             if len(tensor) == self.size:
                 tensors[name] = tensor.double()
-        group_size = None
+        groups = {}
         if self.group != self.size:
-            group_size = self.group
+            groups["group_size"] = self.group
         for centered in (False, True):
-            spec = NormSpec(centered, 0.0, has_weight=False, group_size=group_size)
+            spec = NormSpec(centered, 0.0, has_weight=False, **groups)
             hat = reference_norm(x.double(), None, None, spec)
             operands = affine(hat, y, tensors)
-            if operands is None:
-                continue
-            weight, bias, offset = operands
-            has_weight = weight is not None
-            has_bias = bias is not None
-            spec = NormSpec(
-                centered, 0.0, has_weight, has_bias, offset, group_size=group_size
-            )
-            size = self._fixed_size(weight)
-            layout = self.layout
-            return Recipe(spec, weight, bias, hidden_size=size, layout=layout)
+            if operands is not None:
+                weight, bias, offset = operands
+                has = weight is not None, bias is not None
+                spec = NormSpec(centered, 0.0, *has, offset, **groups)
+                size = self._fixed_size(weight)
+                return Recipe(spec, weight, bias, hidden_size=size, layout=self.layout)
         raise NotInFamily("its formula is not one that this package knows")
 
     def _fixed_size(self, weight: str | None) -> int | None:
@@ -133,27 +128,19 @@ class Fit(Trial):
                 return self.size
         return None
 
-    def _find_functional(self, recipe: Recipe) -> Recipe:
-        """Whether it calls torch's own norm."""
-        with OnDevice("cpu") as device:
-            self.run(self.normal(4, self.size))
-        functional = device.calls_norm and not self.gate_required
-        return with_spec(recipe, functional=functional)
-
     def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
         """eps as the module's own output on rows of about that magnitude tells it, to
         about `EPS_READING`.
         """
-        neutral = dict(self.tensors)
-        if recipe.weight is not None:
-            one = 1.0 - recipe.spec.weight_offset
-            neutral[recipe.weight] = torch.full((self.size,), one, dtype=FP32)
-        if recipe.bias is not None:
-            neutral[recipe.bias] = torch.zeros(self.size, dtype=FP32)
-        self.set(**neutral)
+        one = 1.0 - recipe.spec.weight_offset
+        neutral = {recipe.weight: one, recipe.bias: 0.0}
+        for name, tensor in self.tensors.items():
+            value = neutral.get(name)
+            if value is not None:
+                tensor = torch.full_like(tensor, value)
+            self.set(**{name: tensor})
         x = scale * (1.0 + self.normal(4, self.size))
-        y = self.run(x)
-        y = y[0, : self.group].double()
+        y = self.run(x)[0, : self.group].double()
         h = x[0, : self.group].double()
         if recipe.spec.centered:
             h = h - h.mean()
@@ -164,17 +151,13 @@ class Fit(Trial):
             without_eps = math.sqrt(without_eps)
             with_eps = 1 / rstd
         eps = with_eps - without_eps
-        if abs(eps) <= 1e-5 * without_eps:
-            return 0.0
-        return eps
+        return 0.0 if abs(eps) <= 1e-5 * without_eps else eps
 
     def _find_eps(self, recipe: Recipe) -> Recipe:
         recipe, reading = self._place_eps(recipe)
         for name in self.attributes:
             value = getattr(self.module, name, None)
-            if type(value) not in (int, float):
-                continue
-            if not _reads_as(reading, value):
+            if type(value) not in (int, float) or not _reads_as(reading, value):
                 continue
             other = 2.0 * value + 1e-3
             self.set(**{name: other})
@@ -198,12 +181,8 @@ class Fit(Trial):
         for eps_outside in (False, True):
             recipe = with_spec(recipe, eps_outside=eps_outside)
             reading = self._read_eps(recipe)
-            if reading == 0.0:
-                return recipe, reading
-            scale = reading
-            if not eps_outside:
-                scale = math.sqrt(abs(reading))
-            again = self._read_eps(recipe, 0.5 * scale)
+            scale = reading if eps_outside else math.sqrt(abs(reading))
+            again = reading and self._read_eps(recipe, 0.5 * scale)
             if abs(again - reading) <= 1e-3 * reading:
                 return recipe, reading
         raise NotInFamily("its eps is neither inside the root nor beside it")
@@ -226,8 +205,7 @@ class Fit(Trial):
             if self.agrees(candidate, half_rows, dtypes):
                 return candidate
         self._settle_exactness(recipe, x)
-        mixed = dtypes[len(SAME_DTYPES) :]
-        if not self.agrees(recipe, x, mixed[:1]):
+        if not self.agrees(recipe, x, dtypes[len(SAME_DTYPES) :][:1]):
             raise NotInFamily(
                 f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}"
             )
@@ -258,63 +236,50 @@ class Fit(Trial):
             return recipe  # it is torch's own norm
         if not (recipe.spec.functional or self.code.asks_autocast):
             return recipe  # autocast casts nothing in arithmetic of float32
-        ways = []
-        for device_type in AUTOCAST_DEVICES:
-            ways.append((device_type, self._way_under_autocast(recipe, device_type)))
-        if all(way == "torch" for _, way in ways):
+        ways = [self._way_under_autocast(recipe, each) for each in AUTOCAST_DEVICES]
+        if set(ways) == {"torch"}:
             return recipe
-        return replace(recipe, autocast=tuple(ways))
+        return replace(recipe, autocast=tuple(zip(AUTOCAST_DEVICES, ways, strict=True)))
 
     def _way_under_autocast(self, recipe: Recipe, device_type: str) -> AutocastWay:
         if recipe.gate is not None or not self.code.is_plain_under_autocast:
             return "original"
-        cases = [(ALL_FP32, self.dims)]
+        dims = self.dims
+        cases = [(ALL_FP32, dims)]
         if not recipe.only_float32:
             mixed = Dtypes(BF16, FP32), Dtypes(FP32, BF16), Dtypes(FP16, FP32)
-            cases += [(dtypes, self.dims) for dtypes in (*SAME_DTYPES, *mixed)]
+            cases += [(dtypes, dims) for dtypes in (*SAME_DTYPES, *mixed)]
         if recipe.layout == "last" and self.head_dim is None:
             cases += [(ALL_FP32, dims) for dims in range(1, MOST_DIMS + 1)]
-        ways = ["torch", "off", "lowered"]
-        dims_before = self.dims
-        for (dtypes, dims), dtype in itertools.product(cases, (BF16, FP16)):
-            self.dims = dims
-            ways = self._agreeing(ways, recipe, device_type, dtypes, dtype)
-            if not ways:
-                break
-        self.dims = dims_before
-        return ways[0] if ways else "original"
+        agreeing = ["original"]
+        for way in ("lowered", "off", "torch"):
+            if self._agrees_under(way, recipe, device_type, cases):
+                agreeing.append(way)
+        self.dims = dims
+        return agreeing[-1]
 
-    def _agreeing(
-        self,
-        ways: list[AutocastWay],
-        recipe: Recipe,
-        device_type: str,
-        dtypes: Dtypes,
-        dtype: torch.dtype,
-    ) -> list[AutocastWay]:
-        """The ways that agree with the module on tensors of these dtypes, under
-        autocast to a dtype. All do where it takes no such tensors.
+    def _agrees_under(
+        self, way: AutocastWay, recipe: Recipe, device_type: str, cases: list
+    ) -> bool:
+        """Whether module and formula give the same under autocast, in all these
+        (dtypes, number of dimensions) that the module takes.
         """
-        self.draw_tensors(uneven=True)
-        tensors = self.in_dtype(dtypes.weight)
-        rows = 1 if self.dims == 1 else 2 ** (MOST_DIMS - 1)
-        x = self.rows(rows * self.size, half=True)[:rows].to(dtypes.x)
-        bias = tensors.get(recipe.bias)
-        formula = x, tensors.get(recipe.weight), bias, recipe.spec
-        agreeing = []
-        with autocast(device_type, dtype):
+        for (dtypes, self.dims), dtype in itertools.product(cases, (BF16, FP16)):
+            rows = 1 if self.dims == 1 else 2 ** (MOST_DIMS - 1)
+            x = self.rows(rows * self.size, half=True)[:rows]
+            compute = functools.partial(_under_autocast, way, device_type, dtype)
+            self.device = OnDevice(device_type)
             try:
-                with OnDevice(device_type):
-                    y = self.run(x)
+                with autocast(device_type, dtype):
+                    if not self.agrees(recipe, x, [dtypes], compute):
+                        return False
             except Unusable:
-                return ways
-            for way in ways:
-                # torch's own norm takes not every mixture
-                with contextlib.suppress(RuntimeError):
-                    expected = _under_autocast(way, formula, device_type, dtype)
-                    if self.is_equal(y, expected, x, bias, recipe.spec):
-                        agreeing.append(way)
-        return agreeing
+                continue
+            except RuntimeError:  # torch's own norm takes not every mixture
+                return False
+            finally:
+                self.device = OnDevice("cpu")
+        return True
 
     def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
         x = self.rows(1024, half=True)
@@ -327,48 +292,40 @@ class Fit(Trial):
         without which it may be another.
         """
         module = self.module
-        absent = tuple(self.absent)
-        hidden_size = recipe.hidden_size
-        settings = []
+        settings = ()
+        recipe = replace(recipe, absent=self.absent)
+        known = {recipe.weight, recipe.bias, recipe.eps, *self.absent}
         for name in self.attributes:
-            is_known = name in (recipe.weight, recipe.bias, recipe.eps, *absent)
-            if is_known or not hasattr(module, name):
+            if name in known or not hasattr(module, name):
                 continue
             value = getattr(module, name)
             if isinstance(value, Tensor):
                 raise NotInFamily(
                     f"its forward reads its attribute {name!r}, which no formula here has"
                 )
-            if not self._is_shape(value):
-                settings.append((name, value))
             if type(value) is int:
                 # perhaps the length of its rows, or how many groups they have
-                hidden_size = self.size
-        settings = tuple(settings)
-        return replace(
-            recipe, settings=settings, absent=absent, hidden_size=hidden_size
-        )
-
-    def _is_shape(self, value) -> bool:
-        if not isinstance(value, tuple):
-            return False
-        sizes = (self.size, self.head_dim)
-        return not value or value[-1] in sizes
+                recipe = replace(recipe, hidden_size=self.size)
+            match value:
+                case () | (*_, self.size | self.head_dim):
+                    continue  # a shape of its rows
+            settings += ((name, value),)
+        return replace(recipe, settings=settings)
 
 
 def _under_autocast(
-    way: AutocastWay, formula: tuple, device_type: str, dtype: torch.dtype
+    way: AutocastWay, device_type: str, dtype: torch.dtype, *formula
 ) -> Tensor:
     """The norm of x under autocast to a dtype, computed in one of the ways.
 
     Args:
-        formula: x, weight, bias and the `NormSpec`.
+        formula: what `reference_norm` takes.
     """
     if way == "torch":
         with OnDevice(device_type):
             return reference_norm(*formula)
     to = dtype if way == "lowered" else None
-    return reference_norm(*cast_operands(*formula, to))
+    return reference_norm(*cast_operands(*formula[:4], to))
 
 
 def with_spec(recipe: Recipe, **changes) -> Recipe:
@@ -389,7 +346,5 @@ def _roundings(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _reads_as(reading: float, value: float) -> bool:
-    if not math.isfinite(value):
-        return False
-    error = abs(reading - value)
-    return error <= EPS_READING * abs(value)
+    is_near = abs(reading - value) <= EPS_READING * abs(value)
+    return math.isfinite(value) and is_near

@@ -2,7 +2,9 @@
 module normalises.
 """
 
+import itertools
 import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from ...kernels.sizes import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, nearly
 from .plain_code import Code
-from .probe import Probe
+from .probe import OnDevice, Probe
 from .refusals import Unusable
 
 # (scale, mean) of the rows that a formula is tried on: some plain, some with a large
@@ -73,10 +75,8 @@ class Trial(Probe):
         extremes = HALF_EXTREMES if half else EXTREMES
         kinds = torch.tensor(ROWS + extremes, dtype=torch.float32)
         scale, mean = kinds.unsqueeze(2).unbind(1)
-        at_once = len(kinds) * self.size
-        repeats = math.ceil(elements / at_once)
-        x = self.normal(repeats, len(kinds), self.size)
-        x = x * scale + mean
+        repeats = math.ceil(elements / (len(kinds) * self.size))
+        x = self.normal(repeats, len(kinds), self.size) * scale + mean
         x[:, 0, self.size // 2] = 300.0
         return x.flatten(0, 1)
 
@@ -86,8 +86,7 @@ class Trial(Probe):
         """Gates from closed to wide open; None where the recipe has none."""
         if recipe.gate is None:
             return None
-        gate = 8.0 * self.normal(*x.shape) ** 3
-        return gate.to(dtype)
+        return (8.0 * self.normal(*x.shape) ** 3).to(dtype)
 
     def draw_tensors(self, uneven: bool = False) -> None:
         """Give the module other tensors; if `uneven`, with elements that are large,
@@ -106,9 +105,7 @@ class Trial(Probe):
 
     def in_dtype(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors in a dtype, which the module has from now on."""
-        tensors = {}
-        for name, tensor in self.tensors.items():
-            tensors[name] = tensor.to(dtype)
+        tensors = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
         self.set(**tensors)
         return tensors
 
@@ -116,54 +113,41 @@ class Trial(Probe):
         """Settle how rows are put to the module and how long they are: the first way in
         which it normalises them.
         """
-        try:
-            self._find_layout()
-        except Unusable:
-            if self.gate is None or self.gate_required:
-                raise
-            # a forward may need its second input though None is that input's default
-            self.gate_required = True
-            self._find_layout()
-
-    def _find_layout(self) -> None:
         layouts = [("last", 3), ("channels_first", 4), ("channels_first", 3)]
         if self.head_dim:
             layouts = [("last", 4)]
         failures = []
-        for layout, dims in layouts:
-            self.layout = layout
-            self.dims = dims
-            for size in self._row_sizes():
-                self.size = size
-                try:
-                    return self._try_input()
-                except Unusable as error:
-                    failures.append(error)
+        # a forward may need its second input though None is that input's default
+        gates = dict.fromkeys((self.gate_required, self.gate is not None))
+        ways = itertools.product(gates, layouts, self._row_sizes())
+        for self.gate_required, (self.layout, self.dims), self.size in ways:
+            try:
+                return self._try_input()
+            except Unusable as error:
+                failures.append(error)
         raise failures[0]
 
     def _row_sizes(self) -> list[int]:
         """The lengths that a row may have, the likeliest first: those of the weights,
         or what attributes name.
         """
-        sizes = []
-        for shape in self.shapes.values():
-            if shape.numel():
-                sizes.append(shape.numel())
+        sizes = {shape.numel() for shape in self.shapes.values()} - {0}
         if sizes:
-            return sorted(set(sizes), reverse=True)
+            return sorted(sizes, reverse=True)
+        named = []
         for name in self.attributes:
             value = getattr(self.module, name, None)
             if isinstance(value, tuple) and value:
                 value = value[-1]  # as in `normalized_shape`
             if type(value) is int and 1 < value <= MAX_HIDDEN_SIZE:
-                sizes.append(value)
-        sizes.append(64)
-        return sizes
+                named.append(value)
+        return [*named, 64]
 
     def _try_input(self) -> None:
         """Scaling a row must not change its result, other rows must not matter, the
         row's own elements must.
         """
+        self.device = OnDevice("cpu")
         self.draw_tensors()
         x = self.large_rows()
         y = self.run(x)
@@ -178,10 +162,15 @@ class Trial(Probe):
             raise Unusable("it does not normalise over the last dimension")
         if change[1:].any():
             raise Unusable("the result of a row depends on other rows")
-        last = in_row.nonzero().max()
-        self.group = int(last) + 1
+        self.group = int(in_row.nonzero().max()) + 1
 
-    def agrees(self, recipe: Recipe, x: Tensor, dtypes=(ALL_FP32,)) -> bool:
+    def agrees(
+        self,
+        recipe: Recipe,
+        x: Tensor,
+        dtypes: Iterable[Dtypes] = (ALL_FP32,),
+        compute: Callable = reference_norm,
+    ) -> bool:
         """Whether module and formula give the same on x, in all these `Dtypes`."""
         for each in dtypes:
             self.draw_tensors(uneven=True)
@@ -191,7 +180,7 @@ class Trial(Probe):
             y = self.run(rows, gate)
             weight = tensors.get(recipe.weight)
             bias = tensors.get(recipe.bias)
-            expected = reference_norm(rows, weight, bias, recipe.spec, gate)
+            expected = compute(rows, weight, bias, recipe.spec, gate)
             if not self.is_equal(y, expected, rows, bias, recipe.spec):
                 return False
         return True

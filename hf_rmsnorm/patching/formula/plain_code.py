@@ -32,7 +32,11 @@ ARITHMETIC = {
     "view_as",
 }  # fmt: skip
 PLACES = (torch, F, torch.linalg)
-FUNCTIONS = [getattr(place, name, None) for place in PLACES for name in ARITHMETIC]
+FUNCTIONS = [
+    getattr(place, name)
+    for place in PLACES
+    for name in ARITHMETIC.intersection(dir(place))
+]
 TAKE_SHAPES = ("view", "reshape", "expand")  # they may be given any size of the input
 # `**arguments`, and what has a function write to a tensor
 REFUSED_KEYWORDS = (None, "out", "inplace")
@@ -41,6 +45,7 @@ LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
 # Answered for all types of device, or for one, by functions of torch; some files wrap
 # them under the same names.
 AUTOCAST_QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled")
+AUTOCASTS = (("torch", "autocast"), ("transformers", "maybe_autocast"))
 # What a forward may call where it finds autocast on.
 AUTOCAST_FUNCTIONS = [
     torch.get_autocast_dtype,
@@ -55,6 +60,14 @@ CONSTANT = 0  # dtypes, numbers of dimensions, plain attributes: may decide a br
 LENGTH = 1  # of the rows: a number to compute with
 SHAPE = 2  # any sizes of the input: only for the calls of TAKE_SHAPES, and guards
 TENSOR = 3  # or a device: may decide no branch
+# Those of what may be asked of an input, and of its device.
+FACTS = {
+    "shape": SHAPE,
+    "dtype": CONSTANT,
+    "ndim": CONSTANT,
+    "device": TENSOR,
+    "type": TENSOR,
+}
 # The kinds of ``x.dim()`` and ``x.size(-1)``; another call of `size` is a `SHAPE`.
 SIZES = {"dim()": CONSTANT, "size(-1)": LENGTH}
 
@@ -81,25 +94,20 @@ class Code:
         self.attributes: set[str] = set()
         self.asks_autocast = False
         self.any_autocast = False
+        self.is_plain_under_autocast = True
         self.read_method("forward", type(module).__mro__)
-        self.is_plain_under_autocast = not self.asks_autocast or self._reads_any()
-
-    def _reads_any(self) -> bool:
-        """Read the forward again, with what it does under autocast."""
-        self.any_autocast = True
-        try:
-            self.read_method("forward", type(self.module).__mro__)
-        except NotPlain:
-            return False
-        return True
+        if self.asks_autocast:
+            self.any_autocast = True
+            try:
+                self.read_method("forward", type(module).__mro__)
+            except NotPlain:
+                self.is_plain_under_autocast = False
 
     def read_method(self, name: str, classes: Iterable[type]) -> None:
         """Read the method that the first of these classes has under that name."""
         for owner in classes:
             if name in vars(owner):
-                function = vars(owner)[name]
-                self.read_function(function, f"self.{name}", owner)
-                return
+                return self.read_function(vars(owner)[name], f"self.{name}", owner)
         raise NotPlain(f"its forward calls self.{name}")
 
     def read_function(self, function, text: str, owner: type | None = None) -> None:
@@ -124,9 +132,8 @@ class Code:
         tensor of the module.
         """
         self.attributes.add(name)
-        value = own_values(self.module).get(name)
-        if value is None:
-            value = inspect.getattr_static(type(self.module), name, None)
+        of_class = inspect.getattr_static(type(self.module), name, None)
+        value = own_values(self.module).get(name, of_class)
         if isinstance(value, Tensor):
             return TENSOR
         is_other = value is None and getattr(self.module, name, None) is not None
@@ -183,10 +190,8 @@ class _Body(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         answer = self._answer(node.test)
         if answer is None:
-            most = CONSTANT
-            if isinstance(node.body[0], ast.Raise):
-                most = SHAPE
-            self._check_condition(node.test, most)
+            is_guard = isinstance(node.body[0], ast.Raise)
+            self._check_condition(node.test, SHAPE if is_guard else CONSTANT)
         if answer is not False:
             self.read(node.body)
         if answer is not True:
@@ -228,21 +233,18 @@ class _Body(ast.NodeVisitor):
             self._store(target, kind)
 
     def _store(self, target: ast.expr, kind: int) -> None:
-        if isinstance(target, ast.Tuple):
-            *leading, last = target.elts
-            for element in leading:
-                self._store(element, kind)
-            if kind == SHAPE and isinstance(last, ast.Name):
-                kind = LENGTH  # `batch, length, size = x.shape`
-            self._store(last, kind)
-            return
-        name = target
-        if isinstance(target, ast.Starred):
-            name = target.value
-        if not isinstance(name, ast.Name):
-            raise _refusal("writes", target)
-        before = self.local.get(name.id, kind)
-        self.local[name.id] = max(kind, before)
+        match target:
+            case ast.Name(name) | ast.Starred(ast.Name(name)):
+                before = self.local.get(name, kind)
+                self.local[name] = max(kind, before)
+            case ast.Tuple([*leading, last]):
+                for element in leading:
+                    self._store(element, kind)
+                if kind == SHAPE and isinstance(last, ast.Name):
+                    kind = LENGTH  # `batch, length, size = x.shape`
+                self._store(last, kind)
+            case _:
+                raise _refusal("writes", target)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         raise NotPlain(f"its forward writes {ast.unparse(node.target)} in place")
@@ -263,12 +265,11 @@ class _Body(ast.NodeVisitor):
         return kind
 
     def visit_Compare(self, node: ast.Compare) -> int:
-        operands = [node.left, *node.comparators]
-        if all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in node.ops):
-            kind = self._visit_all(operands)
-            if kind == CONSTANT or any(map(_is_none, operands)):  # `gate is None`
+        match node:
+            case ast.Compare(asked, [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
+                self.visit(asked)  # `gate is None`
                 return CONSTANT
-        return self._visit_condition(node, operands)
+        return self._visit_condition(node, [node.left, *node.comparators])
 
     def visit_BoolOp(self, node: ast.BoolOp) -> int:
         return self._visit_condition(node, node.values)
@@ -282,24 +283,34 @@ class _Body(ast.NodeVisitor):
 
     def _answer(self, test: ast.expr) -> bool | None:
         """What a condition is for every input; None where that is not known here."""
-        if isinstance(test, ast.BoolOp):
-            answers = [self._answer(part) for part in test.values]
-            deciding = isinstance(test.op, ast.Or)
-            if deciding in answers:
-                return deciding
-            return None if None in answers else not deciding
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            answer = self._answer(test.operand)
-            return None if answer is None else not answer
-        if isinstance(test, ast.Call):
-            return self._answer_of_call(test)
-        if isinstance(test, (ast.Compare, ast.Name)):
-            return self._answer_of_library(test)
-        if isinstance(test, ast.Attribute) and self._is_self(test.value):
-            self.code.read_attribute(test.attr)
-            value = getattr(self.code.module, test.attr, None)
-            return value if isinstance(value, bool) else None
-        return None
+        answer = None
+        match test:
+            case ast.BoolOp(operator, parts):
+                answers = set(map(self._answer, parts))
+                deciding = isinstance(operator, ast.Or)
+                if deciding in answers:
+                    return deciding
+                return None if None in answers else not deciding
+            case ast.UnaryOp(ast.Not(), operand):
+                answer = self._answer(operand)
+                return None if answer is None else not answer
+            case ast.Call():
+                return self._answer_of_call(test)
+            case ast.Attribute(ast.Name(self.itself), name):
+                self.code.read_attribute(name)
+                answer = getattr(self.code.module, name, None)
+            # of a library that is not there: a flag such as `has_apex`, or a function
+            # that is None
+            case ast.Name(name) if LIBRARY_FLAG.match(name):
+                answer = self._resolve(test)
+            case ast.Compare(
+                ast.Name(name),
+                [ast.Is() | ast.IsNot() as operator],
+                [ast.Constant(None)],
+            ) if name not in self.local:
+                if self.function.__globals__.get(name, name) is None:
+                    return isinstance(operator, ast.Is)
+        return answer if isinstance(answer, bool) else None
 
     def _answer_of_call(self, test: ast.Call) -> bool | None:
         """That of a function of torch, or of one that asks for a library, as
@@ -308,34 +319,14 @@ class _Body(ast.NodeVisitor):
         called = self._resolve(test.func)
         if called is None:
             return None
-        name = ast.unparse(test.func).rpartition(".")[2]
-        if name in AUTOCAST_QUESTIONS:
+        text = ast.unparse(test)
+        if text.partition("(")[0].rpartition(".")[2] in AUTOCAST_QUESTIONS:
             self.code.asks_autocast = True
             return None if self.code.any_autocast else False
         if called is torch.jit.is_scripting:
             return False
-        text = ast.unparse(test)
         if text.startswith("is_") and text.endswith("_available()"):
             return bool(called())
-        return None
-
-    def _answer_of_library(self, test: ast.Compare | ast.Name) -> bool | None:
-        """That of a name of the file which says whether a library is there: a flag such
-        as ``has_apex``, or ``function is not None`` of a function that is None.
-        """
-        name = test
-        if isinstance(test, ast.Compare):
-            name = test.left
-        if not isinstance(name, ast.Name) or name.id in self.local:
-            return None
-        value = self.function.__globals__.get(name.id, name)
-        if name is test:
-            is_flag = isinstance(value, bool) and LIBRARY_FLAG.match(name.id)
-            return value if is_flag else None
-        operator = test.ops[0]
-        is_plain = len(test.ops) == 1 and isinstance(operator, (ast.Is, ast.IsNot))
-        if value is None and is_plain and _is_none(test.comparators[0]):
-            return isinstance(operator, ast.Is)
         return None
 
     # Expressions
@@ -378,14 +369,13 @@ class _Body(ast.NodeVisitor):
             return self.code.read_attribute(node.attr)
         if isinstance(self._resolve(node), torch.dtype):
             return CONSTANT
-        if node.attr not in ("shape", "dtype", "ndim", "device", "type"):
+        if node.attr not in FACTS:
             raise _refusal("reads", node)
         self.visit(node.value)
-        if node.attr == "shape":
-            return SHAPE
-        if node.attr in ("device", "type") and not self.code.any_autocast:
-            return TENSOR
-        return CONSTANT
+        kind = FACTS[node.attr]
+        if kind == TENSOR and self.code.any_autocast:
+            return CONSTANT
+        return kind
 
     def visit_Subscript(self, node: ast.Subscript) -> int:
         kind = self.visit(node.value)
@@ -410,7 +400,10 @@ class _Body(ast.NodeVisitor):
                 raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
             arguments.append(keyword.value)
         if text in ("len", "int"):
-            return self._visit_number(node)
+            kind = self._visit_all(arguments)
+            if kind == TENSOR:
+                raise _refusal("calls", node)
+            return CONSTANT if text == "len" else kind
         if isinstance(function, ast.Attribute) and name in ("dim", "size"):
             self._visit_all((function.value, *arguments))
             question = ast.unparse(node).rpartition(".")[2]
@@ -420,21 +413,10 @@ class _Body(ast.NodeVisitor):
             owner = type(self.code.module)  # `nn.LayerNorm.forward(self, x)`
             del arguments[0]
         self._check_function(function, text, owner)
-        if name in TAKE_SHAPES:
-            self._visit_all(arguments)
-            return TENSOR
+        visit = self.visit if name in TAKE_SHAPES else self._number
         for argument in arguments:
-            self._number(argument)
+            visit(argument)
         return TENSOR
-
-    def _visit_number(self, node: ast.Call) -> int:
-        """The kind of ``len(x.shape)`` or ``int(number)``."""
-        kind = self._visit_all(node.args)
-        if kind == TENSOR:
-            raise _refusal("calls", node)
-        if node.func.id == "len":
-            return CONSTANT
-        return kind
 
     def _check_function(
         self, function: ast.expr, text: str, owner: type | None
@@ -442,42 +424,39 @@ class _Body(ast.NodeVisitor):
         """Refuse a function unless it is one of torch's in the list, or a helper that
         is plain itself; with an owner, it is given the module first.
         """
-        name = text.rpartition(".")[2]
+        listed = FUNCTIONS
+        if self.code.any_autocast:
+            listed = FUNCTIONS + AUTOCAST_FUNCTIONS
         mro = type(self.code.module).__mro__
-        is_method = isinstance(function, ast.Attribute)
         called = self._resolve(function)
-        if text == f"super().{name}" and self.owner is not None:
-            self.code.read_method(name, mro[mro.index(self.owner) + 1 :])
-        elif is_method and self._is_self(function.value):
-            self.code.read_method(name, mro)
-        elif text.startswith("ACT2FN["):
-            # Transformers' table of gates, of which the module names one
-            self._check_condition(function.slice)
-        elif self._is_listed(called):
+        if called in listed:
             return
-        elif called is not None:
+        if called is not None:
             self.code.read_function(called, text, owner)
-        elif is_method and name in ARITHMETIC:
-            self._number(function.value)
-        else:
-            raise _refusal("calls", function)
-
-    def _is_listed(self, called) -> bool:
-        if called is None:
-            return False
-        if self.code.any_autocast and called in AUTOCAST_FUNCTIONS:
-            return True
-        return called in FUNCTIONS
+            return
+        match function:
+            case ast.Attribute(ast.Call(ast.Name("super"), []), name) if self.owner:
+                self.code.read_method(name, mro[mro.index(self.owner) + 1 :])
+            case ast.Attribute(ast.Name(self.itself), name):
+                self.code.read_method(name, mro)
+            case ast.Attribute(value, name) if name in ARITHMETIC:
+                self._number(value)
+            case ast.Subscript(ast.Name("ACT2FN"), key):
+                # Transformers' table of gates, of which the module names one
+                self._check_condition(key)
+            case _:
+                raise _refusal("calls", function)
 
     def _resolve(self, node: ast.expr):
         """Return the value of a name of the file, or of an attribute of one; None if it
         is neither.
         """
-        if isinstance(node, ast.Attribute):
-            return getattr(self._resolve(node.value), node.attr, None)
-        if not isinstance(node, ast.Name) or node.id in self.local:
-            return None
-        return self.function.__globals__.get(node.id)
+        match node:
+            case ast.Attribute(value, name):
+                return getattr(self._resolve(value), name, None)
+            case ast.Name(name) if name not in self.local:
+                return self.function.__globals__.get(name)
+        return None
 
     def _is_self(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and node.id == self.itself
@@ -486,14 +465,7 @@ class _Body(ast.NodeVisitor):
 def _is_autocast(called) -> bool:
     """Whether this is torch's autocast, or Transformers' function that makes one."""
     package = str(getattr(called, "__module__", None)).partition(".")[0]
-    if isinstance(called, type):
-        return issubclass(called, torch.autocast) and package == "torch"
-    name = getattr(called, "__name__", "")
-    return name == "maybe_autocast" and package == "transformers"
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+    return (package, getattr(called, "__name__", "")) in AUTOCASTS
 
 
 def _refusal(does: str, node: ast.AST) -> NotPlain:

@@ -4,6 +4,7 @@ nothing of the user's.
 
 import contextlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Iterator
 
@@ -39,6 +40,7 @@ class Probe:
         gate_required: whether that must be given; it is open in a run that names none.
         gate_kind: of which kind it is, as far as is known.
         layout, dims: how rows are put to the module, and in how many dimensions.
+        device: on which it finds them.
     """
 
     def __init__(self, module: Module):
@@ -46,20 +48,18 @@ class Probe:
         self.shapes: dict[str, torch.Size] = {}
         self.head_dim: int | None = None
         for name, value in vars(self.module).items():
-            if not isinstance(value, Tensor):
-                continue
-            if value.dim() == 2:
+            dims = value.dim() if isinstance(value, Tensor) else 0
+            if dims == 2:
                 self.head_dim = value.shape[1]
-            if value.dim() in (1, 2):
+            if dims in (1, 2):
                 self.shapes[name] = value.shape
-        self.absent: list[str] = []
-        for name, value in module._parameters.items():
-            if value is None:
-                self.absent.append(name)
+        held = module._parameters.items()
+        self.absent = tuple(name for name, value in held if value is None)
         self.gate, self.gate_required = second_input(type(module))
         self.gate_kind: str | None = None
         self.layout = "last"
         self.dims = 3
+        self.device = OnDevice("cpu")
 
     def set(self, **values) -> None:
         """Set tensors (as rows) or plain attributes of the copy."""
@@ -94,11 +94,10 @@ class Probe:
         """The module's own output for an input of the shape and strides that it is
         given.
         """
-        gates = {}
-        if gate is not None:
-            gates[self.gate] = gate
+        gates = {} if gate is None else {self.gate: gate}
         try:
-            return type(self.module).forward(self.module, x, **gates)
+            with self.device:
+                return type(self.module).forward(self.module, x, **gates)
         except Exception as error:  # a user's forward may raise anything
             line = str(error).strip().split("\n")[0]
             raise Unusable(
@@ -114,8 +113,7 @@ class Probe:
             row = (-1, self.head_dim)
         leading = [2] * (self.dims - len(row))
         if leading:
-            inner = 2 ** (len(leading) - 1)
-            leading[0] = len(rows) // inner
+            leading[0] = len(rows) // 2 ** (len(leading) - 1)
         x = rows.reshape(*leading, *row)
         if self.layout == "channels_first":
             x = x.movedim(-1, 1)
@@ -190,15 +188,13 @@ def own_values(module: Module) -> dict[str, object]:
     words, flags, tuples of them), by their names.
     """
     values = {}
-    for store in (module._parameters, module._buffers, vars(module)):
-        for name, value in store.items():
-            if name in MODULE_STATE:
-                continue
-            is_value = is_plain(value)
-            if isinstance(value, Tensor):
-                is_value = value.is_floating_point()
-            if is_value:
-                values[name] = value
+    stores = module._parameters, module._buffers, vars(module)
+    for name, value in itertools.chain(*[store.items() for store in stores]):
+        is_value = is_plain(value)
+        if isinstance(value, Tensor):
+            is_value = value.is_floating_point()
+        if is_value and name not in MODULE_STATE:
+            values[name] = value
     return values
 
 
@@ -218,23 +214,20 @@ def second_input(cls: type) -> tuple[str | None, bool]:
     """(name of the forward's second parameter, whether it must be given); None without
     one that must be given or is None by default, as a gate is.
     """
-    parameters = []
-    needed = 0
     signature = inspect.signature(cls.forward)
     _, *arguments = signature.parameters.values()
+    defaults = {}
     for parameter in arguments:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        parameters.append(parameter)
-        if parameter.default is parameter.empty:
-            needed += 1
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            defaults[parameter.name] = parameter.default
+    needed = list(defaults.values()).count(inspect.Parameter.empty)
     if needed not in (1, 2):
         raise Unusable(
             "its forward takes something other than one tensor, and perhaps a gate"
         )
-    for second in parameters[1:2]:
-        if needed == 2 or second.default is None:
-            return second.name, needed == 2
+    for second in list(defaults)[1:2]:
+        if needed == 2 or defaults[second] is None:
+            return second, needed == 2
     return None, False
 
 

@@ -41,9 +41,10 @@ def recognise(module: Module) -> Verdict:
     """
     is_named = _is_named(module)
     values = own_values(module)
-    verdict = _refusal(module, values)
-    if verdict is not None:
-        return verdict if is_named else NOT_A_NORM
+    refusal = _refusal(module, values)
+    if refusal is not None:
+        is_norm = is_named and refusal.reason
+        return Verdict(None, refusal) if is_norm else NOT_A_NORM
     key = _signature(module, values)
     if key in _known:
         return _known[key]
@@ -65,32 +66,29 @@ def class_name(module: Module) -> str:
 
 
 def _examine(module: Module, is_named: bool) -> tuple[Verdict, bool]:
-    """(the verdict, whether another try would give the same). An exception may have a
-    reason that passes.
+    """(the verdict, whether another try would give the same). An exception that is not
+    this package's may have a reason that passes.
     """
+    is_norm = is_named
     try:
         with neutral_modes():
             return Verdict(Fit(module).recipe()), True
     except Refused as error:
-        verdict = Verdict(None, Refusal(str(error), error.cure))
-        is_proven = _is_own(error)
-        is_norm = is_named or isinstance(error, NotInFamily)
+        cause = error
+        refusal = Refusal(str(error), error.cure)
         if isinstance(error, NotPlain):
-            is_norm = is_norm or _takes_root(module)
+            is_norm = is_named or _takes_root(module)
+        elif isinstance(error, NotInFamily):
+            is_norm = True
     except Exception as error:
         # Whatever a user's class does, the other norms are still to be served.
-        is_proven = False
-        is_norm = is_named
+        cause = error
         reason = f"it could not be examined: {type(error).__name__}: {error}"
-        verdict = Verdict(None, Refusal(reason, NotInFamily.cure))
-    return verdict if is_norm else NOT_A_NORM, is_proven
-
-
-def _is_own(error: BaseException) -> bool:
-    """Whether a refusal is this package's own, and not due to another exception."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return isinstance(error, (Refused, CannotRewrite))
+        refusal = Refusal(reason, NotInFamily.cure)
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    is_proven = isinstance(cause, (Refused, CannotRewrite))
+    return Verdict(None, refusal) if is_norm else NOT_A_NORM, is_proven
 
 
 def _takes_root(module: Module) -> bool:
@@ -98,31 +96,22 @@ def _takes_root(module: Module) -> bool:
     return code is not None and not ROOTS.isdisjoint(code.co_names)
 
 
-def _refusal(module: Module, values: dict[str, object]) -> Verdict | None:
-    """The verdict on a module that must not even be run."""
+def _refusal(module: Module, values: dict[str, object]) -> Refusal | None:
+    """Why a module must not even be run; without a reason where it is no norm."""
     if isinstance(module, torch.jit.ScriptModule):
-        cure = "patch the model before torch.jit"
-        return Verdict(None, Refusal("it is scripted or traced", cure))
+        return Refusal("it is scripted or traced", "patch the model before torch.jit")
     if torch.nn.utils.parametrize.is_parametrized(module):
         cure = "patch the model before the parametrization, or remove that first"
-        return Verdict(None, Refusal("its weight is parametrized", cure))
-    if next(module.children(), None) is not None:
-        return _refusal_of_parent(module)
+        return Refusal("its weight is parametrized", cure)
+    if list(module.children()):
+        # With parameters of its own it is a norm fused with something, else a block.
+        is_block = not module._parameters and list(module.parameters())
+        return Refusal("" if is_block else "it has submodules", NotInFamily.cure)
     for value in values.values():
         if isinstance(value, Tensor) and value.numel() > MAX_HIDDEN_SIZE:
             reason = f"its hidden size {value.numel()} is above {MAX_HIDDEN_SIZE}"
-            return Verdict(None, Refusal(reason, NotInFamily.cure))
+            return Refusal(reason, NotInFamily.cure)
     return None
-
-
-def _refusal_of_parent(module: Module) -> Verdict:
-    # A module with parameters and children is a norm fused with something; one with
-    # children alone is a block.
-    if not module._parameters:
-        for child in module.children():
-            if list(child.parameters()):
-                return NOT_A_NORM
-    return Verdict(None, Refusal("it has submodules", NotInFamily.cure))
 
 
 def _signature(module: Module, values: dict[str, object]) -> tuple:
@@ -130,8 +119,6 @@ def _signature(module: Module, values: dict[str, object]) -> tuple:
     cls = type(module)
     parts = [cls, cls.forward, *module._parameters]
     for name, value in values.items():
-        if isinstance(value, Tensor):
-            parts += [name, true_shape(value)]
-        else:
-            parts += [name, repr(value)]
+        is_tensor = isinstance(value, Tensor)
+        parts += [name, true_shape(value) if is_tensor else repr(value)]
     return tuple(parts)

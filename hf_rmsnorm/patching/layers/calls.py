@@ -27,18 +27,14 @@ def call(function: Callable, where: ast.AST, *arguments) -> ast.Call:
     return source.call(_PREFIX + function.__name__, where, *arguments)
 
 
-def is_modulated(node: ast.AST | None) -> bool:
-    """Whether this is a call of a modulated norm."""
-    return _is_call_of(modulated.modulated, node)
-
-
-def is_later(node: ast.AST | None) -> bool:
-    """Whether this is a norm that waits for a helper."""
-    return _is_call_of(modulated.later, node)
-
-
-def _is_call_of(function: Callable, node: ast.AST | None) -> bool:
+def is_modulated(node: ast.AST | None, or_later: bool = False) -> bool:
+    """Whether this is a call of a modulated norm, or else of one that waits for a
+    helper.
+    """
+    functions = [modulated.modulated]
+    if or_later:
+        functions.append(modulated.later)
     match node:
         case ast.Call(ast.Name(name)):
-            return FUNCTIONS.get(name) is function
+            return FUNCTIONS.get(name) in functions
     return False

@@ -7,27 +7,16 @@
 
 import ast
 import inspect
-from types import CodeType, FunctionType
-from typing import NamedTuple
+from types import FunctionType
 
+from ...fused.modulated import HELPERS
 from ...fused.source import CannotRewrite, definition_of
 from .statements import is_product, is_sum, names_in, only_computes
 
 
-class Helper(NamedTuple):
-    """A function that only scales and shifts its first argument.
-
-    Args:
-        shifts: it does both.
-    """
-
-    code: CodeType
-    shifts: bool
-
-
-def find_helper(node: ast.expr, cls: type, itself: str) -> Helper | None:
-    """The function or method that a forward calls, if it only scales and shifts its
-    first argument.
+def note_helper(node: ast.expr, cls: type, itself: str) -> bool:
+    """Whether the function or method that a forward calls only scales and shifts its
+    first argument; then it is noted in `HELPERS`.
 
     Args:
         node: what the forward calls.
@@ -41,38 +30,29 @@ def find_helper(node: ast.expr, cls: type, itself: str) -> Helper | None:
         case ast.Name(name):
             function = inspect.unwrap(cls.forward).__globals__.get(name)
         case _:
-            return None
+            return False
     if not isinstance(function, FunctionType):
-        return None
+        return False
     try:
         definition = definition_of(function.__code__)
     except CannotRewrite:
-        return None
+        return False
     *body, last = definition.body
     parameters = definition.args.args[skipped:]
     if not parameters or not isinstance(last, ast.Return) or last.value is None:
-        return None
+        return False
     product = _only_product(definition, parameters[0].arg)
-    if product is None:
-        return None
     for part in [*body, last.value]:
-        if not only_computes(part, _calls_nothing):
-            return None
+        if product is None or not only_computes(part):
+            return False
     sums = filter(is_sum, ast.walk(definition))
-    shifts = any(total.left is product for total in sums)
-    return Helper(function.__code__, shifts)
-
-
-def _calls_nothing(call: ast.Call) -> bool:
-    return False
+    HELPERS[function.__code__] = any(total.left is product for total in sums)
+    return True
 
 
 def _only_product(definition: ast.FunctionDef, name: str) -> ast.AST | None:
     """``name * factor``, if that is the only mention of a parameter."""
-    mentions = []
-    for mention in names_in(definition):
-        if mention.id == name:
-            mentions.append(mention)
+    mentions = [mention for mention in names_in(definition) if mention.id == name]
     for node in ast.walk(definition):
         if is_product(node) and mentions == [node.left]:
             return node

@@ -20,9 +20,9 @@ import copy
 import itertools
 from collections.abc import Set
 
-from ...fused.modulated import HELPERS, OnePlusScale, later, modulated
-from .calls import call, is_later, is_modulated
-from .helpers import find_helper
+from ...fused.modulated import OnePlusScale, later, modulated
+from .calls import call, is_modulated
+from .helpers import note_helper
 from .statements import (
     Replace,
     Statements,
@@ -61,14 +61,11 @@ class Modulations(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """``self.norm(x) * (1 + scale) + shift`` in any order."""
-        product = node
-        shift = []
+        product, *shift = [node]
         if is_sum(node):
-            product = node.left
-            shift = [node.right]
+            product, *shift = node.left, node.right
             if not is_product(product):
-                product = node.right
-                shift = [node.left]
+                product, *shift = node.right, node.left
         if not is_product(product) or not all(map(self._computes, shift)):
             return self.generic_visit(node)
         for norm, factor in itertools.permutations((product.left, product.right)):
@@ -83,12 +80,8 @@ class Modulations(ast.NodeTransformer):
         if not node.args or not self._is_norm(node.args[0]):
             return node
         norm, *others = node.args
-        for other in [*others, *node.keywords]:
-            if not self._computes(other):
-                return node
-        found = find_helper(node.func, self.cls, self.itself)
-        if found is not None:
-            HELPERS[found.code] = found.shifts
+        computes = all(map(self._computes, others + node.keywords))
+        if computes and note_helper(node.func, self.cls, self.itself):
             helper = copy.deepcopy(node.func)
             node.args[0] = call(later, norm, norm.args[0], norm.func, helper)
         return node
@@ -111,36 +104,30 @@ class Modulations(ast.NodeTransformer):
                 pass
             case _:
                 return
-        reader_at = at + 1
-        while reader_at < len(body) and self._may_pass(norm, name, body[reader_at]):
-            reader_at += 1
-        if reader_at == len(body):
+        for reader_at in range(at + 1, len(body)):
+            reader = body[reader_at]
+            if self._may_pass(norm, name, reader):
+                continue
+            if is_dead_behind(reader, name, rest[reader_at - at :]):
+                joined = self._joined(reader, name, norm)
+                if joined is not None:
+                    body[reader_at] = joined
+                    del body[at]
             return
-        reader = body[reader_at]
-        if not is_dead_behind(reader, name, rest[reader_at - at :]):
-            return
-        joined = self._joined(reader, name, norm)
-        if joined is not None:
-            body[reader_at] = joined
-            del body[at]
 
     def _joined(self, reader: ast.stmt, name: str, norm: ast.Call) -> ast.stmt | None:
         """A statement with a norm in place of the variable that holds its result; None
         where it does not begin with a modulation of that.
         """
-        read = []
-        for mention in names_in(reader):
-            if mention.id == name and isinstance(mention.ctx, ast.Load):
-                read.append(mention)
+        named = [mention for mention in names_in(reader) if mention.id == name]
+        read = [mention for mention in named if isinstance(mention.ctx, ast.Load)]
         if len(read) != 1:
             return None
         Replace(read[0], norm).visit(reader)
         joined = self.visit(copy.deepcopy(reader))
         Replace(norm, read[0]).visit(reader)
-        effect = first_effect(joined)
-        if is_modulated(effect) or is_later(effect):
-            return joined
-        return None
+        is_joined = is_modulated(first_effect(joined), or_later=True)
+        return joined if is_joined else None
 
     def _may_pass(self, norm: ast.Call, name: str, statement: ast.stmt) -> bool:
         """Whether a norm, assigned to this name, may be computed behind a statement."""
@@ -160,9 +147,7 @@ class Modulations(ast.NodeTransformer):
         if isinstance(factor, ast.Name) and factor.id in self.factors:
             return call(OnePlusScale, factor, factor)
         scale = _scale_in(factor)
-        if scale is None or not self._computes(scale):
-            return None
-        return scale
+        return scale if scale is not None and self._computes(scale) else None
 
     def _note_factors(self, statement: ast.AST) -> None:
         """Note the names to which a statement assigns ``1 + scale``."""
@@ -177,12 +162,11 @@ class Modulations(ast.NodeTransformer):
 def _scale_in(factor: ast.expr) -> ast.expr | None:
     """The scale in ``1 + scale``, or in a part ``(1 + scale)[...]`` of it."""
     match factor:
-        case ast.BinOp(ast.Constant(1), ast.Add(), scale):
-            return scale
-        case ast.BinOp(scale, ast.Add(), ast.Constant(1)):
+        case ast.BinOp(ast.Constant(1), ast.Add(), scale) | ast.BinOp(
+            scale, ast.Add(), ast.Constant(1)
+        ):
             return scale
         case ast.Subscript(inner, index):
             scale = _scale_in(inner)
-            if scale is not None:
-                return ast.Subscript(scale, index, ast.Load())
+            return scale and ast.Subscript(scale, index, ast.Load())
     return None

@@ -75,23 +75,19 @@ def fuse_qk(
     search = _Search(definition, itself, norms)
     rotations = list(search.rotations(definition.body))
     names = {rotation.call.func.id for rotation in rotations}
-    if len(names) != 1:
+    is_pair = any(len(rotation.names) == 2 for rotation in rotations)
+    if len(names) != 1 or (is_pair and len(rotations) > 1):
         return []
     (name,) = names
-    is_pair = len(rotations[0].names) == 2
-    if is_pair and len(rotations) > 1:
-        return []
     rotary = inspect.unwrap(cls.forward).__globals__.get(name)
     if not prove_rotary(rotary, PAIR if is_pair else ONE):
         return []
-    pieces = []
     for rotation in rotations:
         _put_off(rotation)
-        children = [norm.call.func.attr for norm in rotation.norms]
-        pieces.append(f"{', '.join(children)}, {name}")
-        if not is_pair:
-            pieces[-1] = f"{children[0]} with {name}"
-    return pieces
+    children = [norm.call.func.attr for each in rotations for norm in each.norms]
+    if is_pair:
+        return [f"{', '.join(children)}, {name}"]
+    return [f"{child} with {name}" for child in children]
 
 
 class _Normed(NamedTuple):
@@ -148,10 +144,7 @@ def _rotation(statement: ast.stmt) -> _Rotation | None:
             names = [x]
         case _:
             return None
-    for table in tables:
-        if reads(table, names):
-            return None
-    if len(tables) != 2:
+    if len(tables) != 2 or any(reads(table, names) for table in tables):
         return None
     return _Rotation(statement, names)
 
@@ -182,28 +175,19 @@ class _Search:
         rotation = _rotation(last)
         if branch.orelse or rotation is None or len(rotation.names) == 1:
             return None
-        for statement in before:
-            if not self._may_pass(statement, rotation.names):
-                return None
-        if not is_plain_test(branch.test, set(rotation.names)):
+        passing = all(self._may_pass(each, rotation.names) for each in before)
+        if not passing or not is_plain_test(branch.test, set(rotation.names)):
             return None
         rotation.branch = branch
         return rotation
 
     def _are_normed(self, rotation: _Rotation, before: Statements) -> bool:
         """Whether the tensors of a rotation are normalised in one place; notes where."""
-        for name in rotation.names:
-            normed = self._normed(name, before)
-            if normed is None:
-                return False
-            rotation.norms.append(normed)
-        first, *others = rotation.norms
-        for other in others:
-            if other.branches != first.branches:
-                return False
-            if other.transposed != first.transposed:
-                return False
-        return True
+        rotation.norms = [self._normed(name, before) for name in rotation.names]
+        if None in rotation.norms:
+            return False
+        first, *others = [normed[2:] for normed in rotation.norms]
+        return all(other == first for other in others)
 
     def _normed(self, name: str, before: Statements) -> _Normed | None:
         """The statement that normalised a tensor, if only what may pass it stands
@@ -223,15 +207,12 @@ class _Search:
                         return None
                 case ast.If(_, body, []) if reads(statement, {name}):
                     normed = self._normed(name, body)
-                    if normed is None:
-                        return None
-                    return normed._replace(
+                    return normed and normed._replace(
                         transposed=transposed != normed.transposed,
                         branches=[statement, *normed.branches],
                     )
-                case _:
-                    if not self._may_pass(statement, [name]):
-                        return None
+                case _ if not self._may_pass(statement, [name]):
+                    return None
         return None
 
     def _is_norm(self, node: ast.AST) -> bool:
@@ -239,9 +220,7 @@ class _Search:
 
     def _may_pass(self, statement: ast.stmt, names: list[str]) -> bool:
         """Whether a statement can neither read nor write the tensors with these names."""
-        if reads(statement, names):
-            return False
-        return only_computes(statement, self._may_call)
+        return not reads(statement, names) and only_computes(statement, self._may_call)
 
     def _may_call(self, node: ast.Call) -> bool:
         """Whether this is a norm, or another child that cannot get hold of q or k."""
@@ -264,16 +243,14 @@ def _given_to_children_alone(definition: ast.FunctionDef, itself: str) -> set[st
             case ast.Attribute(value, name) if name in FACTS:
                 passed.add(value)
     arguments = {argument.arg for argument in definition.args.args}
-    for name in names_in(definition):
-        if name not in passed:
-            arguments.discard(name.id)
-    return arguments
+    return arguments - {name.id for name in names_in(definition) if name not in passed}
 
 
 def _put_off(rotation: _Rotation) -> None:
     """Let the norms of a rotation wait for it."""
     norms = rotation.norms
-    first = min(norms, key=_place)
+    # in the source
+    first = min(norms, key=lambda n: (n.statement.lineno, n.statement.col_offset))
     names = [copy.deepcopy(normed.call.func) for normed in norms]
     for normed in norms:
         norm = normed.call
@@ -296,11 +273,6 @@ def _put_off(rotation: _Rotation) -> None:
     rotate = norm_and_rotate if len(norms) == 2 else norm_and_rotate_one
     operands = _NORMS, first.transposed, rotated.func, *rotated.args
     statement.value = call(rotate, rotated, *operands)
-
-
-def _place(normed: _Normed) -> tuple[int, int]:
-    """Where in the source its statement begins."""
-    return normed.statement.lineno, normed.statement.col_offset
 
 
 def _transposed(value: ast.expr) -> ast.expr | None:

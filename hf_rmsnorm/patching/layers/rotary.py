@@ -47,9 +47,7 @@ def prove_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
     Returns:
         Whether it rotates so.
     """
-    if type(function) is not types.FunctionType:
-        return False
-    if function.__closure__ or function.__kwdefaults__:
+    if type(function) is not types.FunctionType or function.__kwdefaults__:
         return False
     proof = rotary_proofs.get(function)
     if proof is None or not proof.still_holds(function):
@@ -65,9 +63,7 @@ def prove_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
         # a function of something else may raise anything, and another time nothing
         with contextlib.suppress(Exception), neutral_modes(), torch.enable_grad():
             proof.ways[case] = _way(function, *case)
-    whole = proof.ways.get((called, False, False))
-    part = proof.ways.get((called, True, False))
-    return whole is not None or part is not None
+    return any(proof.ways.get((called, in_part, False)) for in_part in (False, True))
 
 
 def _way(function: Callable, *case) -> Rotation | None:
@@ -76,15 +72,15 @@ def _way(function: Callable, *case) -> Rotation | None:
     Raises:
         Exception: in none of them, and the function has raised this.
     """
-    raised = None
+    raised = []
     for way in WAYS:
         try:
             if _rotates(function, way, *case):
                 return way
         except Exception as error:
-            raised = error
-    if raised is not None:
-        raise raised
+            raised.append(error)
+    if raised:
+        raise raised[0]
     return None
 
 
@@ -107,29 +103,22 @@ def _rotates(
     if way.transposed and not (called.more or called.named):
         return False  # called so, it gets three dimensions, which no kernel serves
     generator = torch.Generator().manual_seed(0)
-
-    def random(*shape, dtype):
-        return torch.randn(shape, generator=generator).to(dtype)
-
     cases = itertools.product(_DTYPES, _DTYPES, _SIZES)
     for dtype, table_dtype, (length, head_dim) in cases:
         if (dtype != table_dtype) != dtypes_differ:
             continue
-        columns = head_dim
-        if in_part:
-            columns = head_dim // 2
-        cos = random(2, length, columns, dtype=table_dtype)
-        sin = random(2, length, columns, dtype=table_dtype)
+        columns = head_dim // 2 if in_part else head_dim
+        tables = torch.randn(2, 2, length, columns, generator=generator)
+        cos, sin = tables.to(table_dtype)
         inputs = []
         for heads in (3, 2):
-            x = random(2, length, heads, head_dim, dtype=dtype)
+            x = torch.randn(2, length, heads, head_dim, generator=generator).to(dtype)
             x = x if way.transposed else x.transpose(1, 2)
             inputs.append(x.requires_grad_())
         results = _results(function, called, inputs, cos, sin)
         try:
             for x, y in zip(inputs, results, strict=True):
-                expected = rotated(x, cos, sin, way)
-                if not _same(x, y, expected):
+                if not _same(x, y, rotated(x, cos, sin, way)):
                     return False
         except Exception:  # it may return anything, and such tables may not be read so
             return False

@@ -62,6 +62,6 @@ def _called(more: list[ast.expr], keywords: list[ast.keyword]) -> RotaryCall | N
     try:
         values = tuple(map(ast.literal_eval, more))
         named = [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in keywords]
-        return RotaryCall(False, values, tuple(named))
     except ValueError:
         return None
+    return RotaryCall(False, values, tuple(named))

@@ -1,36 +1,23 @@
 """What the statements of a forward do with its variables. Only the source is read."""
 
 import ast
+import itertools
 from collections.abc import Callable, Iterable, Set
 
-from .calls import is_later, is_modulated
+from .calls import is_modulated
 
 Statements = list[ast.stmt]
 
 FACTS = {"shape", "dtype", "device", "ndim"}  # asked without getting hold of the tensor
-_METHODS = {
-    "chunk",
-    "clamp",
-    "contiguous",
-    "expand",
-    "flatten",
-    "float",
-    "index_select",
-    "permute",
-    "reshape",
-    "size",
-    "squeeze",
-    "tanh",
-    "to",
-    "transpose",
-    "type_as",
-    "unbind",
-    "unsqueeze",
-    "view",
-    "where",
-}
+# Methods whose result may be a view of the tensor, or the tensor itself.
+VIEWS = {
+    "chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim",
+    "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "to",
+    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+}  # fmt: skip
+_METHODS = VIEWS | {"clamp", "float", "index_select", "size", "tanh", "where"}
 # What is evaluated whole, and changes nothing.
-_ARITHMETIC = (
+ARITHMETIC = (
     ast.Assign,
     ast.Attribute,
     ast.BinOp,
@@ -49,7 +36,7 @@ _ARITHMETIC = (
     ast.unaryop,
 )
 _COMPUTING = (
-    *_ARITHMETIC,
+    *ARITHMETIC,
     ast.BoolOp,
     ast.Compare,
     ast.GeneratorExp,
@@ -58,7 +45,7 @@ _COMPUTING = (
     ast.cmpop,
     ast.comprehension,
 )
-_EVALUATED = *_ARITHMETIC, ast.Call, ast.Return
+_EVALUATED = *ARITHMETIC, ast.Call, ast.Return
 
 
 def is_sum(node: ast.AST) -> bool:
@@ -105,15 +92,17 @@ def names_in(node: ast.AST) -> list[ast.Name]:
 
 def bound(*statements: ast.stmt) -> set[str]:
     """The names that statements bind."""
-    names = set()
-    for statement in statements:
-        for name in names_in(statement):
-            if isinstance(name.ctx, ast.Store):
-                names.add(name.id)
-    return names
+    names = itertools.chain(*map(names_in, statements))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
-def only_computes(node: ast.AST, may_call: Callable[[ast.Call], bool]) -> bool:
+def calls_nothing(call: ast.Call) -> bool:
+    return False
+
+
+def only_computes(
+    node: ast.AST, may_call: Callable[[ast.Call], bool] = calls_nothing
+) -> bool:
     """Whether a statement gives names to new tensors, and has no other effect.
 
     Args:
@@ -122,17 +111,15 @@ def only_computes(node: ast.AST, may_call: Callable[[ast.Call], bool]) -> bool:
     """
     match node:
         case ast.Call(ast.Attribute(_, name)) if name in _METHODS:
-            parts = list(ast.iter_child_nodes(node))
-        case ast.Call():
-            if not may_call(node):
-                return False
+            parts = ast.iter_child_nodes(node)
+        case ast.Call() if may_call(node):
             parts = [*node.args, *node.keywords]
         case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
             return False
+        case _ if isinstance(node, _COMPUTING):
+            parts = ast.iter_child_nodes(node)
         case _:
-            if not isinstance(node, _COMPUTING):
-                return False
-            parts = list(ast.iter_child_nodes(node))
+            return False
     return all(only_computes(part, may_call) for part in parts)
 
 
@@ -140,7 +127,7 @@ def first_effect(node: ast.AST) -> ast.AST | None:
     """The first call that a statement makes, where those in the operands of a modulated
     norm do not count; or what comes before it and is no plain arithmetic.
     """
-    if is_modulated(node) or is_later(node) or not isinstance(node, _EVALUATED):
+    if is_modulated(node, or_later=True) or not isinstance(node, _EVALUATED):
         return node
     for child in ast.iter_child_nodes(node):
         effect = first_effect(child)
@@ -150,13 +137,10 @@ def first_effect(node: ast.AST) -> ast.AST | None:
 
 
 def is_plain_test(test: ast.expr, names: set[str]) -> bool:
-    """Whether a condition may be asked at another time: it calls nothing and does not
+    """Whether a condition may be asked at another time: it only computes and does not
     mention the names.
     """
-    for node in ast.walk(test):
-        if isinstance(node, (ast.Call, ast.NamedExpr)):
-            return False
-    return not reads(test, names)
+    return only_computes(test) and not reads(test, names)
 
 
 def is_dead_behind(statement: ast.stmt, name: str, later: Statements) -> bool:
@@ -201,17 +185,15 @@ def _other_uses(statement: ast.stmt) -> set[str]:
     for node in ast.walk(statement):
         match node:
             case ast.BinOp(left, _, right):
-                operands.update((left, right))
+                operands |= {left, right}
             case ast.Attribute(value, name) if name in FACTS:
                 operands.add(value)
             case ast.Assign([ast.Name()], value):
                 operands.add(value)
             case ast.AugAssign(ast.Name(name)):
                 written.add(name)
-    for name in names_in(statement):
-        if isinstance(name.ctx, ast.Load) and name not in operands:
-            written.add(name.id)
-    return written
+    others = set(names_in(statement)) - operands
+    return written | {name.id for name in others if isinstance(name.ctx, ast.Load)}
 
 
 class Replace(ast.NodeTransformer):

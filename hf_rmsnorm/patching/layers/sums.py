@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ...fused.modulated import add_and_modulate
 from ...fused.sums import add_and_norm
-from .calls import call, is_later, is_modulated
+from .calls import call, is_modulated
 from .modulation import Modulations
 from .statements import (
     Replace,
@@ -61,10 +61,9 @@ def fuse_sums(
         norms: the names of the children that one launch may compute with a sum.
         rows: the names of those that one launch may compute with a modulation.
     """
-    for node in ast.walk(definition):
-        is_function = isinstance(node, (ast.FunctionDef, ast.Lambda))
-        if is_function and node is not definition:
-            return []  # it may read any variable
+    _, *inside = ast.walk(definition)
+    if any(isinstance(node, (ast.FunctionDef, ast.Lambda)) for node in inside):
+        return []  # it may read any variable
     Modulations(cls, itself, rows).visit(definition)
     exchange = _Exchange(itself, norms)
     exchange.block(definition.body, [])
@@ -108,15 +107,14 @@ class _Exchange(ast.NodeTransformer):
             self._note(node, "+ ")
             both = _of_both(inputs[0], node)
             return ast.Subscript(both, ast.Constant(1), ast.Load())
-        if is_modulated(node) or is_later(node):
+        if is_modulated(node, or_later=True):
             self._note(node, "")
         return node
 
     def block(self, body: Statements, after: Statements) -> None:
         """Exchange the sums in a list of statements; `after` are those that follow it."""
-        at = 0
-        while at < len(body):
-            match body[at]:
+        for at, statement in enumerate(body):  # which may get shorter behind
+            match statement:
                 case ast.Assign([ast.Name(name)], total) if is_sum(total):
                     self._behind(body, at, name, after)
             match body[at]:
@@ -124,7 +122,6 @@ class _Exchange(ast.NodeTransformer):
                     rest = [*body[at + 1 :], *after]
                     self.block(inside, rest)
                     self.block(otherwise, rest)
-            at += 1
 
     def _behind(self, body: Statements, at: int, name: str, after: Statements) -> None:
         """Exchange ``h = a + b`` and a statement behind it that begins with
@@ -172,22 +169,16 @@ class _Exchange(ast.NodeTransformer):
         if_at = at + 1 + reader.at
         head = body[at:if_at]
         match body[if_at:]:
-            case [ast.If(test, inside, []) as branch, *behind]:
-                pass
-            case _:
-                return
-        tail = []
-        next_reader = self._reader(behind, reader.names)
-        if next_reader.norm is not None:
-            tail = behind[: next_reader.at + 1]
-        elif self._reader(inside, reader.names).norm is None:
-            return
-        if not is_plain_test(test, bound(*head)):
-            return
-        end = if_at + 1 + len(tail)
-        branch.orelse = head + tail
-        branch.body = copy.deepcopy(head) + inside + copy.deepcopy(tail)
-        body[at:end] = [branch]
+            case [ast.If(test, inside, []) as branch, *behind] if is_plain_test(
+                test, bound(*head)
+            ):
+                next_reader = self._reader(behind, reader.names)
+                count = 0 if next_reader.norm is None else next_reader.at + 1
+                if count or self._reader(inside, reader.names).norm is not None:
+                    tail = behind[:count]
+                    branch.orelse = head + tail
+                    branch.body = copy.deepcopy(head) + inside + copy.deepcopy(tail)
+                    body[at : if_at + 1 + count] = [branch]
 
     def _reader(self, statements: Statements, names: set[str]) -> _Reader:
         """The first statement behind a sum that is no alias and does more than compute."""
@@ -200,12 +191,10 @@ class _Exchange(ast.NodeTransformer):
         if at < len(statements):
             norm = first_effect(statements[at])
         row, *modulation = self._inputs(norm) or [None]
-        if not isinstance(row, ast.Name) or row.id not in names:
-            norm = None
         changed = names | bound(*statements[:at])
-        for part in modulation:
-            if reads(part, changed):
-                norm = None
+        is_of_sum = isinstance(row, ast.Name) and row.id in names
+        if not is_of_sum or any(reads(part, changed) for part in modulation):
+            norm = None
         return _Reader(at, names, norm)
 
     def _may_pass(self, statement: ast.stmt, names: set[str]) -> bool:
@@ -224,15 +213,13 @@ class _Exchange(ast.NodeTransformer):
         if is_modulated(node):
             return [node.args[0], *node.args[2:]]
         rows = norm_input(node, self.itself, self.norms)
-        if rows is None:
-            return None
-        return [rows]
+        return None if rows is None else [rows]
 
     def _note(self, norm: ast.Call, before: str) -> None:
         """Note a norm in words."""
         child = norm.func
         behind = ""
-        if is_modulated(norm) or is_later(norm):
+        if is_modulated(norm, or_later=True):
             child = norm.args[1]
             behind = " * (1 + scale) + shift"
         self.sites.append(f"{before}{child.attr}{behind}")
@@ -240,11 +227,10 @@ class _Exchange(ast.NodeTransformer):
 
 def _of_both(total: ast.BinOp, norm: ast.Call) -> ast.Call:
     """``(a + b, norm(a + b))`` in one call, of a norm that may be modulated."""
-    left = total.left
     right = total.right
     if not is_modulated(norm):
-        return call(add_and_norm, total, left, right, norm.func)
+        return call(add_and_norm, total, total.left, right, norm.func)
     factors = [right, None]
     if is_product(right):
         factors = [right.left, right.right]
-    return call(add_and_modulate, total, left, *factors, *norm.args[1:])
+    return call(add_and_modulate, total, total.left, *factors, *norm.args[1:])

@@ -8,38 +8,15 @@ through `.data` nothing else tells.
 """
 
 import ast
+import contextlib
 import inspect
 from typing import NamedTuple
 
 from ...fused.layer import layer_part
 from ...fused.source import CannotRewrite, definition_of, name_of_self
+from .statements import VIEWS
 
-# Methods and attributes whose result may be a view of the tensor, or the tensor itself.
-_VIEWS = {
-    "chunk",
-    "contiguous",
-    "detach",
-    "expand",
-    "expand_as",
-    "flatten",
-    "movedim",
-    "narrow",
-    "permute",
-    "reshape",
-    "select",
-    "split",
-    "squeeze",
-    "swapaxes",
-    "to",
-    "transpose",
-    "type_as",
-    "unbind",
-    "unflatten",
-    "unsqueeze",
-    "view",
-    "view_as",
-}
-_VIEW_ATTRIBUTES = {"data", "mT", "T"}
+_VIEW_ATTRIBUTES = {"data", "mT", "T"}  # the result is a view of the tensor
 
 
 class Writes(NamedTuple):
@@ -58,14 +35,10 @@ def written_in(cls: type) -> Writes:
         cls = part._hf_rmsnorm_layer_base
     function = inspect.unwrap(cls.forward)
     writes = Writes(set(), set())
-    if not inspect.isfunction(function):
-        return writes
-    try:
-        definition = definition_of(function.__code__)
-    except CannotRewrite:
-        return writes
-    walk = _Walk(name_of_self(function), writes)
-    walk.block(definition.body)
+    with contextlib.suppress(CannotRewrite):
+        if inspect.isfunction(function):
+            definition = definition_of(function.__code__)
+            _Walk(name_of_self(function), writes).block(definition.body)
     return writes
 
 
@@ -92,17 +65,12 @@ class _Walk(ast.NodeVisitor):
     visit_Lambda = visit_FunctionDef
 
     def visit_If(self, node: ast.If) -> None:
-        self.visit(node.test)
-        before = dict(self.uses)
-        self.block(node.body)
-        after = self.uses
-        self.uses = before
-        self.block(node.orelse)
-        for name, users in after.items():
-            other = self.uses.get(name, users)
-            if other is not users:
-                users = users | other
-            self.uses[name] = users
+        for block in ([node.test], node.body, node.orelse):
+            before = dict(self.uses)
+            self.block(block)
+            for name, users in before.items():  # a branch that does not run binds none
+                if self.uses[name] is not users:
+                    self.uses[name] = self.uses[name] | users
 
     def visit_For(self, node: ast.For | ast.While) -> None:
         for _ in range(2):  # a write may stand above the norm that has read
@@ -123,7 +91,8 @@ class _Walk(ast.NodeVisitor):
         self.generic_visit(node)  # its arguments come first
         match node:
             case ast.Call(ast.Attribute(ast.Name(self.itself), child)):
-                for argument in [*node.args, *(each.value for each in node.keywords)]:
+                named = [keyword.value for keyword in node.keywords]
+                for argument in node.args + named:
                     self._users(argument).add((child, False))
             case ast.Call(ast.Attribute(tensor, name)) if _is_in_place(name):
                 self._write(tensor)
@@ -173,6 +142,6 @@ def _viewed(value: ast.expr) -> ast.expr:
         case ast.Attribute(inner, name) if name in _VIEW_ATTRIBUTES:
             return _viewed(inner)
         case ast.Call(ast.Attribute(inner, name)):
-            if name in _VIEWS or _is_in_place(name):
+            if name in VIEWS or _is_in_place(name):
                 return _viewed(inner)
     return value
