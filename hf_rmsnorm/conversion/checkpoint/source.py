@@ -1,9 +1,11 @@
 """A checkpoint folder, opened: its tensors and its other files. It is only read."""
 
+from __future__ import annotations
+
 import json
 import os
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,13 +44,21 @@ class StoredTensor:
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
     nbytes: int
+    start: int = 0
+    data: torch.Tensor | None = None  # if it is in memory
+
+    @classmethod
+    def held(cls, data: torch.Tensor, file: str = "") -> StoredTensor:
+        """A tensor in memory."""
+        return cls(file, data.dtype, tuple(data.shape), data.nbytes, data=data)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder, opened; paths are relative to it."""
+    """A checkpoint folder, opened; paths are relative to it. One in memory has tensors
+    alone.
+    """
 
     folder: Path
     config: dict
@@ -58,7 +68,12 @@ class Checkpoint:
     others: list[str]  # files to copy
     not_copied: dict[str, str]  # file or folder -> why
     fingerprints: dict[str, list[int]]  # of every file that is read
-    pickled: dict[str, torch.Tensor] = field(repr=False)  # those of files of torch.save
+
+    @classmethod
+    def in_memory(cls, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+        """The tensors of a model."""
+        held = {name: StoredTensor.held(data) for name, data in tensors.items()}
+        return cls(Path(), {}, held, {}, None, [], {}, {})
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -69,9 +84,9 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of a tensor."""
-        if name in self.pickled:
-            return self.pickled[name].detach().clone()
         stored = self.tensors[name]
+        if stored.data is not None:
+            return stored.data.detach().clone()
         data = torch.empty(stored.nbytes, dtype=torch.uint8)
         with open(self.folder / stored.file, "rb") as file:
             file.seek(stored.start)
@@ -118,9 +133,11 @@ def open_checkpoint(
         index, shards = folders.shards_of(folder, main, files)
         others, left_out = folders.copied_of(files, {main, *shards})
         not_copied |= left_out
-        source = Checkpoint(folder, config, {}, {}, index, others, not_copied, {}, {})
-        for name in sorted({*files} - left_out.keys()):
-            source.fingerprints[name] = _fingerprint(folder / name)
+        read = sorted({*files} - left_out.keys())
+        fingerprints = {name: _fingerprint(folder / name) for name in read}
+        source = Checkpoint(
+            folder, config, {}, {}, index, others, not_copied, fingerprints
+        )
         for name in shards:
             _open_shard(source, name)
     return source
@@ -155,7 +172,7 @@ def _open_shard(source: Checkpoint, name: str) -> None:
         shape = tuple(entry["shape"])
         first, last = entry["data_offsets"]
         start = 8 + length + first
-        source.tensors[key] = StoredTensor(name, dtype, shape, start, last - first)
+        source.tensors[key] = StoredTensor(name, dtype, shape, last - first, start)
 
 
 def _open_pickle(source: Checkpoint, name: str) -> None:
@@ -168,10 +185,7 @@ def _open_pickle(source: Checkpoint, name: str) -> None:
         for key, tensor in state.items():
             if tensor.dtype not in CODES:
                 raise TypeError(f"{key} is {tensor.dtype}")
-            shape = tuple(tensor.shape)
-            stored = StoredTensor(name, tensor.dtype, shape, 0, tensor.nbytes)
-            source.tensors[key] = stored
-            source.pickled[key] = tensor
+            source.tensors[key] = StoredTensor.held(tensor, name)
     except Exception as error:  # torch's own advice is to load it unsafely
         raise ConversionError(
             f"{path}: a pickle that is broken, runs code, or holds more than plain "

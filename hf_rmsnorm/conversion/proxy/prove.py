@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..checkpoint.source import Checkpoint
 from ..plan import CentringPlan, ConversionRefused
 from ..planned import planned_tensors
-from ..tensors import InMemory, computed
 from .keys import named_as_stored, saved_tensors
 from .layer_norms import ModelNorm, find_layer_norms
 from .model import ProxyModel, give_weights, new_model, plain, with_settings
@@ -77,9 +77,9 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
         steps.append(replace(step, block=block))
     narrow = replace(plan, centre=tuple(steps))
     narrow = named_as_stored(narrow, tensors, original)
-    source = InMemory(tensors)
+    source = Checkpoint.in_memory(tensors)
     planned = planned_tensors(narrow, source, proxy.name)
-    made = computed(planned, source)
+    made = {name: tensor.value(source) for name, tensor in planned.items()}
     config = with_settings(proxy.config, plan.config)
     converted = load_tensors(cls, config, made)
     expected = run(original, proxy.inputs)

@@ -26,7 +26,6 @@ from ..proxy.model import (
 )
 from ..proxy.prove import BOUND, difference, load_tensors
 from ..proxy.run import in_double, run
-from ..tensors import InMemory, computed
 from ..verify.folder import (
     Verification,
     add_to_card,
@@ -143,7 +142,8 @@ def prove_native(proxy: ProxyModel) -> float:
     give_weights(source, seed=3)
     for name in target.zero:
         source.get_parameter(name).zero_()
-    tensors = computed(target.tensors, InMemory(saved_tensors(source)))
+    saved = Checkpoint.in_memory(saved_tensors(source))
+    tensors = {name: made.value(saved) for name, made in target.tensors.items()}
     result_class = getattr(transformers, target.architecture)
     with in_double():
         result = load_tensors(result_class, target.config, tensors)

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 
 from ...record import RECORD_KEY, trained_as_rms
 from ..plan import Centre, ConversionRefused
+from ..proxy.model import shapes_of
 from ..tensors import Lazy, Stored, filled, folded_bias, plus
 from .native_rules import PAIRS, NativePair
 
@@ -18,10 +19,11 @@ WITHOUT = 'convert it without target="native"'
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm"
-QUERY = "self_attn.q_proj"
-KEY = "self_attn.k_proj"
-VALUE = "self_attn.v_proj"
-OUTPUT = "self_attn.o_proj"
+# The linears that write to the residual stream; the others read a norm.
+WRITERS = ("o_proj", "down_proj")
+# What gives a linear of the target a bias: one of its own, or that of the norm before it.
+BIASES = ("_proj.bias", "_layernorm.bias")
+NORM_OF = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,7 @@ def build_target(
     for setting, reason in pair.refusals.items():
         if getattr(config, setting):
             raise refused(config, reason)
-    builder = _Builder(config, pair, parameters, name)
-    return builder.target()
+    return _Builder(config, pair, parameters, name).target()
 
 
 def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
@@ -80,120 +81,77 @@ class _Builder:
         self.parameters = parameters
         self.name = name
         # the residual weights of a model trained as RMSNorm keep their mean
-        record = getattr(config, RECORD_KEY, None)
-        self.keeps_means = trained_as_rms(record)
-        self.tensors = {}
+        self.keeps_means = trained_as_rms(getattr(config, RECORD_KEY, None))
         heads = config.num_attention_heads
-        key_heads = config.num_key_value_heads or heads
-        self.heads = {QUERY: heads, KEY: key_heads}
+        self.heads = {"q_proj": heads, "k_proj": config.num_key_value_heads or heads}
         head_dim = getattr(config, "head_dim", None)
         self.head_dim = head_dim or config.hidden_size // heads
         self.rope, self.moved = self._rotary()
-        layer = ("input_layernorm", QUERY, KEY, VALUE, OUTPUT, *pair.mlp)
-        biases = set()
-        for module in layer:
-            biases.add(f"model.layers.0.{module}.bias")
-        self.has_biases = not biases.isdisjoint(parameters)
 
     def target(self) -> NativeTarget:
-        config = self.config
-        tied = bool(config.tie_word_embeddings)
-        # Centring a table that is also the head changes the logits, unless the final
-        # norm has no weight: then each row that the head reads sums to 0.
-        keeps_tie = tied and f"{FINAL_NORM}.weight" not in self.parameters
-        embedding = self._stored(EMBEDDING)
-        self.tensors[EMBEDDING] = self._centred(embedding, 1)
-        for number in range(config.num_hidden_layers):
-            self._layer(f"model.layers.{number}.")
-        final_bias = self._norm(FINAL_NORM)
-        if not keeps_tie:
-            head = embedding
-            if not tied:
-                head = self._stored(HEAD)
-            self.tensors[HEAD] = head
         config_class = CONFIG_MAPPING[self.pair.target]
-        settings = self._settings(config_class, keeps_tie)
-        made = config_class(**settings)
+        made = config_class(**self._settings(config_class))
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         made.architectures = [model_class.__name__]
-        made.dtype = config.dtype
-        zero = ()
-        if final_bias is not None:
-            zero = (final_bias.like,)
-        return NativeTarget(config.model_type, made, self.tensors, zero)
+        made.dtype = self.config.dtype
+        names = shapes_of(model_class, made)
+        if made.tie_word_embeddings:
+            del names[HEAD]
+        tensors = {name: self._tensor(name) for name in names}
+        final_bias = self._stored(f"{FINAL_NORM}.bias")
+        zero = () if final_bias is None else (final_bias.like,)
+        return NativeTarget(self.config.model_type, made, tensors, zero)
 
-    def _settings(self, config_class, keeps_tie: bool) -> dict[str, Any]:
+    def _settings(self, config_class) -> dict[str, Any]:
         """Keyword arguments of the target's config: settings that both share, then the
         particular ones.
         """
         config = self.config
-        known = set()
-        for setting in fields(config_class):
-            known.add(setting.name)
+        known = {setting.name for setting in fields(config_class)}
         known -= {"architectures", "dtype", *vars(PretrainedConfig)}
-        settings = {}
-        for name in sorted(known):
-            if hasattr(config, name):
-                settings[name] = getattr(config, name)
+        shared = {n: getattr(config, n) for n in sorted(known) if hasattr(config, n)}
         eps = self.pair.eps
-        if isinstance(eps, str):
-            eps = getattr(config, eps)
-        settings["num_attention_heads"] = self.heads[QUERY]
-        settings["num_key_value_heads"] = self.heads[KEY]
-        settings["head_dim"] = self.head_dim
-        settings["rope_parameters"] = self.rope
-        settings["rms_norm_eps"] = eps
-        settings["tie_word_embeddings"] = keeps_tie
-        settings["attention_bias"] = self.has_biases
-        settings["mlp_bias"] = self.has_biases
-        return settings
+        has_biases = any(name.endswith(BIASES) for name in self.parameters)
+        # Centring a table that is also the head changes the logits, unless the final
+        # norm has no weight: then each row that the head reads sums to 0.
+        has_weight = f"{FINAL_NORM}.weight" in self.parameters
+        particular = {
+            "num_attention_heads": self.heads["q_proj"],
+            "num_key_value_heads": self.heads["k_proj"],
+            "head_dim": self.head_dim,
+            "rope_parameters": self.rope,
+            "rms_norm_eps": getattr(config, eps) if isinstance(eps, str) else eps,
+            "tie_word_embeddings": bool(config.tie_word_embeddings) and not has_weight,
+            "attention_bias": has_biases,
+            "mlp_bias": has_biases,
+        }
+        return shared | particular
 
-    def _layer(self, layer: str) -> None:
-        shift = self._norm(f"{layer}input_layernorm")
-        for linear in (QUERY, KEY, VALUE):
-            self._reader(layer, linear, shift)
-        self._writer(layer, OUTPUT)
-        shift = self._norm(f"{layer}post_attention_layernorm")
-        *readers, writer = self.pair.mlp
-        for linear in readers:
-            self._reader(layer, linear, shift)
-        self._writer(layer, writer)
-
-    def _norm(self, norm: str) -> Stored | None:
-        """Make the weight of a norm; the source's bias is returned, for the linears
-        that read it.
-        """
-        weight: Lazy | None = self._stored(f"{norm}.weight")
-        if weight is None:
-            embedding = self._stored(EMBEDDING)
-            weight = filled(embedding, 1.0, axis=1)
-        elif self.pair.weight_offset:
-            weight = plus(weight, self.pair.weight_offset)
-        self.tensors[f"{norm}.weight"] = weight
-        return self._stored(f"{norm}.bias")
-
-    def _reader(self, layer: str, linear: str, shift: Stored | None) -> None:
-        """Make a linear that reads a norm, whose bias is `shift`."""
-        rows = self._rows(linear)
-        weight = self._stored(f"{layer}{linear}.weight", rows)
-        bias: Lazy | None = self._stored(f"{layer}{linear}.bias", rows)
+    def _tensor(self, name: str) -> Lazy:
+        """A tensor of the target."""
+        embedding = self._stored(EMBEDDING)
+        if name == EMBEDDING:
+            return self._centred(embedding, 1)
+        if name == HEAD:
+            return embedding if self.config.tie_word_embeddings else self._stored(HEAD)
+        *_, block, module, kind = name.split(".")
+        rows = self._rows(module)
+        own = self._stored(name, rows)
+        if "norm" in module:
+            if own is None:
+                return filled(embedding, 1.0, axis=1)
+            offset = self.pair.weight_offset
+            return plus(own, offset) if offset else own
+        weight = self._stored(name.removesuffix(kind) + "weight", rows)
+        if module in WRITERS:
+            return filled(weight, 0.0) if own is None else self._centred(own, 0)
+        if kind == "weight":
+            return own
+        norm = name.replace(f"{block}.{module}", NORM_OF[block])
+        shift = self._stored(norm)  # its bias
         if shift is not None:
-            bias = folded_bias(weight, shift, bias)
-        self._keep(layer + linear, weight, bias)
-
-    def _writer(self, layer: str, linear: str) -> None:
-        """Make a linear that writes to the residual stream."""
-        weight = self._stored(f"{layer}{linear}.weight")
-        bias = self._stored(f"{layer}{linear}.bias")
-        if bias is not None:
-            bias = self._centred(bias, 0)
-        weight = self._centred(weight, 0)
-        self._keep(layer + linear, weight, bias)
-
-    def _keep(self, linear: str, weight: Stored, bias: Lazy | None) -> None:
-        self.tensors[f"{linear}.weight"] = weight
-        if self.has_biases:
-            self.tensors[f"{linear}.bias"] = bias or filled(weight, 0.0)
+            return folded_bias(weight, shift, own)
+        return filled(weight, 0.0) if own is None else own
 
     def _stored(self, name: str, rows: torch.Tensor | None = None) -> Stored | None:
         """A tensor of the source; None if it has no such tensor."""
@@ -204,19 +162,14 @@ class _Builder:
     def _centred(self, tensor: Stored, axis: int) -> Stored:
         if self.keeps_means:
             return tensor
-        step = Centre(tensor.like, axis, self.config.hidden_size)
-        return tensor.then(step)
+        return tensor.then(Centre(tensor.like, axis, self.config.hidden_size))
 
     def _rows(self, linear: str) -> torch.Tensor | None:
         """Rows of a projection in the order of the target; None if they stay."""
-        if self.moved is None:
+        if self.moved is None or linear not in self.heads:
             return None
-        if linear not in self.heads:
-            return None
-        heads = self.heads[linear]
-        rows = torch.arange(heads * self.head_dim)
-        by_head = rows.view(heads, -1)
-        return by_head[:, self.moved].flatten()
+        rows = torch.arange(self.heads[linear] * self.head_dim)
+        return rows.view(-1, self.head_dim)[:, self.moved].flatten()
 
     def _rotary(self) -> tuple[dict[str, Any], torch.Tensor | None]:
         """The target's rope_parameters, and the channel of a head in the source at each
@@ -226,26 +179,21 @@ class _Builder:
         """
         rope = dict(self.config.rope_parameters)
         channels = self.head_dim
-        factor = rope.pop("partial_rotary_factor", None) or 1.0
-        rotated = int(channels * factor)
+        rotated = int(channels * (rope.pop("partial_rotary_factor", None) or 1.0))
         if rotated == channels:
             return rope, None
         kind = rope["rope_type"]
         if kind != "default":
-            count = f"{rotated} of {channels}"
-            why = f"{count} channels are rotated and scaled ({kind})"
+            why = f"{rotated} of {channels} channels are rotated and scaled ({kind})"
             raise refused(self.config, why)
-        theta = float(rope["rope_theta"])
         proportional = {
             "rope_type": "proportional",
-            "rope_theta": theta ** (channels / rotated),
+            "rope_theta": float(rope["rope_theta"]) ** (channels / rotated),
             "partial_rotary_factor": rotated / channels,
         }
-        turned = _pairs(rotated)
         still = torch.arange(rotated, channels).view(-1, 2)
         moved = torch.empty(channels, dtype=torch.long)
-        places = _pairs(channels)
-        moved[places] = torch.cat([turned, still])
+        moved[_pairs(channels)] = torch.cat([_pairs(rotated), still])
         return proportional, moved
 
 
@@ -253,5 +201,4 @@ def _pairs(channels: int) -> torch.Tensor:
     """The channels that are rotated together, in the order of their frequencies: shape
     (channels / 2, 2).
     """
-    halves = torch.arange(channels).view(2, -1)
-    return halves.T
+    return torch.arange(channels).view(2, -1).T
