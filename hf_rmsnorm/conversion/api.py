@@ -2,9 +2,8 @@
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..paths import fitted
@@ -46,20 +45,14 @@ class Written:
     @classmethod
     def of(cls, dst, source: Checkpoint, layout: Layout, resumed: int) -> "Written":
         """The summary of a layout that was made of a source."""
-        shards = {}
-        tensors = 0
-        unused = set(source.tensors)
-        for name, shard in layout.shards.items():
-            shards[name] = shard.nbytes
-            tensors += len(shard.tensors)
-            for tensor in shard.tensors.values():
-                unused -= tensor.keys()
+        shards = {name: shard.nbytes for name, shard in layout.shards.items()}
+        used = set().union(*(tensor.keys() for tensor in layout.tensors.values()))
         return cls(
             dst=Path(os.path.abspath(dst)),
             shards=shards,
-            tensors=tensors,
+            tensors=len(layout.tensors),
             bytes=sum(shards.values()),
-            unused=tuple(sorted(unused)),
+            unused=tuple(sorted(source.tensors.keys() - used)),
             not_copied=source.not_copied,
             resumed=resumed,
         )
@@ -76,12 +69,11 @@ class Written:
                 "earlier run"
             )
         if self.unused:
-            names = ", ".join(self.unused)
-            lines.append(f"tensors that the result does not need: {names}")
-        by_reason = defaultdict(list)
-        for name, reason in self.not_copied.items():
-            by_reason[reason].append(name)
-        for reason, names in by_reason.items():
+            lines.append(
+                f"tensors that the result does not need: {', '.join(self.unused)}"
+            )
+        for reason in dict.fromkeys(self.not_copied.values()):
+            names = [name for name, why in self.not_copied.items() if why == reason]
             lines.append(f"not copied: {', '.join(names)} ({reason})")
         return "\n".join(lines)
 
@@ -146,19 +138,18 @@ def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversio
             model_class=options.model_class,
             to_convert=True,
         )
-        planned = plan_centring(source.folder, proxy)
-    centring = planned.centring
-    if note := _note_on_dtypes(source):
-        centring = replace(centring, notes=(*centring.notes, note))
-    return replace(planned, centring=centring, missing=tuple(missing))
+        notes = [note] if (note := _note_on_dtypes(source)) else []
+        return plan_centring(source.folder, proxy, missing, notes)
 
 
 def _note_on_dtypes(source: Checkpoint) -> str:
     """A note if tensors are stored in a narrower dtype than config.json names."""
-    narrow = set()
-    for tensor in source.tensors.values():
-        if tensor.dtype in FLOATS and is_narrower(tensor.dtype, source.dtype):
-            narrow.add(str(tensor.dtype).removeprefix("torch."))
+    dtypes = {tensor.dtype for tensor in source.tensors.values()}
+    narrow = {
+        str(dtype).removeprefix("torch.")
+        for dtype in dtypes.intersection(FLOATS)
+        if is_narrower(dtype, source.dtype)
+    }
     if not narrow:
         return ""
     stored = " and ".join(sorted(narrow))
@@ -205,7 +196,7 @@ def convert_checkpoint(
         VerificationFailed: the result does not pass; it stays unpublished.
     """
     how = ConversionOptions(**options)
-    if planned is not None and not isinstance(planned, PlannedConversion):
+    if not isinstance(planned, PlannedConversion | None):
         raise ConversionRefused(
             f"planned is of type {type(planned).__name__}: pass what plan_conversion "
             "returned"

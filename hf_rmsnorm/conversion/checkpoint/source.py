@@ -46,12 +46,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     nbytes: int
     start: int = 0
-    data: torch.Tensor | None = None  # if it is in memory
-
-    @classmethod
-    def held(cls, data: torch.Tensor, file: str = "") -> StoredTensor:
-        """A tensor in memory."""
-        return cls(file, data.dtype, tuple(data.shape), data.nbytes, data=data)
+    data: torch.Tensor | None = None  # of one in memory
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class Checkpoint:
 
     folder: Path
     config: dict
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensor | torch.Tensor]
     metadata: dict[str, dict[str, str]]  # shard -> ``__metadata__`` of its header
     index: dict | None  # if the weights are in shards
     others: list[str]  # files to copy
@@ -72,8 +67,7 @@ class Checkpoint:
     @classmethod
     def in_memory(cls, tensors: dict[str, torch.Tensor]) -> Checkpoint:
         """The tensors of a model."""
-        held = {name: StoredTensor.held(data) for name, data in tensors.items()}
-        return cls(Path(), {}, held, {}, None, [], {}, {})
+        return cls(Path(), {}, tensors, {}, None, [], {}, {})
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -86,7 +80,7 @@ class Checkpoint:
         """A copy of a tensor."""
         stored = self.tensors[name]
         if stored.data is not None:
-            return stored.data.detach().clone()
+            return stored.data.clone()
         data = torch.empty(stored.nbytes, dtype=torch.uint8)
         with open(self.folder / stored.file, "rb") as file:
             file.seek(stored.start)
@@ -124,14 +118,13 @@ def open_checkpoint(
     with clear_errors(folder):
         files, not_copied = folders.files_of(folder)
         config = folders.config_of_folder(folder, files)
-        main = folders.main_file(folder, files, allow_pickle)
-        if main is None and weights:
+        index, shards, of_weights = folders.weights_of(folder, files, allow_pickle)
+        if weights and not shards:
             raise ConversionError(
                 f"{folder}: no model.safetensors: download the weights, or write them "
                 "by save_pretrained"
             )
-        index, shards = folders.shards_of(folder, main, files)
-        others, left_out = folders.copied_of(files, {main, *shards})
+        others, left_out = folders.copied_of(files, of_weights)
         not_copied |= left_out
         read = sorted({*files} - left_out.keys())
         fingerprints = {name: _fingerprint(folder / name) for name in read}
@@ -185,7 +178,8 @@ def _open_pickle(source: Checkpoint, name: str) -> None:
         for key, tensor in state.items():
             if tensor.dtype not in CODES:
                 raise TypeError(f"{key} is {tensor.dtype}")
-            source.tensors[key] = StoredTensor.held(tensor, name)
+            sizes = tensor.dtype, tuple(tensor.shape), tensor.nbytes
+            source.tensors[key] = StoredTensor(name, *sizes, data=tensor)
     except Exception as error:  # torch's own advice is to load it unsafely
         raise ConversionError(
             f"{path}: a pickle that is broken, runs code, or holds more than plain "

@@ -22,13 +22,12 @@ from ..plan import (
     rms_norms,
 )
 from .inputs import made_inputs
-from .keys import KeyMap, named_as_stored
-from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
+from .keys import KeyMap, centred_blocks, named_as_stored
+from .layer_norms import NO_LAYER_NORM, Norms, find_layer_norms, nothing_to_convert
 from .model import (
     MOST_NUMBERS,
     ProxyModel,
     give_weights,
-    make_proxy,
     new_model,
     token_table,
 )
@@ -49,33 +48,32 @@ NOTES = (
 )
 
 
-def discover(source, **how) -> CentringPlan:
+def discover(proxy: ProxyModel) -> CentringPlan:
     """The plan for a checkpoint, found on a small random model of the same classes; no
     weights are read.
-
-    `source` is a `ProxyModel`, or with `how` the arguments of `make_proxy`.
     """
-    proxy = source
-    if not isinstance(source, ProxyModel):
-        proxy = make_proxy(source, **how)
     norms = _reached_norms(proxy)
     keys = KeyMap(proxy.model)
     test = _test_all(proxy, norms)
     weights = [weight for weight in test.residual_weights if keys.of(weight.key)]
+    proxy.widths = _widths(proxy, weights)
     work = copy.deepcopy(proxy.model)
     centre(work, weights)
     reasons = _why_norms_stay(work, proxy, norms)
+    steps = centred_blocks(work, proxy.widths)
     del work  # a large proxy is worth its memory
-    proxy.widths = _widths(proxy, weights)
-    becoming = norms.keys() - reasons.keys()
-    lengths = {norms[path].hidden_size for path in becoming}
+    lengths = {norm.hidden_size for path, norm in norms.items() if path not in reasons}
     masks = refuse_if_unreached(proxy, lengths, test)
 
-    records = _norm_records(proxy, norms, reasons)
+    records = []
+    for path, norm in norms.items():
+        size = norm.hidden_size
+        width = proxy.widths.get(size, size * proxy.factor)
+        reason = reasons.get(path, "")
+        records.append(NormRecord(path, width, norm.spec.eps, not reason, reason))
     entries = {weight.key: proxy.widened(weight).how for weight in weights}
     record = make_record(entries, rms_norms(records), proxy.shapes, norms)
-    converter = f"hf-rmsnorm {__version__}"
-    config: dict = {RECORD_KEY: {"converted_by": converter, **record}}
+    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
     copies = _untied(proxy, keys, weights)
     notes = [*NOTES]
     if copies:
@@ -93,15 +91,9 @@ def discover(source, **how) -> CentringPlan:
     if masks:
         why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
         notes.append(f"{and_more(masks)} stays as it is: {why}.")
-    undetermined = set()
-    for name in test.undetermined:
-        undetermined.update(keys.of(name))
-    steps = []
-    for step in keys.centre(weights):
-        block = proxy.widths[step.block]
-        steps.append(replace(step, block=block))
+    undetermined = {key for name in test.undetermined for key in keys.of(name)}
     plan = CentringPlan(
-        centre=tuple(steps),
+        centre=tuple(replace(step, block=proxy.widths[step.block]) for step in steps),
         copy=tuple(copies),
         norms=tuple(records),
         config=config,
@@ -121,12 +113,10 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
     norms, silent = find_layer_norms(proxy.model, proxy.inputs)
     if norms and not silent:
         return norms
-    why = NO_LAYER_NORM
+    why = nothing_to_convert(proxy.model) or NO_LAYER_NORM
     for module in proxy.model.modules():
-        recipe, refusal = recognise(module)
-        if recipe is not None and not recipe.spec.centered:
-            why = RMS_ALREADY
-        elif refusal is not None:
+        refusal = recognise(module).refusal
+        if refusal is not None:
             name = type(module).__name__
             why = f"patch_model would not run {name} as RMSNorm: {refusal.reason}"
     if silent:
@@ -195,7 +185,7 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
     bad = [path for path, mean in means.items() if mean > ZERO_MEAN]
     if not bad:
         return {}
-    causes = _causes(work, proxy, norms, bad)
+    causes = _causes(work, proxy, bad)
     # In a post-norm model nearly each norm reads the output of another one, and in
     # others many that of one.
     by_norm = [source for source in causes.values() if source in norms]
@@ -208,12 +198,12 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
         )
     reasons = {}
     for path, source in causes.items():
+        kind = type(work.get_submodule(source)).__name__
         why = "has a mean that no weight sets alone, or that the model's outputs depend on"
-        if source:
-            kind = type(work.get_submodule(source)).__name__
-            why = f"has the mean of {source} ({kind}), which no weight sets alone, or the model's outputs depend on it"
         if source in norms:
             why = f"carries the output of the LayerNorm {source} ({kind}), whose mean no weight removes"
+        elif source:
+            why = f"has the mean of {source} ({kind}), which no weight sets alone, or the model's outputs depend on it"
         reasons[path] = f"its input {why}"
     if len(bad) == len(norms):
         reason, _ = Counter(reasons.values()).most_common(1)[0]
@@ -225,32 +215,30 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _causes(work, proxy: ProxyModel, norms: Norms, bad: list[str]) -> dict[str, str]:
+def _causes(work, proxy: ProxyModel, bad: list[str]) -> dict[str, str]:
     """For each norm whose input keeps a mean: path of the first module whose output has
     exactly that mean; "" if there is none.
     """
     means = []  # (path of a module, means of the rows of its output), in order
     causes = {}
-    widths = {norm.hidden_size for norm in norms.values()}
 
     def note(path, args, output):
         if path in bad and path not in causes:
             causes[path] = _first_with_mean(args[0], means)
         if isinstance(output, tuple) and output:
             output = output[0]
-        if is_float(output) and output.shape[-1:] and output.shape[-1] in widths:
+        if is_float(output):
             means.append((path, output.mean(-1)))
 
-    paths = [path for path, _ in work.named_modules()]
-    run(work, proxy.inputs, paths[1:], note)
+    _, *paths = [path for path, _ in work.named_modules()]
+    run(work, proxy.inputs, paths, note)
     return causes
 
 
 def _first_with_mean(x: torch.Tensor, means) -> str:
     """Path of the first module of `_causes` whose rows have the means of those of x."""
     wanted = x.mean(-1)
-    rms = x.square().mean(-1).sqrt()
-    error = ZERO_MEAN * rms.max()
+    error = ZERO_MEAN * x.square().mean(-1).sqrt().max()
     for path, mean in means:
         try:
             gaps = mean.expand_as(wanted) - wanted
@@ -274,25 +262,11 @@ def _widths(proxy: ProxyModel, weights: list[Centre]) -> dict[int, int]:
     return widths
 
 
-def _norm_records(
-    proxy: ProxyModel, norms: Norms, reasons: dict[str, str]
-) -> list[NormRecord]:
-    records = []
-    for path, norm in norms.items():
-        size = norm.hidden_size
-        width = proxy.widths.get(size, size * proxy.factor)
-        reason = reasons.get(path, "")
-        record = NormRecord(path, width, norm.spec.eps, not reason, reason)
-        records.append(record)
-    return records
-
-
 def _untied(proxy: ProxyModel, keys: KeyMap, weights: list[Centre]) -> list[Copy]:
     """Tensors that are stored twice in the result, as a residual weight is tied to
     another parameter.
     """
-    model = new_model(type(proxy.model), proxy.config)
-    tied = KeyMap(model)
+    tied = KeyMap(new_model(type(proxy.model), proxy.config))
     shared = Counter(tied.aliases.values())
     if any(shared[tied.aliases.get(weight.key)] > 1 for weight in weights):
         return keys.untie(tied)
@@ -306,9 +280,7 @@ def would_tie_a_head(model, config, residual_weights: list[Centre]) -> bool:
     if not getattr(config, "tie_word_embeddings", False):
         return False
     table = token_table(model)
-    if table is None:
-        return False
-    if model.get_output_embeddings() is not None:
+    if table is None or model.get_output_embeddings() is not None:
         return False
     centred = [model.get_parameter(weight.key) for weight in residual_weights]
     return any(parameter is table.weight for parameter in centred)

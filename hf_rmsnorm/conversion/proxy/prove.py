@@ -48,9 +48,7 @@ class ProofReport:
         }
 
     def __str__(self) -> str:
-        verdict = "NOT equal"
-        if self.passed:
-            verdict = "proven"
+        verdict = "proven" if self.passed else "NOT equal"
         count, of = self.norms
         return (
             f"{self.model_class}: {verdict}, {count} of {of} norms as RMSNorm; float64 "
@@ -71,28 +69,18 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
     here = {there: n for n, there in proxy.widths.items()}
-    steps = []
-    for step in plan.centre:
-        block = here[step.block]
-        steps.append(replace(step, block=block))
-    narrow = replace(plan, centre=tuple(steps))
-    narrow = named_as_stored(narrow, tensors, original)
+    steps = tuple(replace(step, block=here[step.block]) for step in plan.centre)
+    narrow = named_as_stored(replace(plan, centre=steps), tensors, original)
     source = Checkpoint.in_memory(tensors)
     planned = planned_tensors(narrow, source, proxy.name)
     made = {name: tensor.value(source) for name, tensor in planned.items()}
-    config = with_settings(proxy.config, plan.config)
-    converted = load_tensors(cls, config, made)
+    converted = load_tensors(cls, with_settings(proxy.config, plan.config), made)
     expected = run(original, proxy.inputs)
-    outputs = run(converted, proxy.inputs)
-    stock = difference(expected, outputs)
+    stock = difference(expected, run(converted, proxy.inputs))
     norms, _ = find_layer_norms(converted, proxy.inputs)
-    chosen = set()
-    for norm in plan.norms:
-        if norm.becomes_rms:
-            chosen.add(norm.path)
+    chosen = {norm.path for norm in plan.norms if norm.becomes_rms}
     means = input_means(converted, proxy.inputs, norms)
-    outputs = run_as_rms(converted, proxy.inputs, norms, chosen)
-    rms = difference(expected, outputs)
+    rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
     counts = len(chosen), len(plan.norms)
     return ProofReport(cls.__name__, stock, rms, counts, means)
 
@@ -133,6 +121,5 @@ def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> flo
     largest = gaps.abs().max()  # NaN if there is one
     if largest.isnan():
         return math.inf
-    finite = x.nan_to_num(0.0, 0.0, 0.0)
-    scale = finite.abs().max()
+    scale = x.nan_to_num(0.0, 0.0, 0.0).abs().max()
     return float(largest / scale)

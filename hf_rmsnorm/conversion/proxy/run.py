@@ -51,9 +51,8 @@ class LimitedWork(TorchDispatchMode):
         y = func(*args, **(kwargs or {}))
         if func.is_view:
             return y
-        for leaf in tree_leaves(y):
-            if isinstance(leaf, torch.Tensor):
-                self._made += leaf.numel()
+        made = [leaf for leaf in tree_leaves(y) if isinstance(leaf, torch.Tensor)]
+        self._made += sum(tensor.numel() for tensor in made)
         if self.is_done:
             raise RuntimeError(f"it makes more than {self._most:,} numbers")
         return y
@@ -116,10 +115,8 @@ def loaded(cls, folder, **how) -> tuple[PreTrainedModel, list]:
 
 def and_more(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
-    first = repr(names[0])
-    if len(names) == 1:
-        return first
-    return f"{first} and {len(names) - 1} more"
+    others = f" and {len(names) - 1} more" if names[1:] else ""
+    return f"{names[0]!r}{others}"
 
 
 def alike(name: str) -> str:

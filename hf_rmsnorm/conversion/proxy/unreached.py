@@ -23,8 +23,9 @@ def refuse_if_unreached(
     # A module that was called has shown in the norms' inputs whether it writes. One of
     # another layer that was reached tells of its like.
     called = called_modules(proxy)
-    reached = proxy.shapes.keys() - set(test.undetermined)
-    known = {alike(name) for name in reached}
+    known = {alike(name) for name in proxy.shapes if name not in test.undetermined}
+    # Encoder and decoder have tables of their own, that are tied to this one.
+    table = token_table(proxy.model) if "input_ids" in proxy.inputs else None
     masks = []
     left = []
     for name in sorted(test.unreached):
@@ -34,12 +35,7 @@ def refuse_if_unreached(
             continue
         if "mask" in leaf:
             masks.append(name)
-            continue
-        # Encoder and decoder have tables of their own, that are tied to this one.
-        table = token_table(proxy.model)
-        is_read_by_none = "input_ids" in proxy.inputs and module is table
-        is_known = path in called or alike(name) in known
-        if not is_known and not is_read_by_none:
+        elif path not in called and alike(name) not in known and module is not table:
             left.append(name)
     if left:
         raise ConversionRefused(

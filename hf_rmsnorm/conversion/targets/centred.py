@@ -63,15 +63,12 @@ class PlannedCentring(PlannedConversion):
     missing: tuple[str, ...] = ()
 
     def to_dict(self) -> dict:
-        plan = asdict(self.centring)
-        proof = self.proof.to_dict()
-        return {"plan": plan, "proof": proof}
+        return {"plan": asdict(self.centring), "proof": self.proof.to_dict()}
 
     def __str__(self) -> str:
         plan = self.centring
         lines = [str(self.proof)]
-        changed = [(_words(step), step.key) for step in plan.centre]
-        lines += _grouped(changed)
+        lines += _grouped((_words(step), step.key) for step in plan.centre)
         for copy in plan.copy:
             lines.append(f"new tensor {copy.key}, a copy of {copy.source} as it is")
         norms = []
@@ -105,12 +102,8 @@ its architecture and gives the original's logits. `hf_rmsnorm.patch_model(model)
 
 
 def _words(step: Centre) -> str:
-    rows = "each column or vector"
-    if step.axis:
-        rows = "each row"
-    some = ""
-    if step.blocks is not None:
-        some = ", in some blocks,"
+    rows = "each row" if step.axis else "each column or vector"
+    some = "" if step.blocks is None else ", in some blocks,"
     return f"tensors changed: {rows} of {step.block}{some} has its mean subtracted"
 
 
@@ -120,19 +113,18 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
     for head, path in pairs:
         groups[head].append(path)
     lines = []
-    for head, paths in [*groups.items()][:SHOWN]:
+    for head, paths in groups.items():
         shown = compact_paths(paths)
         lines.append(f"{head} ({len(paths)}):")
-        for path in shown[:SHOWN]:
-            lines.append(f"  {path}")
+        lines += [f"  {path}" for path in shown[:SHOWN]]
         if len(shown) > SHOWN:
             lines.append(f"  and {len(shown) - SHOWN} more (--json lists all)")
-    if len(groups) > SHOWN:
-        lines.append(f"and {len(groups) - SHOWN} more kinds (--json lists all)")
     return lines
 
 
-def plan_centring(src: Path, proxy: ProxyModel) -> PlannedCentring:
+def plan_centring(
+    src: Path, proxy: ProxyModel, missing: Iterable[str], notes: Iterable[str]
+) -> PlannedCentring:
     """The plan for the checkpoint in a folder, proven on its proxy; refused if it is
     not exact.
     """
@@ -144,12 +136,13 @@ def plan_centring(src: Path, proxy: ProxyModel) -> PlannedCentring:
         )
     made = provenance(src)
     record = {**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}
-    notes = plan.notes
+    said = [*plan.notes]
     # one of an earlier conversion is kept where it says the same
     if before := getattr(proxy.config, RECORD_KEY, None):
-        notes += ("It was converted before: weights that have no mean stay.",)
+        said.append("It was converted before: weights that have no mean stay.")
         keys = "version", "residual_weights", "rms_norms"
         if all(before.get(key) == record[key] for key in keys):
             record = before
-    plan = replace(plan, config={**plan.config, RECORD_KEY: record}, notes=notes)
-    return PlannedCentring(made, plan, proof)
+    config = {**plan.config, RECORD_KEY: record}
+    plan = replace(plan, config=config, notes=(*said, *notes))
+    return PlannedCentring(made, plan, proof, tuple(missing))

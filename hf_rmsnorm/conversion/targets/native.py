@@ -3,18 +3,16 @@ RMSNorm.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import PretrainedConfig
 
 from ...record import RECORD_KEY
 from ..checkpoint.layout import lay_out
 from ..checkpoint.source import Checkpoint
-from ..plan import ConversionError, ConversionRefused
+from ..plan import ConversionError
 from ..proxy.keys import naming, saved_tensors
 from ..proxy.model import (
     ProxyModel,
@@ -22,7 +20,6 @@ from ..proxy.model import (
     give_weights,
     make_proxy,
     new_model,
-    shapes_of,
 )
 from ..proxy.prove import BOUND, difference, load_tensors
 from ..proxy.run import in_double, run
@@ -33,7 +30,7 @@ from ..verify.folder import (
     provenance,
 )
 from .centred import PlannedConversion
-from .native_build import WITHOUT, NativeTarget, build_target, refused
+from .native_build import NativeTarget, native_target, pair_of, refused
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -51,14 +48,12 @@ class PlannedNative(PlannedConversion):
 
     def to_dict(self) -> dict:
         target = self.target
-        names = {}
-        for name, made in target.tensors.items():
-            names[name] = sorted(made.keys())
+        tensors = target.tensors.items()
         return {
             "source_type": target.source_type,
             "target_type": target.config.model_type,
             "architecture": target.architecture,
-            "tensors": names,
+            "tensors": {name: sorted(made.keys()) for name, made in tensors},
             "proof": {"passed": True, "difference": self.difference},
         }
 
@@ -84,31 +79,11 @@ them. The logits are the same. Any program that runs {target.config.model_type} 
         add_to_card(folder, CARD_HEADING, text, self.made, self, verdict)
 
 
-def native_target(
-    config: PretrainedConfig, name: Callable[[str], str] = str
-) -> NativeTarget:
-    """The target of a causal language model, as by `build_target`; refused if there is
-    none.
-    """
-    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    architectures = config.architectures or [cls and cls.__name__]
-    if cls is None or architectures[0] != cls.__name__:
-        raise ConversionRefused(
-            f"{architectures[0]} has no native target: only causal language models "
-            f"have; {WITHOUT}"
-        )
-    return build_target(config, shapes_of(cls, config), name)
-
-
 def plan_native(source: Checkpoint) -> PlannedNative:
     """The native target of an open checkpoint, and its proof; no code of the folder
     runs. Refused if there is none.
     """
-    kind = source.config.get("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
-        raise ConversionRefused(
-            f"{kind} has no native target: Transformers does not know it; {WITHOUT}"
-        )
+    pair_of(source.config.get("model_type"))
     config = config_of(source.folder)
     native_target(config)  # refused by the config alone, before a tensor is read
     proxy = make_proxy(source.folder, trained=True)
@@ -136,7 +111,7 @@ def prove_native(proxy: ProxyModel) -> float:
     and compare in float64: the largest difference of the logits over the largest logit.
     """
     cls = type(proxy.model)
-    target = build_target(proxy.config, shapes_of(cls, proxy.config))
+    target = native_target(proxy.config)
     with in_double():  # frequencies of rotation too
         source = new_model(cls, proxy.config)
     give_weights(source, seed=3)
@@ -148,5 +123,4 @@ def prove_native(proxy: ProxyModel) -> float:
     with in_double():
         result = load_tensors(result_class, target.config, tensors)
     expected = run(as_it_computes(source), proxy.inputs)
-    got = run(result, proxy.inputs)
-    return difference(expected[:1], got[:1])
+    return difference(expected[:1], run(result, proxy.inputs)[:1])

@@ -2,7 +2,7 @@
 its tensors is computed.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -42,27 +42,35 @@ class NativeTarget:
         return self.config.architectures[0]
 
 
-def build_target(
-    config: PretrainedConfig,
-    parameters: Collection[str],
-    name: Callable[[str], str] = str,
+def native_target(
+    config: PretrainedConfig, name: Callable[[str], str] = str
 ) -> NativeTarget:
-    """The target of a source's config; refused if there is none.
+    """The target of a causal language model; refused if there is none.
 
     Args:
-        parameters: of the source's model, untied.
         name: the name in the source of a tensor of the model.
     """
-    kind = config.model_type
-    if kind not in PAIRS:
-        none = f"no RMSNorm architecture is known that computes what {kind} does"
-        known = ", ".join(sorted(PAIRS))
-        raise ConversionRefused(f"{none}: {WITHOUT}; there are targets for {known}")
-    pair = PAIRS[kind]
+    pair = pair_of(config.model_type)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    architecture, *_ = config.architectures or [cls.__name__]
+    if architecture != cls.__name__:
+        raise ConversionRefused(
+            f"{architecture} has no native target: only causal language models have; "
+            f"{WITHOUT}"
+        )
     for setting, reason in pair.refusals.items():
         if getattr(config, setting):
             raise refused(config, reason)
-    return _Builder(config, pair, parameters, name).target()
+    return _Builder(config, pair, shapes_of(cls, config), name).target()
+
+
+def pair_of(kind: str) -> NativePair:
+    """The pair of a model type; refused if there is none."""
+    if kind in PAIRS:
+        return PAIRS[kind]
+    none = f"no RMSNorm architecture is known that computes what {kind} does"
+    known = ", ".join(sorted(PAIRS))
+    raise ConversionRefused(f"{none}: {WITHOUT}; there are targets for {known}")
 
 
 def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
@@ -73,7 +81,7 @@ def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
 
 
 class _Builder:
-    """Makes one target; `parameters` tells which weights and biases the source has."""
+    """Makes one target; `parameters` are those of the untied source."""
 
     def __init__(self, config, pair: NativePair, parameters, name):
         self.config = config

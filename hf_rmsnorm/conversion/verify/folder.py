@@ -81,11 +81,9 @@ def verify_folder(src: Path, folder: Path, options: ConversionOptions) -> Verifi
         runs = {"as loaded": pair.compare()}
         if hasattr(pair.result.config, RECORD_KEY):
             runs["as RMSNorm"] = pair.compare_as_rms()
-    verdicts = {figures["verdict"] for figures in runs.values()}
-    verdict = "FAIL" if "FAIL" in verdicts else "PASS"
-    return Verification(
-        verdict == "PASS", f"source and result run {pair.run_on}: {verdict}", runs
-    )
+    passed = all(figures["verdict"] == "PASS" for figures in runs.values())
+    verdict = "PASS" if passed else "FAIL"
+    return Verification(passed, f"source and result run {pair.run_on}: {verdict}", runs)
 
 
 def as_it_computes(model):
@@ -139,5 +137,4 @@ def add_to_card(
     section = (
         f"{heading}\n\n{text}\n\n{shown}\n\nMade from `{made['source']}` with {by}.\n"
     )
-    parts = [part for part in (before, section.encode()) if part]
-    card.write_bytes(b"\n\n".join(parts))
+    card.write_bytes(b"\n\n".join(filter(None, (before, section.encode()))))

@@ -5,7 +5,7 @@ does not hold both.
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,16 +21,15 @@ from ...verification.context import (
     in_dtype_of,
     max_positions,
     one_line,
-    output_tensors,
 )
 from ...verification.float64 import in_float64
 from ...verification.noise import noise_floor
+from ...verification.runs import outputs_of
 from ..checkpoint.source import open_checkpoint
 from ..options import ConversionOptions
 from ..plan import ConversionError
 from ..proxy.model import config_and_class
 from ..proxy.run import loaded, quiet
-from ..tensors import one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,6 @@ SHORT = 8
 # output values of a comparison: from a few logits the source's own error cannot be
 # estimated
 ENOUGH = 128
-SOME = 16  # pictures and texts: as many scores as their square
-TINY = 2**25  # bytes of weights up to which several threads cost more than they save
 # bytes of weights from which on a few tokens are run, unless all is asked for
 LARGE = 2**28
 FEW_TOKENS = 16
@@ -63,13 +60,13 @@ class ModelPair:
     inputs: list[dict]
     run_on: str  # a description of the runs, for people
 
-    def compare(self, run: str = "3 of 3 or 4", what: str = "the result") -> dict:
+    def compare(self, what: str = "the result") -> dict:
         """Figures of the result, whose error against float64 is compared with the
         source's own.
         """
         own, exact = self._of_source
-        logger.info("verifying, run %s: %s", run, what)
-        floor = noise_floor(own, self._outputs(self.result), exact)
+        logger.info("verifying: %s", what)
+        floor = noise_floor(own, outputs_of(self.result, self.inputs), exact)
         figures = {
             "verdict": "PASS" if floor.passed else "FAIL",
             "dtype": floor.dtype,
@@ -78,52 +75,39 @@ class ModelPair:
             "allowed": floor.allowed_max,
             "RMS error": floor.candidate_rms,
         }
-        if floor.reason:
-            figures["reason"] = floor.reason
-        elif not floor.passed:
-            figures["reason"] = "its error is larger than that of the source allows"
+        if not floor.passed:
+            why = "its error is larger than that of the source allows"
+            figures["reason"] = floor.reason or why
         return figures
 
     @cached_property
     def _of_source(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The source's outputs, as it runs and in float64."""
-        logger.info("verifying, run 1 of 3 or 4: the source, %s", self.run_on)
-        own = self._outputs(self.source)
-        logger.info("verifying, run 2 of 3 or 4: the source in float64")
+        logger.info("verifying: the source, %s", self.run_on)
+        own = outputs_of(self.source, self.inputs)
+        logger.info("verifying: the source in float64")
         with in_float64(self.source):
-            exact = [tensor.double() for tensor in self._outputs(self.source)]
-        return own, exact
+            exact = outputs_of(self.source, self.inputs)
+        return own, [tensor.double() for tensor in exact]
 
     def compare_as_rms(self) -> dict:
         """Figures of the result with the RMSNorms that its config records."""
         with patched(self.result) as report:
-            figures = self.compare(run="4 of 4", what="the result as RMSNorm")
+            figures = self.compare("the result as RMSNorm")
         count = sum(record.converted for record in report.swapped)
         figures["norms"] = f"{count} as RMSNorm"
         if count == 0:
             figures["verdict"] = "FAIL"
         return figures
 
-    @torch.no_grad()
-    def _outputs(self, model) -> list[torch.Tensor]:
-        """The outputs of all inputs, in rows."""
-        rows = []
-        for inputs in self.inputs:
-            for output in output_tensors(model(**inputs)):
-                if output.dim() > 1:
-                    rows.append(output.flatten(0, -2))
-        return rows
-
     def add_inputs_if_few(self) -> None:
-        """Run random inputs too if the outputs of a classifier, say, or the scores of
-        pictures and texts are too few to compare.
+        """Run random inputs too if the outputs of a classifier, say, are too few to
+        compare.
         """
-        sizes = [output.numel() for output in self._outputs(self.source)]
-        if not sizes or min(sizes) >= ENOUGH:
-            return
-        batch = ENOUGH if sum(sizes) < ENOUGH else SOME
-        more = default_inputs(self.source, (batch, SHORT))
-        self.inputs.append(in_dtype_of(self.source, more))
+        outputs = outputs_of(self.source, self.inputs)
+        if min(output.numel() for output in outputs) < ENOUGH:
+            more = default_inputs(self.source, (ENOUGH, SHORT))
+            self.inputs.append(in_dtype_of(self.source, more))
 
 
 @contextmanager
@@ -139,15 +123,16 @@ def side_by_side(
     is_streamed = size * _IN_FLOAT64 > 0.8 * free
     is_whole = not is_streamed and (options.verify == "full" or size < LARGE)
     how: dict = {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
-    threads = one_thread() if size < TINY else nullcontext()
-    with tempfile.TemporaryDirectory() as scratch, threads:
-        run_on = "side by side"
+    run_on = "side by side"
+    with tempfile.TemporaryDirectory() as scratch:
         if is_streamed:
-            run_on = f"side by side, module by module, on {FEW_TOKENS} tokens"
+            run_on += f", module by module, on {FEW_TOKENS} tokens"
             how |= {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
             how["offload_folder"] = scratch
         elif not is_whole:
-            run_on = f"side by side, on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
+            run_on += (
+                f", on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
+            )
         source, _ = loaded(_class_of(src, options), src, **how)
         result, _ = loaded(_class_of(folder, options), folder, **how)
         # A float64 model has no wider run to compare with, and parts of its forward may
@@ -166,16 +151,15 @@ def side_by_side(
 
 def _class_of(folder: Path, options: ConversionOptions) -> type:
     """The class that a folder is loaded with."""
-    trust = options.trust_remote_code
-    cls = options.model_class
-    return config_and_class(folder, trust, cls, trained=True)[1]
+    how = options.trust_remote_code, options.model_class
+    return config_and_class(folder, *how, trained=True)[1]
 
 
 def _few(inputs: dict) -> dict:
     """Inputs with a few tokens of token ids."""
     few = dict(inputs)
     for name, value in inputs.items():
-        if name.endswith("input_ids") and value.dim() == 2:
+        if name.endswith("input_ids"):
             few[name] = value[:1, :FEW_TOKENS]
     return few
 

@@ -7,7 +7,8 @@ import tiny_models
 import torch
 
 from hf_rmsnorm.conversion.plan import Centre, Copy
-from hf_rmsnorm.conversion.proxy.keys import KeyMap, saved_tensors
+from hf_rmsnorm.conversion.proxy.keys import KeyMap, centred_blocks, saved_tensors
+from hf_rmsnorm.conversion.proxy.shift_invariance import centre
 
 
 def test_every_parameter_is_found_under_its_own_name():
@@ -53,8 +54,19 @@ def test_a_tied_parameter_is_copied_from_what_is_saved():
 
 
 def test_blocks_that_write_to_the_stream_become_operations_on_the_checkpoint():
-    keys = KeyMap(tiny_models.build("llama"))
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert keys.centre([Centre(name, 0, 64, (0,))]) == [Centre(name, 0, 64)]
+    model = tiny_models.build("llama").double()
+    down = Centre("model.layers.1.mlp.down_proj.weight", 0, 64)
     embedding = Centre("model.embed_tokens.weight", 1, 16, (0, 2))
-    assert keys.centre([embedding]) == [embedding]
+    centre(model, [down, embedding])
+    assert centred_blocks(model, (16, 64)) == [embedding, down]
+
+
+def test_blocks_that_a_checkpoint_has_one_by_one():
+    model = tiny_models.build("mixtral").double()
+    size = model.config.hidden_size
+    centre(model, [Centre("model.layers.0.mlp.experts.down_proj", 1, size)])
+    steps = centred_blocks(model, (size,))
+    assert len(steps) == 2
+    for step in steps:
+        assert ".experts." in step.key
+        assert (step.axis, step.block, step.blocks) == (0, size, None)
