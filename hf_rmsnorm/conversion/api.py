@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -138,27 +138,21 @@ def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversio
             model_class=options.model_class,
             to_convert=True,
         )
-        notes = [note] if (note := _note_on_dtypes(source)) else []
-        return plan_centring(source.folder, proxy, missing, notes)
+        return plan_centring(source, proxy, missing, _notes_on_dtypes(source))
 
 
-def _note_on_dtypes(source: Checkpoint) -> str:
+def _notes_on_dtypes(source: Checkpoint) -> Iterator[str]:
     """A note if tensors are stored in a narrower dtype than config.json names."""
-    dtypes = {tensor.dtype for tensor in source.tensors.values()}
-    narrow = {
-        str(dtype).removeprefix("torch.")
-        for dtype in dtypes.intersection(FLOATS)
-        if is_narrower(dtype, source.dtype)
-    }
-    if not narrow:
-        return ""
-    stored = " and ".join(sorted(narrow))
-    wide = str(source.dtype).removeprefix("torch.")
-    return (
-        f"config.json says {wide} and tensors are stored in {stored}: those that are "
-        f"changed are written in {wide}; to keep {stored}, set dtype to it in the "
-        "source's config.json first"
-    )
+    dtypes = {tensor.dtype for tensor in source.tensors.values()}.intersection(FLOATS)
+    narrow = [str(dtype) for dtype in dtypes if is_narrower(dtype, source.dtype)]
+    if narrow:
+        stored = " and ".join(sorted(narrow)).replace("torch.", "")
+        wide = str(source.dtype).removeprefix("torch.")
+        yield (
+            f"config.json says {wide} and tensors are stored in {stored}: those that "
+            f"are changed are written in {wide}; to keep {stored}, set dtype to it in "
+            "the source's config.json first"
+        )
 
 
 def convert_checkpoint(

@@ -12,8 +12,9 @@ import torch
 
 from ..record import RECORD_KEY, centre_, is_centred
 from .checkpoint.source import FLOATS, Checkpoint
-from .plan import BadTensor, Centre, ConversionError
+from .plan import BadTensor, Centre, CentringPlan, ConversionError
 
+OTHER = "the plan is of another checkpoint, plan this one"
 ROWS = 1 << 10  # of a matrix that are in float64 at a time
 
 
@@ -175,3 +176,40 @@ def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Ma
 
     parts = (weight, shift) if bias is None else (bias, weight, shift)
     return Made(parts, wide)
+
+
+def planned_tensors(
+    plan: CentringPlan, source: Checkpoint, where: object
+) -> dict[str, Lazy]:
+    """Every tensor of a result: copied, centred, or as it is.
+
+    A step that does not fit the tensors is refused; `where` is the folder, for that.
+    """
+    tensors = {name: Stored(name) for name in source.tensors}
+    for copy in plan.copy:
+        if copy.source not in source.tensors:
+            raise ConversionError(f"{where}: no tensor {copy.source}, to copy: {OTHER}")
+        if copy.key not in source.tensors:
+            tensors[copy.key] = Stored(copy.source)
+        elif not source.read(copy.key).equal(source.read(copy.source)):
+            raise ConversionError(
+                f"{where}: {copy.key} is there already and differs from {copy.source}, "
+                "to which config.json ties it: set tie_word_embeddings to false if it "
+                "is right, or remove it"
+            )
+    for step in plan.centre:
+        tensor = tensors.get(step.key)
+        if tensor is None or not _fits(step, tensor.shape(source)):
+            raise ConversionError(
+                f"{where}: {step.key} is missing, or has another shape than the plan "
+                f"says: {OTHER}"
+            )
+        tensors[step.key] = tensor.then(step)
+    return tensors
+
+
+def _fits(step: Centre, shape: tuple[int, ...]) -> bool:
+    if step.axis >= len(shape):
+        return False
+    count, rest = divmod(shape[step.axis], step.block)
+    return rest == 0 and max(step.blocks or (0,)) < count

@@ -146,8 +146,8 @@ def _open_shard(source: Checkpoint, name: str) -> None:
         _open_pickle(source, name)
         return
     try:
-        with safe_open(path, "pt") as file:  # and checks the header
-            source.metadata[name] = file.metadata() or {}
+        with safe_open(path, "pt"):  # which checks the header
+            pass
     except SafetensorError as error:
         raise ConversionError(
             f"{path}: truncated or corrupt ({error}): download it again"
@@ -155,7 +155,7 @@ def _open_shard(source: Checkpoint, name: str) -> None:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+    source.metadata[name] = header.pop("__metadata__", {})
     for key, entry in header.items():
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:

@@ -4,7 +4,6 @@ RMSNorms, which stay and why.
 
 import copy
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
@@ -12,7 +11,6 @@ from ... import __version__
 from ...patching.formula.recognise import recognise
 from ...record import RECORD_KEY, make_record
 from ...verification.context import is_float, leaves_of, one_line
-from ..checkpoint.source import open_checkpoint
 from ..plan import (
     Centre,
     CentringPlan,
@@ -22,7 +20,7 @@ from ..plan import (
     rms_norms,
 )
 from .inputs import made_inputs
-from .keys import KeyMap, centred_blocks, named_as_stored
+from .keys import KeyMap, centred_blocks
 from .layer_norms import NO_LAYER_NORM, Norms, find_layer_norms, nothing_to_convert
 from .model import (
     MOST_NUMBERS,
@@ -50,7 +48,7 @@ NOTES = (
 
 def discover(proxy: ProxyModel) -> CentringPlan:
     """The plan for a checkpoint, found on a small random model of the same classes; no
-    weights are read.
+    weights are read. Its steps have the proxy's own keys and blocks.
     """
     norms = _reached_norms(proxy)
     keys = KeyMap(proxy.model)
@@ -92,18 +90,14 @@ def discover(proxy: ProxyModel) -> CentringPlan:
         why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
         notes.append(f"{and_more(masks)} stays as it is: {why}.")
     undetermined = {key for name in test.undetermined for key in keys.of(name)}
-    plan = CentringPlan(
-        centre=tuple(replace(step, block=proxy.widths[step.block]) for step in steps),
+    return CentringPlan(
+        centre=tuple(steps),
         copy=tuple(copies),
         norms=tuple(records),
         config=config,
         undetermined=tuple(sorted(undetermined)),
         notes=tuple(notes),
     )
-    if proxy.folder is None:
-        return plan
-    stored = open_checkpoint(proxy.folder, allow_pickle=True, weights=False)
-    return named_as_stored(plan, stored.tensors, proxy.model)
 
 
 def _reached_norms(proxy: ProxyModel) -> Norms:

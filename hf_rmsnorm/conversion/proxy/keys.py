@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ..plan import Centre, CentringPlan, ConversionRefused, Copy
+from .model import ProxyModel
 from .run import quiet
 from .shift_invariance import are_balanced, chosen_blocks, rows_by_axis
 
@@ -151,21 +152,23 @@ def _loaded_name(model: PreTrainedModel) -> Callable[[str], str]:
     return loaded_name
 
 
-def named_as_stored(
-    plan: CentringPlan, names: Collection[str], model: PreTrainedModel
+def in_checkpoint(
+    plan: CentringPlan, names: Collection[str], proxy: ProxyModel
 ) -> CentringPlan:
-    """The plan with each key as the checkpoint has it; the arguments are those of
-    `naming`.
+    """A plan for a proxy, in the blocks and the keys of its checkpoint; the names are
+    those of `naming`.
     """
-    name = naming(names, model)
+    name = naming(names, proxy.model)
     copies = tuple(Copy(name(step.key), name(step.source)) for step in plan.copy)
-    centre = tuple(replace(step, key=name(step.key)) for step in plan.centre)
     known = {*names, *(copy.key for copy in copies)}
-    for step in centre:
-        if names and step.key not in known:
+    steps = []
+    for step in plan.centre:
+        wide = replace(step, key=name(step.key), block=proxy.widths[step.block])
+        if names and wide.key not in known:
             raise ConversionRefused(
                 f"tensor {step.key!r}, which such a model has, is missing from the "
                 "checkpoint: add it, or download the checkpoint again"
             )
+        steps.append(wide)
     undetermined = tuple(map(name, plan.undetermined))
-    return replace(plan, centre=centre, copy=copies, undetermined=undetermined)
+    return replace(plan, centre=tuple(steps), copy=copies, undetermined=undetermined)

@@ -51,9 +51,7 @@ def nothing_to_convert(model: torch.nn.Module) -> str:
     why = NO_LAYER_NORM
     for module in model.modules():
         recipe, refusal = recognise(module)
-        if refusal is not None:
-            return ""
-        if recipe is not None and recipe.spec.centered:
+        if refusal is not None or (recipe is not None and recipe.spec.centered):
             return ""
         if recipe is not None:
             why = RMS_ALREADY

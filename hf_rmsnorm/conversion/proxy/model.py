@@ -65,7 +65,6 @@ class ProxyModel:
     # parameter of `model` -> its shape in the checkpoint's own size
     shapes: dict[str, torch.Size]
     factor: int  # what most widths were divided by; 1 where the model is its own proxy
-    folder: Path | None
     # `inputs` are random ones made here, of which there can be more, and not the
     # caller's
     made_inputs: bool
@@ -111,7 +110,6 @@ def make_proxy(
     if why:
         raise ConversionRefused(f"{cls.__name__}: {why}")
     shapes = _shapes(empty)
-    folder = None if isinstance(source, PretrainedConfig) else Path(source)
     made = ""  # the first error as a model was made
     ran = []  # those as one ran
     work = LimitedWork(MOST_NUMBERS)
@@ -131,9 +129,7 @@ def make_proxy(
                 break  # other widths would not help
             continue
         is_own = inputs is None
-        return ProxyModel(
-            model, plain(narrow), arguments, shapes, factor, folder, is_own
-        )
+        return ProxyModel(model, plain(narrow), arguments, shapes, factor, is_own)
     if not ran:
         what = f"no narrower model of the same structure was found for its {_size(shapes):,} parameters"
         reason = made or f"of up to {LARGE:,}, none has the same parameters"

@@ -3,14 +3,14 @@ as LayerNorm and as RMSNorm.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from ..checkpoint.source import Checkpoint
 from ..plan import CentringPlan, ConversionRefused
-from ..planned import planned_tensors
-from .keys import named_as_stored, saved_tensors
+from ..tensors import planned_tensors
+from .keys import saved_tensors
 from .layer_norms import ModelNorm, find_layer_norms
 from .model import ProxyModel, give_weights, new_model, plain, with_settings
 from .run import loaded, run
@@ -68,11 +68,8 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     give_weights(original, seed=3)
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
-    here = {there: n for n, there in proxy.widths.items()}
-    steps = tuple(replace(step, block=here[step.block]) for step in plan.centre)
-    narrow = named_as_stored(replace(plan, centre=steps), tensors, original)
     source = Checkpoint.in_memory(tensors)
-    planned = planned_tensors(narrow, source, proxy.name)
+    planned = planned_tensors(plan, source, proxy.name)
     made = {name: tensor.value(source) for name, tensor in planned.items()}
     converted = load_tensors(cls, with_settings(proxy.config, plan.config), made)
     expected = run(original, proxy.inputs)

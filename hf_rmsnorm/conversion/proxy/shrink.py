@@ -83,10 +83,9 @@ def _first(values: dict, names: tuple[str, ...]) -> int:
     """
     for name in names:
         value = values.get(name)
-        if isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
-            value = math.gcd(*value)
-        if isinstance(value, int) and value:
-            return value
+        stages = value if isinstance(value, (list, tuple)) else [value]
+        if all(type(size) is int for size in stages) and any(stages):
+            return math.gcd(*stages)
     return 0
 
 

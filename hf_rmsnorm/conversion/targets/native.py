@@ -2,14 +2,12 @@
 RMSNorm.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
 
-from ...record import RECORD_KEY
 from ..checkpoint.layout import lay_out
 from ..checkpoint.source import Checkpoint
 from ..plan import ConversionError
@@ -66,9 +64,7 @@ class PlannedNative(PlannedConversion):
         )
 
     def result(self, source: Checkpoint):
-        record = {**self.made, "source_type": self.target.source_type}
-        metadata = {RECORD_KEY: json.dumps(record, sort_keys=True)}
-        layout = lay_out(self.target.tensors, source, metadata)
+        layout = lay_out(self.target.tensors, source, self.metadata)
         return layout, self.target.config.to_json_string()
 
     def describe(self, folder: Path, verdict: Verification) -> None:
@@ -102,7 +98,8 @@ def plan_native(source: Checkpoint) -> PlannedNative:
     if apart > BOUND:
         how = f"the float64 logits of {target.architecture} differ by {apart:.1e}"
         raise refused(config, how)
-    return PlannedNative(provenance(source.folder), target, apart)
+    made = {**provenance(source.folder), "source_type": config.model_type}
+    return PlannedNative(made, target, apart)
 
 
 @torch.no_grad()

@@ -2,19 +2,16 @@
 does not hold both.
 """
 
-import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import psutil
 import torch
 from transformers import AutoTokenizer
 
-from ...patching import patched
 from ...verification.context import TOKENS as RANDOM_TOKENS
 from ...verification.context import (
     default_inputs,
@@ -22,16 +19,12 @@ from ...verification.context import (
     max_positions,
     one_line,
 )
-from ...verification.float64 import in_float64
-from ...verification.noise import noise_floor
 from ...verification.runs import outputs_of
 from ..checkpoint.source import open_checkpoint
 from ..options import ConversionOptions
 from ..plan import ConversionError
 from ..proxy.model import config_and_class
 from ..proxy.run import loaded, quiet
-
-logger = logging.getLogger(__name__)
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
@@ -59,55 +52,6 @@ class ModelPair:
     result: torch.nn.Module
     inputs: list[dict]
     run_on: str  # a description of the runs, for people
-
-    def compare(self, what: str = "the result") -> dict:
-        """Figures of the result, whose error against float64 is compared with the
-        source's own.
-        """
-        own, exact = self._of_source
-        logger.info("verifying: %s", what)
-        floor = noise_floor(own, outputs_of(self.result, self.inputs), exact)
-        figures = {
-            "verdict": "PASS" if floor.passed else "FAIL",
-            "dtype": floor.dtype,
-            "error": floor.candidate_max,
-            "source's own error": floor.reference_max,
-            "allowed": floor.allowed_max,
-            "RMS error": floor.candidate_rms,
-        }
-        if not floor.passed:
-            why = "its error is larger than that of the source allows"
-            figures["reason"] = floor.reason or why
-        return figures
-
-    @cached_property
-    def _of_source(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The source's outputs, as it runs and in float64."""
-        logger.info("verifying: the source, %s", self.run_on)
-        own = outputs_of(self.source, self.inputs)
-        logger.info("verifying: the source in float64")
-        with in_float64(self.source):
-            exact = outputs_of(self.source, self.inputs)
-        return own, [tensor.double() for tensor in exact]
-
-    def compare_as_rms(self) -> dict:
-        """Figures of the result with the RMSNorms that its config records."""
-        with patched(self.result) as report:
-            figures = self.compare("the result as RMSNorm")
-        count = sum(record.converted for record in report.swapped)
-        figures["norms"] = f"{count} as RMSNorm"
-        if count == 0:
-            figures["verdict"] = "FAIL"
-        return figures
-
-    def add_inputs_if_few(self) -> None:
-        """Run random inputs too if the outputs of a classifier, say, are too few to
-        compare.
-        """
-        outputs = outputs_of(self.source, self.inputs)
-        if min(output.numel() for output in outputs) < ENOUGH:
-            more = default_inputs(self.source, (ENOUGH, SHORT))
-            self.inputs.append(in_dtype_of(self.source, more))
 
 
 @contextmanager
@@ -143,10 +87,9 @@ def side_by_side(
         batches = _batches(src, source, options)
         if not is_whole:
             batches = [_few(batches[0])]
-        pair = ModelPair(source, result, batches, run_on)
         if options.inputs is None:
-            pair.add_inputs_if_few()
-        yield pair
+            batches += _more_if_few(source, batches)
+        yield ModelPair(source, result, batches, run_on)
 
 
 def _class_of(folder: Path, options: ConversionOptions) -> type:
@@ -177,6 +120,13 @@ def _batches(src: Path, model, options: ConversionOptions) -> list[dict]:
             if ids.numel():
                 batches.append({"input_ids": ids})
     return batches or [in_dtype_of(model, default_inputs(model, RANDOM_TOKENS))]
+
+
+def _more_if_few(model, batches: list[dict]) -> list[dict]:
+    """Random inputs if the outputs of a classifier, say, are too few to compare."""
+    if min(output.numel() for output in outputs_of(model, batches)) >= ENOUGH:
+        return []
+    return [in_dtype_of(model, default_inputs(model, (ENOUGH, SHORT)))]
 
 
 def check_tokenizer(src: Path, options: ConversionOptions) -> None:

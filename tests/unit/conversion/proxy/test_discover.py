@@ -27,6 +27,7 @@ from transformers import (
 
 from hf_rmsnorm.conversion.plan import Centre, ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.keys import in_checkpoint
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
@@ -43,6 +44,13 @@ SAMPLE = (
 
 def plan_of(source, **how):
     return discover(make_proxy(source, **how))
+
+
+def plan_of_folder(folder):
+    """The plan in the names of the folder's own tensors."""
+    proxy = make_proxy(folder)
+    names = load_file(folder / "model.safetensors").keys()
+    return in_checkpoint(discover(proxy), names, proxy)
 
 
 def centred_keys(plan):
@@ -93,7 +101,7 @@ def test_a_checkpoint_on_disk_converts_and_loads_with_the_stock_class(tmp_path):
     model.save_pretrained(tmp_path)
     # tied, so the plan must bring it
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    convert_folder(tmp_path, plan_of(tmp_path))
+    convert_folder(tmp_path, plan_of_folder(tmp_path))
     assert_same_logits(model, tmp_path)
 
 
@@ -105,7 +113,7 @@ def test_a_checkpoint_saved_without_the_prefix_of_its_base_model(tmp_path):
     for key, tensor in load_file(path).items():
         bare[key.removeprefix("transformer.")] = tensor
     save_file(bare, path, {"format": "pt"})
-    plan = plan_of(tmp_path)
+    plan = plan_of_folder(tmp_path)
     assert plan.copy[0].source == "wte.weight"
     assert "h.0.attn.c_proj.weight" in centred_keys(plan)
     convert_folder(tmp_path, plan)
@@ -118,7 +126,7 @@ def test_a_plan_found_on_a_narrow_proxy_fits_the_wide_model():
     proxy = make_proxy(config)
     assert proxy.factor > 1
     assert proxy.model.num_parameters() < 2e5
-    plan = discover(proxy)
+    plan = in_checkpoint(discover(proxy), (), proxy)
     assert {c.block for c in plan.centre} == {256}
     assert {n.hidden_size for n in plan.norms} == {256}
     model = causal_lm(config)
@@ -139,6 +147,7 @@ def test_configs_of_published_sizes_are_narrowed(name):
     proxy = make_proxy(config)
     plan = discover(proxy)
     assert prove(plan, proxy).passed
+    plan = in_checkpoint(plan, (), proxy)
     assert {c.block for c in plan.centre} == {config.hidden_size}
     writing = []
     for c in plan.centre:
