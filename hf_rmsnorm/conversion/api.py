@@ -19,7 +19,7 @@ from .targets.centred import PlannedConversion, plan_centring
 from .targets.native import plan_native
 from .tensors import is_narrower, one_thread
 from .verify.folder import NOT_RUN, Verification, VerificationFailed, verify_folder
-from .verify.pair import check_tokenizer, missing_parameters
+from .verify.pair import class_of, missing_parameters, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -244,4 +244,4 @@ def _check_before_writing(
             "pass verify=False"
         )
     if options.inputs is None:
-        check_tokenizer(folder, options)
+        tokenizer_of(folder, class_of(folder, options), options)

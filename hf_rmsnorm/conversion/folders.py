@@ -184,8 +184,7 @@ def copied_of(files: list[str], weights: list[str]) -> tuple[list[str], dict[str
     of the result.
     """
     others = sorted({*files} - {*weights, CONFIG})
-    reasons = {name: _why_not_copied(name) for name in others}
-    left_out = {name: reason for name, reason in reasons.items() if reason}
+    left_out = {name: why for name in others if (why := _why_not_copied(name))}
     return [name for name in others if name not in left_out], left_out
 
 

@@ -41,10 +41,6 @@ class Stored:
     rows: torch.Tensor | None = None
     step: Centre | None = None
 
-    def then(self, step: Centre) -> Stored:
-        """The tensor, centred."""
-        return replace(self, step=step)
-
     def keys(self) -> set[str]:
         """The tensors of the source that it is made from."""
         return {self.like}
@@ -204,7 +200,7 @@ def planned_tensors(
                 f"{where}: {step.key} is missing, or has another shape than the plan "
                 f"says: {OTHER}"
             )
-        tensors[step.key] = tensor.then(step)
+        tensors[step.key] = replace(tensor, step=step)
     return tensors
 
 

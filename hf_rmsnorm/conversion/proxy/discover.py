@@ -7,7 +7,6 @@ from collections import Counter
 
 import torch
 
-from ... import __version__
 from ...patching.formula.recognise import recognise
 from ...record import RECORD_KEY, make_record
 from ...verification.context import is_float, leaves_of, one_line
@@ -20,7 +19,7 @@ from ..plan import (
     rms_norms,
 )
 from .inputs import made_inputs
-from .keys import KeyMap, centred_blocks
+from .keys import centred_blocks, keys_of, untied
 from .layer_norms import NO_LAYER_NORM, Norms, find_layer_norms, nothing_to_convert
 from .model import (
     MOST_NUMBERS,
@@ -51,9 +50,9 @@ def discover(proxy: ProxyModel) -> CentringPlan:
     weights are read. Its steps have the proxy's own keys and blocks.
     """
     norms = _reached_norms(proxy)
-    keys = KeyMap(proxy.model)
+    keys = keys_of(proxy.model)
     test = _test_all(proxy, norms)
-    weights = [weight for weight in test.residual_weights if keys.of(weight.key)]
+    weights = [weight for weight in test.residual_weights if keys[weight.key]]
     proxy.widths = _widths(proxy, weights)
     work = copy.deepcopy(proxy.model)
     centre(work, weights)
@@ -71,8 +70,8 @@ def discover(proxy: ProxyModel) -> CentringPlan:
         records.append(NormRecord(path, width, norm.spec.eps, not reason, reason))
     entries = {weight.key: proxy.widened(weight).how for weight in weights}
     record = make_record(entries, rms_norms(records), proxy.shapes, norms)
-    config: dict = {RECORD_KEY: {"converted_by": f"hf-rmsnorm {__version__}", **record}}
-    copies = _untied(proxy, keys, weights)
+    config: dict = {RECORD_KEY: record}
+    copies = _untied(proxy, weights)
     notes = [*NOTES]
     if copies:
         names = ", ".join(copy.key for copy in copies)
@@ -89,7 +88,7 @@ def discover(proxy: ProxyModel) -> CentringPlan:
     if masks:
         why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
         notes.append(f"{and_more(masks)} stays as it is: {why}.")
-    undetermined = {key for name in test.undetermined for key in keys.of(name)}
+    undetermined = {key for name in test.undetermined for key in keys[name]}
     return CentringPlan(
         centre=tuple(steps),
         copy=tuple(copies),
@@ -256,14 +255,14 @@ def _widths(proxy: ProxyModel, weights: list[Centre]) -> dict[int, int]:
     return widths
 
 
-def _untied(proxy: ProxyModel, keys: KeyMap, weights: list[Centre]) -> list[Copy]:
+def _untied(proxy: ProxyModel, weights: list[Centre]) -> list[Copy]:
     """Tensors that are stored twice in the result, as a residual weight is tied to
     another parameter.
     """
-    tied = KeyMap(new_model(type(proxy.model), proxy.config))
-    shared = Counter(tied.aliases.values())
-    if any(shared[tied.aliases.get(weight.key)] > 1 for weight in weights):
-        return keys.untie(tied)
+    tied = new_model(type(proxy.model), proxy.config)
+    every = [id(p) for _, p in tied.named_parameters(remove_duplicate=False)]
+    if any(every.count(id(tied.get_parameter(w.key))) > 1 for w in weights):
+        return untied(tied, copy.deepcopy(proxy.model))
     return []
 
 
@@ -276,5 +275,4 @@ def would_tie_a_head(model, config, residual_weights: list[Centre]) -> bool:
     table = token_table(model)
     if table is None or model.get_output_embeddings() is not None:
         return False
-    centred = [model.get_parameter(weight.key) for weight in residual_weights]
-    return any(parameter is table.weight for parameter in centred)
+    return any(model.get_parameter(w.key) is table.weight for w in residual_weights)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from ..plan import Centre, CentringPlan, ConversionRefused, Copy
-from .model import ProxyModel
+from .model import ProxyModel, give_weights
 from .run import quiet
 from .shift_invariance import are_balanced, chosen_blocks, rows_by_axis
 
@@ -43,53 +43,37 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         return tensors
 
 
-class KeyMap:
-    """Where each parameter of a model is saved.
+def keys_of(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Parameter -> the keys that hold elements of it; none if it is not saved."""
+    model = copy.deepcopy(model)
+    for buffer in model.buffers():
+        buffer.zero_()
+    parameters = dict(model.named_parameters())
+    keys = {name: [] for name in parameters}
+    named = dict(enumerate(parameters, 1))
+    for number, name in named.items():
+        shape = parameters[name].shape
+        parameters[name].data = torch.full(shape, number, dtype=NUMBERS)
+    for key, tensor in saved_tensors(model).items():
+        numbers = tensor.unique_consecutive()  # few: `unique` alone would sort all
+        for number in named.keys() & numbers.unique().tolist():
+            keys[named[number]].append(key)
+    return keys
 
-    Attributes:
-        aliases: name of a parameter -> the name of the one that it is tied to, or its
-            own.
+
+def untied(tied: PreTrainedModel, model: PreTrainedModel) -> list[Copy]:
+    """Copies for the tensors that a model saves, and that the same model with ties does
+    not; both get other weights.
     """
-
-    def __init__(self, model: PreTrainedModel):
-        model = copy.deepcopy(model)
-        for buffer in model.buffers():
-            buffer.zero_()
-        first = {}
-        for number, (name, parameter) in enumerate(model.named_parameters(), 1):
-            first[id(parameter)] = name
-            parameter.data = torch.full(parameter.shape, number, dtype=NUMBERS)
-        everything = model.named_parameters(remove_duplicate=False)
-        self.aliases = {name: first[id(p)] for name, p in everything}
-        self._keys = {name: [] for name in first.values()}
-        numbered = dict(enumerate(self._keys, 1))
-        for key, tensor in saved_tensors(model).items():
-            numbers = tensor.unique_consecutive()  # few: `unique` alone would sort all
-            for number in numbers.unique().tolist():
-                if number == 0:
-                    continue
-                if number not in numbered:
-                    raise ConversionRefused(
-                        f"{type(model).__name__} saves {key!r}, which no parameter of "
-                        "it holds"
-                    )
-                self._keys[numbered[number]].append(key)
-
-    def of(self, parameter: str | None) -> list[str]:
-        """The keys that hold elements of a parameter; empty if it is not saved."""
-        return self._keys.get(parameter, [])
-
-    def untie(self, tied: KeyMap) -> list[Copy]:
-        """Copies for the tensors that this model saves, and that `tied`, the same model
-        with ties, does not.
-        """
-        there = {key for keys in tied._keys.values() for key in keys}
-        copies = {}
-        for name, keys in self._keys.items():
-            source = tied.of(tied.aliases.get(name))
-            if source:
-                copies |= {key: Copy(key, source[0]) for key in keys}
-        return [copies[key] for key in sorted(copies.keys() - there)]
+    give_weights(tied)
+    model.load_state_dict(tied.state_dict())
+    here = saved_tensors(tied)
+    there = saved_tensors(model)
+    copies = []
+    for key in sorted(there.keys() - here.keys()):
+        same = [name for name in here if torch.equal(here[name], there[key])]
+        copies += [Copy(key, name) for name in same[:1]]
+    return copies
 
 
 def centred_blocks(model: PreTrainedModel, lengths: Iterable[int]) -> list[Centre]:

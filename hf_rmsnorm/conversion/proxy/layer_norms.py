@@ -61,11 +61,12 @@ def nothing_to_convert(model: torch.nn.Module) -> str:
 @torch.no_grad()
 def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[Norms, list[str]]:
     """(path -> norm, in the order they run; paths of norms that were not called)."""
-    recipes = {}
-    for path, module in leaves_of(model).items():
-        recipe = recognise(module).recipe
-        if recipe is not None and recipe.spec.centered and recipe.is_of_rows:
-            recipes[path] = recipe
+    found = {path: recognise(leaf).recipe for path, leaf in leaves_of(model).items()}
+    recipes = {
+        path: recipe
+        for path, recipe in found.items()
+        if recipe is not None and recipe.spec.centered and recipe.is_of_rows
+    }
     norms: Norms = {}
 
     def note(path, args, output):

@@ -116,7 +116,10 @@ def make_proxy(
     for factor, narrow in _candidates(cls, config, shapes):
         model = None  # the last one goes before the next is made
         try:
-            model = _random_model(cls, narrow)
+            if hasattr(narrow, "validate"):
+                narrow.validate()
+            model = new_model(cls, plain(narrow, tied=False))
+            give_weights(model)
         except MISFITS as error:
             made = made or one_line(error)
             continue
@@ -125,7 +128,7 @@ def make_proxy(
             run(model, arguments)
         except MISFITS as error:
             ran.append(one_line(error))
-            if len(ran) == MOST_FAILURES or work.is_done:
+            if len(ran) == MOST_FAILURES or work.left < 0:
                 break  # other widths would not help
             continue
         is_own = inputs is None
@@ -140,16 +143,6 @@ def make_proxy(
         what = f"it does not run on these inputs ({ran[0]})"
         why = f"{what}: pass inputs=... that fit"
     raise ConversionRefused(f"{cls.__name__}: {why}")
-
-
-def _random_model(
-    cls: type[PreTrainedModel], config: PretrainedConfig
-) -> PreTrainedModel:
-    if hasattr(config, "validate"):
-        config.validate()
-    model = new_model(cls, plain(config, tied=False))
-    give_weights(model)
-    return model
 
 
 def _arguments(
@@ -278,15 +271,17 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
     later = []
     if whole <= LARGE:
         later.append((False, whole, 1, config))
+    few = (LEAST_ROW,)
     for factor, narrow in shrunk(config):
         try:
             here = shapes_of(cls, narrow)
         except MISFITS:  # widths that do not go together: the next style may
             continue
-        if not _is_alike(here, shapes):
+        if _ranks(here) != _ranks(shapes):
             continue
         size = _size(here)
-        is_cramped = _is_cramped(here, shapes)
+        # whether it has left rows of too few channels
+        is_cramped = any(here[n][-1:] < few <= shapes[n][-1:] for n in here)
         if size <= MIDDLE and not is_cramped:
             yield factor, narrow
         elif size <= LARGE:
@@ -295,17 +290,9 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
         yield factor, narrow
 
 
-def _is_alike(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
-    """Whether two models have the same parameters, but for their sizes."""
-    if here.keys() != there.keys():
-        return False
-    return all(len(here[name]) == len(there[name]) for name in here)
-
-
-def _is_cramped(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
-    """Whether narrowing has left rows of too few channels."""
-    few = (LEAST_ROW,)
-    return any(here[name][-1:] < few <= there[name][-1:] for name in here)
+def _ranks(shapes: dict[str, torch.Size]) -> dict[str, int]:
+    """What two models of one structure share."""
+    return {name: len(shape) for name, shape in shapes.items()}
 
 
 def token_table(model: PreTrainedModel) -> torch.nn.Module | None:
@@ -337,9 +324,7 @@ def give_weights(model: torch.nn.Module, seed: int = 0) -> None:
             continue
         first = p.flatten()[0].item()
         if id(p) in tables:
-            values = 0.7 * normal(p.shape)
-            means = 0.3 * normal(p.shape[0], 1)
-            p.copy_(values + means + 0.2)
+            p.copy_(0.7 * normal(p.shape) + 0.3 * normal(p.shape[0], 1) + 0.2)
         elif bool((p == first).all()):
             start = first if math.isfinite(first) else 0.0
             p.copy_(start + 0.1 + 0.25 * normal(p.shape))

@@ -96,9 +96,11 @@ def run_as_rms(
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
     """The model of these tensors in float64; refused if one is missing."""
-    how = {"config": plain(config), "dtype": torch.float64, "state_dict": dict(tensors)}
-    model, wrong = loaded(cls, None, **how)
-    if wrong:
+    state = dict(tensors)
+    model, info = loaded(
+        cls, None, config=plain(config), dtype=torch.float64, state_dict=state
+    )
+    if wrong := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise ConversionRefused(
             f"{cls.__name__} does not load the tensors made for it: {wrong[0]!r} is "
             "missing or misshapen"
@@ -107,16 +109,11 @@ def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
 
 
 def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> float:
-    """Largest |difference| of outputs over the largest |output| that was expected;
-    infinite if any is not a number.
+    """Largest |difference| of outputs of `run` over the largest |output| that was
+    expected; infinite if they have other shapes.
     """
     if [x.shape for x in expected] != [y.shape for y in outputs]:
         return math.inf
     x = torch.cat([tensor.flatten() for tensor in expected])
     y = torch.cat([tensor.flatten() for tensor in outputs])
-    gaps = torch.where(x == y, 0.0, x - y)
-    largest = gaps.abs().max()  # NaN if there is one
-    if largest.isnan():
-        return math.inf
-    scale = x.nan_to_num(0.0, 0.0, 0.0).abs().max()
-    return float(largest / scale)
+    return float((x - y).abs().max() / x.abs().max())

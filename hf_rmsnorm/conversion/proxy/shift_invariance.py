@@ -87,10 +87,8 @@ def shift_invariance_test(
 def _gradients(tensors, parameters, seed: int) -> dict[str, torch.Tensor]:
     """Parameter -> gradient of a random sum of all elements."""
     generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros((), dtype=torch.float64)
-    for parameter in parameters.values():
-        # which gives each a gradient, of zeros where nothing depends on it
-        total = total + 0 * parameter.sum()
+    # which gives each a gradient, of zeros where nothing depends on it
+    total = sum(0 * parameter.sum() for parameter in parameters.values())
     for tensor in tensors:
         factors = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
         total = total + (factors * tensor).sum()

@@ -48,7 +48,7 @@ class PlannedNative(PlannedConversion):
         target = self.target
         tensors = target.tensors.items()
         return {
-            "source_type": target.source_type,
+            "source_type": self.made["source_type"],
             "target_type": target.config.model_type,
             "architecture": target.architecture,
             "tensors": {name: sorted(made.keys()) for name, made in tensors},
@@ -58,7 +58,7 @@ class PlannedNative(PlannedConversion):
     def __str__(self) -> str:
         target = self.target
         return (
-            f"{target.source_type} as {target.architecture}: proven, float64 logits "
+            f"{self.made['source_type']} as {target.architecture}: proven, float64 logits "
             f"differ by {self.difference:.1e} of their scale; {len(target.tensors)} "
             "tensors"
         )
@@ -69,7 +69,8 @@ class PlannedNative(PlannedConversion):
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         target = self.target
-        text = f"""{target.source_type} uses LayerNorm. In this {target.architecture} the norms are RMSNorm, as each
+        source = self.made["source_type"]
+        text = f"""{source} uses LayerNorm. In this {target.architecture} the norms are RMSNorm, as each
 residual weight had its mean subtracted. The norms' biases were added to the linear layers that read
 them. The logits are the same. Any program that runs {target.config.model_type} runs it."""
         add_to_card(folder, CARD_HEADING, text, self.made, self, verdict)
@@ -95,7 +96,7 @@ def plan_native(source: Checkpoint) -> PlannedNative:
             why = f"{key}, the final norm's bias, is not 0, and the target's head has no bias"
             raise refused(config, why)
     apart = prove_native(proxy)
-    if apart > BOUND:
+    if not apart <= BOUND:
         how = f"the float64 logits of {target.architecture} differ by {apart:.1e}"
         raise refused(config, how)
     made = {**provenance(source.folder), "source_type": config.model_type}

@@ -3,7 +3,7 @@ its tensors is computed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -26,25 +26,9 @@ BIASES = ("_proj.bias", "_layernorm.bias")
 NORM_OF = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
-@dataclass(frozen=True)
-class NativeTarget:
-    """A checkpoint of an RMSNorm architecture with the logits of a LayerNorm one."""
-
-    source_type: str
-    config: PretrainedConfig  # of the target
-    # of the target, computed from those of the source
-    tensors: dict[str, Lazy] = field(repr=False)
-    # tensors of the source that have to be 0, as the target has no place for them
-    zero: tuple[str, ...]
-
-    @property
-    def architecture(self) -> str:
-        return self.config.architectures[0]
-
-
 def native_target(
     config: PretrainedConfig, name: Callable[[str], str] = str
-) -> NativeTarget:
+) -> "NativeTarget":
     """The target of a causal language model; refused if there is none.
 
     Args:
@@ -61,7 +45,7 @@ def native_target(
     for setting, reason in pair.refusals.items():
         if getattr(config, setting):
             raise refused(config, reason)
-    return _Builder(config, pair, shapes_of(cls, config), name).target()
+    return NativeTarget(config, pair, shapes_of(cls, config), name)
 
 
 def pair_of(kind: str) -> NativePair:
@@ -80,54 +64,63 @@ def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
     return ConversionRefused(why)
 
 
-class _Builder:
-    """Makes one target; `parameters` are those of the untied source."""
+class NativeTarget:
+    """A checkpoint of an RMSNorm architecture with the logits of a LayerNorm one.
 
-    def __init__(self, config, pair: NativePair, parameters, name):
-        self.config = config
-        self.pair = pair
-        self.parameters = parameters
-        self.name = name
+    Args:
+        source: the config of the LayerNorm one.
+        parameters: of its untied model.
+
+    Attributes:
+        config: of the target.
+        tensors: of the target, computed from those of the source.
+        zero: tensors of the source that have to be 0, as the target has no place for
+            them.
+    """
+
+    def __init__(self, source: PretrainedConfig, pair: NativePair, parameters, name):
+        self._source = source
+        self._pair = pair
+        self._parameters = parameters
+        self._name = name
         # the residual weights of a model trained as RMSNorm keep their mean
-        self.keeps_means = trained_as_rms(getattr(config, RECORD_KEY, None))
-        heads = config.num_attention_heads
-        self.heads = {"q_proj": heads, "k_proj": config.num_key_value_heads or heads}
-        head_dim = getattr(config, "head_dim", None)
-        self.head_dim = head_dim or config.hidden_size // heads
-        self.rope, self.moved = self._rotary()
-
-    def target(self) -> NativeTarget:
-        config_class = CONFIG_MAPPING[self.pair.target]
-        made = config_class(**self._settings(config_class))
+        self._keeps_means = trained_as_rms(getattr(source, RECORD_KEY, None))
+        heads = source.num_attention_heads
+        self._heads = {"q_proj": heads, "k_proj": source.num_key_value_heads or heads}
+        head_dim = getattr(source, "head_dim", None)
+        self._head_dim = head_dim or source.hidden_size // heads
+        rope, self._moved = self._rotary()
+        config_class = CONFIG_MAPPING[pair.target]
+        self.config = config_class(**self._settings(config_class, rope))
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-        made.architectures = [model_class.__name__]
-        made.dtype = self.config.dtype
-        names = shapes_of(model_class, made)
-        if made.tie_word_embeddings:
+        self.architecture = model_class.__name__
+        self.config.architectures = [self.architecture]
+        self.config.dtype = source.dtype
+        names = shapes_of(model_class, self.config)
+        if self.config.tie_word_embeddings:
             del names[HEAD]
-        tensors = {name: self._tensor(name) for name in names}
+        self.tensors = {name: self._tensor(name) for name in names}
         final_bias = self._stored(f"{FINAL_NORM}.bias")
-        zero = () if final_bias is None else (final_bias.like,)
-        return NativeTarget(self.config.model_type, made, tensors, zero)
+        self.zero = () if final_bias is None else (final_bias.like,)
 
-    def _settings(self, config_class) -> dict[str, Any]:
+    def _settings(self, config_class, rope: dict) -> dict[str, Any]:
         """Keyword arguments of the target's config: settings that both share, then the
         particular ones.
         """
-        config = self.config
+        config = self._source
         known = {setting.name for setting in fields(config_class)}
         known -= {"architectures", "dtype", *vars(PretrainedConfig)}
         shared = {n: getattr(config, n) for n in sorted(known) if hasattr(config, n)}
-        eps = self.pair.eps
-        has_biases = any(name.endswith(BIASES) for name in self.parameters)
+        eps = self._pair.eps
+        has_biases = any(name.endswith(BIASES) for name in self._parameters)
         # Centring a table that is also the head changes the logits, unless the final
         # norm has no weight: then each row that the head reads sums to 0.
-        has_weight = f"{FINAL_NORM}.weight" in self.parameters
+        has_weight = f"{FINAL_NORM}.weight" in self._parameters
         particular = {
-            "num_attention_heads": self.heads["q_proj"],
-            "num_key_value_heads": self.heads["k_proj"],
-            "head_dim": self.head_dim,
-            "rope_parameters": self.rope,
+            "num_attention_heads": self._heads["q_proj"],
+            "num_key_value_heads": self._heads["k_proj"],
+            "head_dim": self._head_dim,
+            "rope_parameters": rope,
             "rms_norm_eps": getattr(config, eps) if isinstance(eps, str) else eps,
             "tie_word_embeddings": bool(config.tie_word_embeddings) and not has_weight,
             "attention_bias": has_biases,
@@ -141,14 +134,14 @@ class _Builder:
         if name == EMBEDDING:
             return self._centred(embedding, 1)
         if name == HEAD:
-            return embedding if self.config.tie_word_embeddings else self._stored(HEAD)
+            return embedding if self._source.tie_word_embeddings else self._stored(HEAD)
         *_, block, module, kind = name.split(".")
         rows = self._rows(module)
         own = self._stored(name, rows)
         if "norm" in module:
             if own is None:
                 return filled(embedding, 1.0, axis=1)
-            offset = self.pair.weight_offset
+            offset = self._pair.weight_offset
             return plus(own, offset) if offset else own
         weight = self._stored(name.removesuffix(kind) + "weight", rows)
         if module in WRITERS:
@@ -163,21 +156,22 @@ class _Builder:
 
     def _stored(self, name: str, rows: torch.Tensor | None = None) -> Stored | None:
         """A tensor of the source; None if it has no such tensor."""
-        if name not in self.parameters:
+        if name not in self._parameters:
             return None
-        return Stored(self.name(name), rows)
+        return Stored(self._name(name), rows)
 
     def _centred(self, tensor: Stored, axis: int) -> Stored:
-        if self.keeps_means:
+        if self._keeps_means:
             return tensor
-        return tensor.then(Centre(tensor.like, axis, self.config.hidden_size))
+        step = Centre(tensor.like, axis, self._source.hidden_size)
+        return replace(tensor, step=step)
 
     def _rows(self, linear: str) -> torch.Tensor | None:
         """Rows of a projection in the order of the target; None if they stay."""
-        if self.moved is None or linear not in self.heads:
+        if self._moved is None or linear not in self._heads:
             return None
-        rows = torch.arange(self.heads[linear] * self.head_dim)
-        return rows.view(-1, self.head_dim)[:, self.moved].flatten()
+        rows = torch.arange(self._heads[linear] * self._head_dim)
+        return rows.view(-1, self._head_dim)[:, self._moved].flatten()
 
     def _rotary(self) -> tuple[dict[str, Any], torch.Tensor | None]:
         """The target's rope_parameters, and the channel of a head in the source at each
@@ -185,15 +179,15 @@ class _Builder:
 
         The target rotates all channels of a head, those from `rotated` on by nothing.
         """
-        rope = dict(self.config.rope_parameters)
-        channels = self.head_dim
+        rope = dict(self._source.rope_parameters)
+        channels = self._head_dim
         rotated = int(channels * (rope.pop("partial_rotary_factor", None) or 1.0))
         if rotated == channels:
             return rope, None
         kind = rope["rope_type"]
         if kind != "default":
             why = f"{rotated} of {channels} channels are rotated and scaled ({kind})"
-            raise refused(self.config, why)
+            raise refused(self._source, why)
         proportional = {
             "rope_type": "proportional",
             "rope_theta": float(rope["rope_theta"]) ** (channels / rotated),

@@ -24,7 +24,7 @@ from ..checkpoint.source import open_checkpoint
 from ..options import ConversionOptions
 from ..plan import ConversionError
 from ..proxy.model import config_and_class
-from ..proxy.run import loaded, quiet
+from ..proxy.run import loaded
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
@@ -77,64 +77,49 @@ def side_by_side(
             run_on += (
                 f", on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
             )
-        source, _ = loaded(_class_of(src, options), src, **how)
-        result, _ = loaded(_class_of(folder, options), folder, **how)
+        source, _ = loaded(class_of(src, options), src, **how)
+        result, _ = loaded(class_of(folder, options), folder, **how)
         # A float64 model has no wider run to compare with, and parts of its forward may
         # stay in float32.
         if source.dtype == torch.float64 and not is_streamed:
             source = source.float()
             result = result.float()
-        batches = _batches(src, source, options)
-        if not is_whole:
-            batches = [_few(batches[0])]
-        if options.inputs is None:
-            batches += _more_if_few(source, batches)
+        batches = _batches(src, source, options, is_whole)
         yield ModelPair(source, result, batches, run_on)
 
 
-def _class_of(folder: Path, options: ConversionOptions) -> type:
+def class_of(folder: Path, options: ConversionOptions) -> type:
     """The class that a folder is loaded with."""
     how = options.trust_remote_code, options.model_class
     return config_and_class(folder, *how, trained=True)[1]
 
 
-def _few(inputs: dict) -> dict:
-    """Inputs with a few tokens of token ids."""
-    few = dict(inputs)
-    for name, value in inputs.items():
-        if name.endswith("input_ids"):
-            few[name] = value[:1, :FEW_TOKENS]
-    return few
-
-
-def _batches(src: Path, model, options: ConversionOptions) -> list[dict]:
-    """The inputs that the models are run on: the caller's, texts, or random ones."""
+def _batches(
+    src: Path, model, options: ConversionOptions, is_whole: bool
+) -> list[dict]:
+    """The inputs that the models are run on: the caller's, texts, or random ones; a few
+    tokens of these if it is not to be all.
+    """
     if options.inputs:
         return [in_dtype_of(model, options.inputs(model))]
-    tokenizer = _tokenizer(src, model, options)
-    batches = []
-    if tokenizer is not None:
-        most = min(TOKENS, max_positions(model.config))
-        for text in options.prompts or PROMPTS:
-            ids = tokenizer(text, return_tensors="pt").input_ids[:, :most]
-            if ids.numel():
-                batches.append({"input_ids": ids})
-    return batches or [in_dtype_of(model, default_inputs(model, RANDOM_TOKENS))]
+    tokenizer = tokenizer_of(src, model, options)
+    texts = () if tokenizer is None else options.prompts or PROMPTS
+    size = RANDOM_TOKENS
+    most = min(TOKENS, max_positions(model.config))
+    if not is_whole:
+        texts = texts[:1]
+        size = 1, FEW_TOKENS
+        most = min(FEW_TOKENS, most)
+    rows = [tokenizer(text, return_tensors="pt").input_ids[:, :most] for text in texts]
+    batches = [{"input_ids": ids} for ids in rows if ids.numel()]
+    batches = batches or [in_dtype_of(model, default_inputs(model, size))]
+    if min(output.numel() for output in outputs_of(model, batches)) < ENOUGH:
+        more = default_inputs(model, (ENOUGH, SHORT))
+        batches.append(in_dtype_of(model, more))
+    return batches
 
 
-def _more_if_few(model, batches: list[dict]) -> list[dict]:
-    """Random inputs if the outputs of a classifier, say, are too few to compare."""
-    if min(output.numel() for output in outputs_of(model, batches)) >= ENOUGH:
-        return []
-    return [in_dtype_of(model, default_inputs(model, (ENOUGH, SHORT)))]
-
-
-def check_tokenizer(src: Path, options: ConversionOptions) -> None:
-    """Refuse a source whose tokenizer does not load."""
-    _tokenizer(src, _class_of(src, options), options)
-
-
-def _tokenizer(src: Path, model, options: ConversionOptions):
+def tokenizer_of(src: Path, model, options: ConversionOptions):
     """The tokenizer of a folder, for a model or class that takes token ids; None if
     there is none.
     """
@@ -154,22 +139,16 @@ def missing_parameters(src: Path, options: ConversionOptions) -> list[str]:
     """Parameters of the model that the checkpoint lacks, found without reading values;
     refused if a shape differs.
     """
-    cls = _class_of(src, options)
-    with quiet():
-        try:
-            _, info = cls.from_pretrained(
-                src,
-                device_map="meta",
-                dtype="auto",
-                trust_remote_code=options.trust_remote_code,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # a model's own code may raise anything
-            raise ConversionError(
-                f"{src}: {cls.__name__} does not load it: repair the folder, or pass "
-                f"the model_class that it was saved from ({one_line(error)})"
-            ) from error
+    cls = class_of(src, options)
+    how: dict = {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
+    how |= {"device_map": "meta", "ignore_mismatched_sizes": True}
+    try:
+        _, info = loaded(cls, src, **how)
+    except Exception as error:  # a model's own code may raise anything
+        raise ConversionError(
+            f"{src}: {cls.__name__} does not load it: repair the folder, or pass the "
+            f"model_class that it was saved from ({one_line(error)})"
+        ) from error
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         raise ConversionError(
             f"{src}: {key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by "
