@@ -48,7 +48,7 @@ class Written:
         shards = {name: shard.nbytes for name, shard in layout.shards.items()}
         used = set().union(*(tensor.keys() for tensor in layout.tensors.values()))
         return cls(
-            dst=Path(os.path.abspath(dst)),
+            dst=dst,
             shards=shards,
             tensors=len(layout.tensors),
             bytes=sum(shards.values()),
@@ -198,7 +198,7 @@ def convert_checkpoint(
     if planned is not None and how.is_native:
         raise ConversionRefused("planned says how to convert: leave out target")
     where = source_of(src)
-    destination(where, dst)  # refused before anything is downloaded or planned
+    home = destination(where, dst)  # refused before anything is downloaded or planned
     folder = downloaded(where, how.allow_pickle)
     source = open_checkpoint(folder, allow_pickle=how.allow_pickle)
     planned = planned or _planned(source, how)
@@ -206,7 +206,14 @@ def convert_checkpoint(
     if how.verify:
         # which a run made that was killed while it cleaned up
         verdict = Verification(True, "verified by the run that wrote it")
-        _check_before_writing(planned, folder, how)
+        if planned.missing:
+            # a new random value for it would differ between source and result
+            raise ConversionError(
+                f"{folder}: has no {and_more(planned.missing)}: add what is missing, or "
+                "pass verify=False"
+            )
+        if how.inputs is None:  # refused if it does not load
+            tokenizer_of(folder, class_of(folder, how), how)
 
     def check(written: Path) -> None:
         nonlocal verdict
@@ -222,7 +229,7 @@ def convert_checkpoint(
     layout, config = planned.result(source)
     resumed = write_checkpoint(
         source,
-        destination(where, dst),
+        home,
         layout,
         config,
         plan=json.dumps(planned.to_dict()),
@@ -230,18 +237,4 @@ def convert_checkpoint(
         restart=restart,
         progress=progress or (lambda *_: None),
     )
-    return Conversion(planned, Written.of(dst, source, layout, resumed), verdict)
-
-
-def _check_before_writing(
-    planned: PlannedConversion, folder: Path, options: ConversionOptions
-) -> None:
-    """Refuse a source that could not be verified after the writing."""
-    if planned.missing:
-        # a new random value for it would differ between source and result
-        raise ConversionError(
-            f"{folder}: has no {and_more(planned.missing)}: add what is missing, or "
-            "pass verify=False"
-        )
-    if options.inputs is None:
-        tokenizer_of(folder, class_of(folder, options), options)
+    return Conversion(planned, Written.of(home, source, layout, resumed), verdict)

@@ -42,10 +42,12 @@ OTHER_FORMATS = (
     "*.tflite",
 )
 # The first pattern that matches a file's name says why it is not copied.
-NOT_COPIED = dict.fromkeys(OF_TRAINING, TRAINING)
-NOT_COPIED["adapter_model.*"] = ADAPTER
-NOT_COPIED |= dict.fromkeys((*WEIGHTS, *OTHER_FORMATS), OLD)
-NOT_COPIED |= dict.fromkeys(("*.bin", "*.pt", "*.pth"), UNKNOWN)
+NOT_COPIED = {
+    **dict.fromkeys(OF_TRAINING, TRAINING),
+    "adapter_model.*": ADAPTER,
+    **dict.fromkeys((*WEIGHTS, *OTHER_FORMATS), OLD),
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth"), UNKNOWN),
+}
 MERGE = (
     "merge it into its base by PEFT's merge_and_unload, and convert the merged model"
 )

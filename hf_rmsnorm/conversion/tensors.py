@@ -195,17 +195,13 @@ def planned_tensors(
             )
     for step in plan.centre:
         tensor = tensors.get(step.key)
-        if tensor is None or not _fits(step, tensor.shape(source)):
+        shape = () if tensor is None else tensor.shape(source)
+        length = shape[step.axis] if step.axis < len(shape) else 0
+        last = max(step.blocks or (0,))
+        if length % step.block or length <= last * step.block:
             raise ConversionError(
                 f"{where}: {step.key} is missing, or has another shape than the plan "
                 f"says: {OTHER}"
             )
         tensors[step.key] = replace(tensor, step=step)
     return tensors
-
-
-def _fits(step: Centre, shape: tuple[int, ...]) -> bool:
-    if step.axis >= len(shape):
-        return False
-    count, rest = divmod(shape[step.axis], step.block)
-    return rest == 0 and max(step.blocks or (0,)) < count

@@ -20,7 +20,7 @@ from ..plan import (
 )
 from .inputs import made_inputs
 from .keys import centred_blocks, keys_of, untied
-from .layer_norms import NO_LAYER_NORM, Norms, find_layer_norms, nothing_to_convert
+from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
 from .model import (
     MOST_NUMBERS,
     ProxyModel,
@@ -106,17 +106,18 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
     norms, silent = find_layer_norms(proxy.model, proxy.inputs)
     if norms and not silent:
         return norms
-    why = nothing_to_convert(proxy.model) or NO_LAYER_NORM
+    why = NO_LAYER_NORM
     for module in proxy.model.modules():
-        refusal = recognise(module).refusal
-        if refusal is not None:
+        recipe, refusal = recognise(module)
+        if recipe is not None and not recipe.spec.centered:
+            why = RMS_ALREADY
+        elif refusal is not None:
             name = type(module).__name__
             why = f"patch_model would not run {name} as RMSNorm: {refusal.reason}"
     if silent:
-        count = len(norms) + len(silent)
         why = (
-            f"the inputs reached {len(norms)} of {count} LayerNorms and not "
-            f"{silent[0]}: pass inputs=... that reach all"
+            f"the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms "
+            f"and not {silent[0]}: pass inputs=... that reach all"
         )
     raise ConversionRefused(f"{proxy.name}: {why}")
 
@@ -270,9 +271,8 @@ def would_tie_a_head(model, config, residual_weights: list[Centre]) -> bool:
     """Whether a class with a head would tie it to the table of tokens, which is
     centred, and this one has none.
     """
-    if not getattr(config, "tie_word_embeddings", False):
-        return False
+    is_tied = getattr(config, "tie_word_embeddings", False)
     table = token_table(model)
-    if table is None or model.get_output_embeddings() is not None:
+    if not is_tied or table is None or model.get_output_embeddings() is not None:
         return False
     return any(model.get_parameter(w.key) is table.weight for w in residual_weights)

@@ -14,7 +14,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
@@ -37,10 +36,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What `save_pretrained` writes: key -> tensor."""
     with tempfile.TemporaryDirectory() as folder, quiet():
         PreTrainedModel.save_pretrained(model, folder, max_shard_size="1TB")
-        tensors = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
-            tensors |= load_file(file)
-        return tensors
+        return load_file(f"{folder}/model.safetensors")
 
 
 def keys_of(model: PreTrainedModel) -> dict[str, list[str]]:

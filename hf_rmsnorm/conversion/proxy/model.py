@@ -106,8 +106,7 @@ def make_proxy(
         raise ConversionRefused(
             f"{cls.__name__} cannot be made from this config: {one_line(error)}"
         ) from error
-    why = nothing_to_convert(empty) if to_convert else ""
-    if why:
+    if to_convert and (why := nothing_to_convert(empty)):
         raise ConversionRefused(f"{cls.__name__}: {why}")
     shapes = _shapes(empty)
     made = ""  # the first error as a model was made
@@ -131,8 +130,8 @@ def make_proxy(
             if len(ran) == MOST_FAILURES or work.left < 0:
                 break  # other widths would not help
             continue
-        is_own = inputs is None
-        return ProxyModel(model, plain(narrow), arguments, shapes, factor, is_own)
+        narrow = plain(narrow)
+        return ProxyModel(model, narrow, arguments, shapes, factor, inputs is None)
     if not ran:
         what = f"no narrower model of the same structure was found for its {_size(shapes):,} parameters"
         reason = made or f"of up to {LARGE:,}, none has the same parameters"
@@ -325,7 +324,7 @@ def give_weights(model: torch.nn.Module, seed: int = 0) -> None:
         first = p.flatten()[0].item()
         if id(p) in tables:
             p.copy_(0.7 * normal(p.shape) + 0.3 * normal(p.shape[0], 1) + 0.2)
-        elif bool((p == first).all()):
+        elif (p == first).all():
             start = first if math.isfinite(first) else 0.0
             p.copy_(start + 0.1 + 0.25 * normal(p.shape))
         elif p.ndim < 2:

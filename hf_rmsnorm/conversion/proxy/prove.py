@@ -78,8 +78,8 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     chosen = {norm.path for norm in plan.norms if norm.becomes_rms}
     means = input_means(converted, proxy.inputs, norms)
     rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
-    counts = len(chosen), len(plan.norms)
-    return ProofReport(cls.__name__, stock, rms, counts, means)
+    count = len(chosen)
+    return ProofReport(cls.__name__, stock, rms, (count, len(plan.norms)), means)
 
 
 def run_as_rms(

@@ -76,7 +76,7 @@ def run(
     if not outputs:
         raise ValueError("the model returned no floating tensor")
     for output in outputs:
-        if output.numel() and not bool(torch.isfinite(output).any()):
+        if output.numel() and not torch.isfinite(output).any():
             raise ValueError("the model's outputs are not finite")
     return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
 

@@ -9,7 +9,7 @@ so to 1e-15 of their terms; in float32 they would not stand out.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,7 @@ WRITES = 1e-9  # of the largest derivative of a norm's mean
 ZERO_MEAN = 1e-10
 
 
-@dataclass
+@dataclass(frozen=True)
 class ShiftTest:
     """The result of the test.
 
@@ -35,9 +35,9 @@ class ShiftTest:
         unreached: those of them on which no input of a norm depends either.
     """
 
-    residual_weights: list[Centre] = field(default_factory=list)
-    undetermined: list[str] = field(default_factory=list)
-    unreached: list[str] = field(default_factory=list)
+    residual_weights: list[Centre]
+    undetermined: list[str]
+    unreached: list[str]
 
 
 def shift_invariance_test(
@@ -68,20 +68,20 @@ def shift_invariance_test(
                 writing[name].append((width, axis, blocks))
         reached |= here
         del gradients
-    result = ShiftTest()
+    weights = []
+    undetermined = []
     for name, gradient in _gradients(outputs, parameters, seed=1).items():
         if not gradient.any():
-            result.undetermined.append(name)
-            if name not in reached:
-                result.unreached.append(name)
+            undetermined.append(name)
             continue
         for width, axis, blocks in writing[name]:
             rows = rows_of(gradient, axis, width)
             weight = chosen_blocks(name, axis, width, blocks & are_balanced(rows))
             if weight is not None:
-                result.residual_weights.append(weight)
+                weights.append(weight)
                 break
-    return result
+    unreached = [name for name in undetermined if name not in reached]
+    return ShiftTest(weights, undetermined, unreached)
 
 
 def _gradients(tensors, parameters, seed: int) -> dict[str, torch.Tensor]:

@@ -85,11 +85,7 @@ class NativeTarget:
         self._name = name
         # the residual weights of a model trained as RMSNorm keep their mean
         self._keeps_means = trained_as_rms(getattr(source, RECORD_KEY, None))
-        heads = source.num_attention_heads
-        self._heads = {"q_proj": heads, "k_proj": source.num_key_value_heads or heads}
-        head_dim = getattr(source, "head_dim", None)
-        self._head_dim = head_dim or source.hidden_size // heads
-        rope, self._moved = self._rotary()
+        rope, self._rows = self._rotary()
         config_class = CONFIG_MAPPING[pair.target]
         self.config = config_class(**self._settings(config_class, rope))
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
@@ -117,9 +113,6 @@ class NativeTarget:
         # norm has no weight: then each row that the head reads sums to 0.
         has_weight = f"{FINAL_NORM}.weight" in self._parameters
         particular = {
-            "num_attention_heads": self._heads["q_proj"],
-            "num_key_value_heads": self._heads["k_proj"],
-            "head_dim": self._head_dim,
             "rope_parameters": rope,
             "rms_norm_eps": getattr(config, eps) if isinstance(eps, str) else eps,
             "tie_word_embeddings": bool(config.tie_word_embeddings) and not has_weight,
@@ -136,7 +129,7 @@ class NativeTarget:
         if name == HEAD:
             return embedding if self._source.tie_word_embeddings else self._stored(HEAD)
         *_, block, module, kind = name.split(".")
-        rows = self._rows(module)
+        rows = self._rows.get(module)
         own = self._stored(name, rows)
         if "norm" in module:
             if own is None:
@@ -166,28 +159,23 @@ class NativeTarget:
         step = Centre(tensor.like, axis, self._source.hidden_size)
         return replace(tensor, step=step)
 
-    def _rows(self, linear: str) -> torch.Tensor | None:
-        """Rows of a projection in the order of the target; None if they stay."""
-        if self._moved is None or linear not in self._heads:
-            return None
-        rows = torch.arange(self._heads[linear] * self._head_dim)
-        return rows.view(-1, self._head_dim)[:, self._moved].flatten()
-
-    def _rotary(self) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """The target's rope_parameters, and the channel of a head in the source at each
-        place in the target, if it moves.
+    def _rotary(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The target's rope_parameters, and projection -> its rows in the order of the
+        target, if they move.
 
         The target rotates all channels of a head, those from `rotated` on by nothing.
         """
-        rope = dict(self._source.rope_parameters)
-        channels = self._head_dim
+        source = self._source
+        rope = dict(source.rope_parameters)
+        heads = source.num_attention_heads
+        channels = getattr(source, "head_dim", None) or source.hidden_size // heads
         rotated = int(channels * (rope.pop("partial_rotary_factor", None) or 1.0))
         if rotated == channels:
-            return rope, None
+            return rope, {}
         kind = rope["rope_type"]
         if kind != "default":
             why = f"{rotated} of {channels} channels are rotated and scaled ({kind})"
-            raise refused(self._source, why)
+            raise refused(source, why)
         proportional = {
             "rope_type": "proportional",
             "rope_theta": float(rope["rope_theta"]) ** (channels / rotated),
@@ -196,7 +184,12 @@ class NativeTarget:
         still = torch.arange(rotated, channels).view(-1, 2)
         moved = torch.empty(channels, dtype=torch.long)
         moved[_pairs(channels)] = torch.cat([_pairs(rotated), still])
-        return proportional, moved
+        rows = {}
+        key_heads = source.num_key_value_heads or heads
+        for linear, count in (("q_proj", heads), ("k_proj", key_heads)):
+            by_head = torch.arange(count * channels).view(count, channels)
+            rows[linear] = by_head[:, moved].flatten()
+        return proportional, rows
 
 
 def _pairs(channels: int) -> torch.Tensor:

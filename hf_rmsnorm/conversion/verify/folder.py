@@ -173,9 +173,7 @@ def add_to_card(
     before = card.read_bytes() if card.exists() else b""
     old = rf"(?ms)^{re.escape(heading)}[ \r]*\n.*?(?=^## |\Z)"
     before = re.sub(old.encode(), b"", before).rstrip()
-    by = f"{made['converted_by']}, PyTorch {made['torch']} and Transformers {made['transformers']}"
     shown = "\n".join(["```", *map(str, proofs), "```"])
-    section = (
-        f"{heading}\n\n{text}\n\n{shown}\n\nMade from `{made['source']}` with {by}.\n"
-    )
+    by = "Made from `{source}` with {converted_by}, PyTorch {torch} and Transformers {transformers}."
+    section = f"{heading}\n\n{text}\n\n{shown}\n\n{by.format(**made)}\n"
     card.write_bytes(b"\n\n".join(filter(None, (before, section.encode()))))

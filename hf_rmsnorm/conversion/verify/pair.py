@@ -66,19 +66,19 @@ def side_by_side(
     free = psutil.virtual_memory().available
     is_streamed = size * _IN_FLOAT64 > 0.8 * free
     is_whole = not is_streamed and (options.verify == "full" or size < LARGE)
-    how: dict = {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
+    how: dict = {}
     run_on = "side by side"
     with tempfile.TemporaryDirectory() as scratch:
         if is_streamed:
             run_on += f", module by module, on {FEW_TOKENS} tokens"
-            how |= {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
+            how = {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
             how["offload_folder"] = scratch
         elif not is_whole:
             run_on += (
                 f", on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
             )
-        source, _ = loaded(class_of(src, options), src, **how)
-        result, _ = loaded(class_of(folder, options), folder, **how)
+        source, _ = _load(src, options, **how)
+        result, _ = _load(folder, options, **how)
         # A float64 model has no wider run to compare with, and parts of its forward may
         # stay in float32.
         if source.dtype == torch.float64 and not is_streamed:
@@ -86,6 +86,12 @@ def side_by_side(
             result = result.float()
         batches = _batches(src, source, options, is_whole)
         yield ModelPair(source, result, batches, run_on)
+
+
+def _load(folder: Path, options: ConversionOptions, **how) -> tuple:
+    """As `loaded`, in the checkpoint's own dtype."""
+    how |= {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
+    return loaded(class_of(folder, options), folder, **how)
 
 
 def class_of(folder: Path, options: ConversionOptions) -> type:
@@ -140,10 +146,8 @@ def missing_parameters(src: Path, options: ConversionOptions) -> list[str]:
     refused if a shape differs.
     """
     cls = class_of(src, options)
-    how: dict = {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
-    how |= {"device_map": "meta", "ignore_mismatched_sizes": True}
     try:
-        _, info = loaded(cls, src, **how)
+        _, info = _load(src, options, device_map="meta", ignore_mismatched_sizes=True)
     except Exception as error:  # a model's own code may raise anything
         raise ConversionError(
             f"{src}: {cls.__name__} does not load it: repair the folder, or pass the "
