@@ -60,14 +60,3 @@ def test_blocks_that_write_to_the_stream_become_operations_on_the_checkpoint():
     embedding = Centre("model.embed_tokens.weight", 1, 16, (0, 2))
     centre(model, [down, embedding])
     assert centred_blocks(model, (16, 64)) == [embedding, down]
-
-
-def test_blocks_that_a_checkpoint_has_one_by_one():
-    model = tiny_models.build("mixtral").double()
-    size = model.config.hidden_size
-    centre(model, [Centre("model.layers.0.mlp.experts.down_proj", 1, size)])
-    steps = centred_blocks(model, (size,))
-    assert len(steps) == 2
-    for step in steps:
-        assert ".experts." in step.key
-        assert (step.axis, step.block, step.blocks) == (0, size, None)
