@@ -18,6 +18,7 @@ TENSORS = {
     "experts": trained(3, 12, 10, seed=1),
 }
 SOURCE = Checkpoint.in_memory(TENSORS)
+WIDE = replace(SOURCE, config={"dtype": "float64"})
 W = TENSORS["w"].double()
 V = TENSORS["v"].double()
 B = TENSORS["b"].double()
@@ -37,7 +38,9 @@ def small_pieces(monkeypatch):
 def check(made, expected):
     assert made.shape(SOURCE) == expected.shape
     assert made.dtype(SOURCE) == torch.float32
+    wide = made.value(WIDE)
     value = made.value(SOURCE)
+    torch.testing.assert_close(wide, expected, rtol=0, atol=1e-15)
     torch.testing.assert_close(value, expected.float(), rtol=0, atol=1e-8)
 
 
