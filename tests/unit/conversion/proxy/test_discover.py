@@ -49,7 +49,7 @@ def plan_of(source, **how):
 def plan_of_folder(folder):
     """The plan in the names of the folder's own tensors."""
     proxy = make_proxy(folder)
-    names = load_file(folder / "model.safetensors").keys()
+    names = load_file(folder / "model.safetensors")
     return in_checkpoint(discover(proxy), names, proxy)
 
 

@@ -18,9 +18,7 @@ from hf_rmsnorm.conversion.proxy.shift_invariance import centre
 
 def test_every_parameter_is_found_under_its_own_name():
     model = tiny_models.build("qwen3")
-    before = {}
-    for name, p in model.named_parameters():
-        before[name] = p.clone()
+    before = {name: p.clone() for name, p in model.named_parameters()}
     keys = keys_of(model)
     assert keys == {name: [name] for name in before}
     for name, p in model.named_parameters():
@@ -50,8 +48,7 @@ def test_a_tied_parameter_is_copied_from_what_is_saved():
     tied, other = (
         tiny_models.build("llama", tie_word_embeddings=tie) for tie in (True, False)
     )
-    head = Copy("lm_head.weight", "model.embed_tokens.weight")
-    assert untied(tied, other) == [head]
+    assert untied(tied, other) == [Copy("lm_head.weight", "model.embed_tokens.weight")]
 
 
 def test_blocks_that_write_to_the_stream_become_operations_on_the_checkpoint():
