@@ -52,9 +52,11 @@ def pair_of(kind: str) -> NativePair:
     """The pair of a model type; refused if there is none."""
     if kind in PAIRS:
         return PAIRS[kind]
-    none = f"no RMSNorm architecture is known that computes what {kind} does"
     known = ", ".join(sorted(PAIRS))
-    raise ConversionRefused(f"{none}: {WITHOUT}; there are targets for {known}")
+    raise ConversionRefused(
+        f"{kind} has no native target: no RMSNorm architecture is known that computes "
+        f"what {kind} does; there are targets for {known}; {WITHOUT}"
+    )
 
 
 def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
