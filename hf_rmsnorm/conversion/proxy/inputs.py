@@ -99,7 +99,9 @@ def _pictures(part) -> Iterator[dict]:
 
 
 def _sounds(part) -> Iterator[dict]:
-    """Arguments for one sound: its waveform, or its spectrogram and a mask."""
+    """Arguments for one sound: its waveform, or its spectrogram with and without a
+    mask.
+    """
     yield {"input_values": _normal(1, 4000)}
     bins = first_number(part, "num_mel_bins", "n_mels", "input_dim", default=80)
     positions = first_number(part, "max_source_positions", default=0)
@@ -107,7 +109,9 @@ def _sounds(part) -> Iterator[dict]:
         mask = torch.ones(1, frames, dtype=torch.long)
         masks = {"feature_attention_mask": mask, "input_features_mask": mask}
         for shape in ((1, bins, frames), (1, frames, bins)):
-            yield {"input_features": _normal(*shape), **masks}
+            features = _normal(*shape)
+            yield {"input_features": features, **masks}
+            yield {"input_features": features}
 
 
 def _with_encoder(model: torch.nn.Module, inputs: dict) -> Iterator[dict]:
