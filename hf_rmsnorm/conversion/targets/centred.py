@@ -138,7 +138,12 @@ def plan_centring(
         )
     plan = in_checkpoint(plan, source.tensors, proxy)
     made = provenance(source.folder)
-    record = {**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}
+    record = {
+        "converted_by": made["converted_by"],  # the first line of the record
+        **plan.config[RECORD_KEY],
+        **made,
+        "proof": proof.to_dict(),
+    }
     said = [*plan.notes]
     # one of an earlier conversion is kept where it says the same
     if before := getattr(proxy.config, RECORD_KEY, None):

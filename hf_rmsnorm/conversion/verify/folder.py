@@ -158,8 +158,7 @@ def _origin(folder: Path) -> str:
     cached = SNAPSHOT.search(folder.as_posix())
     if cached is None:
         return folder.name
-    hub_id = cached["id"].replace("--", "/")
-    return f"{hub_id}@{cached['commit']}"
+    return f"{cached['id']}@{cached['commit']}".replace("--", "/")
 
 
 def add_to_card(
