@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_rmsnorm.conversion.plan import Centre, ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import would_tie_a_head
-from hf_rmsnorm.conversion.proxy.keys import KeyMap
+from hf_rmsnorm.conversion.proxy.keys import keys_of
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
 from hf_rmsnorm.conversion.proxy.model import (
     ProxyModel,
@@ -329,8 +329,8 @@ def residual_weights_of(
     proxy: ProxyModel, norms: Norms
 ) -> tuple[list[Centre], set[str]]:
     ratio = shift_invariance_test(proxy.model, proxy.inputs, norms)
-    keys = KeyMap(proxy.model)
-    saved = [weight for weight in ratio.residual_weights if keys.of(weight.key)]
+    keys = keys_of(proxy.model)
+    saved = [weight for weight in ratio.residual_weights if keys[weight.key]]
     return saved, set(ratio.undetermined)
 
 

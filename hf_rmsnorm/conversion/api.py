@@ -2,9 +2,8 @@
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..paths import fitted
@@ -20,7 +19,7 @@ from .targets.centred import PlannedConversion, plan_centring
 from .targets.native import plan_native
 from .tensors import is_narrower, one_thread
 from .verify.folder import NOT_RUN, Verification, VerificationFailed, verify_folder
-from .verify.pair import check_tokenizer, missing_parameters
+from .verify.pair import class_of, missing_parameters, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,14 @@ class Written:
     @classmethod
     def of(cls, dst, source: Checkpoint, layout: Layout, resumed: int) -> "Written":
         """The summary of a layout that was made of a source."""
-        shards = {}
-        tensors = 0
-        unused = set(source.tensors)
-        for name, shard in layout.shards.items():
-            shards[name] = shard.nbytes
-            tensors += len(shard.tensors)
-            for tensor in shard.tensors.values():
-                unused -= tensor.keys()
+        shards = {name: shard.nbytes for name, shard in layout.shards.items()}
+        used = set().union(*(tensor.keys() for tensor in layout.tensors.values()))
         return cls(
-            dst=Path(os.path.abspath(dst)),
+            dst=dst,
             shards=shards,
-            tensors=tensors,
+            tensors=len(layout.tensors),
             bytes=sum(shards.values()),
-            unused=tuple(sorted(unused)),
+            unused=tuple(sorted(source.tensors.keys() - used)),
             not_copied=source.not_copied,
             resumed=resumed,
         )
@@ -76,12 +69,11 @@ class Written:
                 "earlier run"
             )
         if self.unused:
-            names = ", ".join(self.unused)
-            lines.append(f"tensors that the result does not need: {names}")
-        by_reason = defaultdict(list)
-        for name, reason in self.not_copied.items():
-            by_reason[reason].append(name)
-        for reason, names in by_reason.items():
+            lines.append(
+                f"tensors that the result does not need: {', '.join(self.unused)}"
+            )
+        for reason in dict.fromkeys(self.not_copied.values()):
+            names = [name for name, why in self.not_copied.items() if why == reason]
             lines.append(f"not copied: {', '.join(names)} ({reason})")
         return "\n".join(lines)
 
@@ -146,28 +138,21 @@ def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversio
             model_class=options.model_class,
             to_convert=True,
         )
-        planned = plan_centring(source.folder, proxy)
-    centring = planned.centring
-    if note := _note_on_dtypes(source):
-        centring = replace(centring, notes=(*centring.notes, note))
-    return replace(planned, centring=centring, missing=tuple(missing))
+        return plan_centring(source, proxy, missing, _notes_on_dtypes(source))
 
 
-def _note_on_dtypes(source: Checkpoint) -> str:
+def _notes_on_dtypes(source: Checkpoint) -> Iterator[str]:
     """A note if tensors are stored in a narrower dtype than config.json names."""
-    narrow = set()
-    for tensor in source.tensors.values():
-        if tensor.dtype in FLOATS and is_narrower(tensor.dtype, source.dtype):
-            narrow.add(str(tensor.dtype).removeprefix("torch."))
-    if not narrow:
-        return ""
-    stored = " and ".join(sorted(narrow))
-    wide = str(source.dtype).removeprefix("torch.")
-    return (
-        f"config.json says {wide} and tensors are stored in {stored}: those that are "
-        f"changed are written in {wide}; to keep {stored}, set dtype to it in the "
-        "source's config.json first"
-    )
+    dtypes = {tensor.dtype for tensor in source.tensors.values()}.intersection(FLOATS)
+    narrow = [str(dtype) for dtype in dtypes if is_narrower(dtype, source.dtype)]
+    if narrow:
+        stored = " and ".join(sorted(narrow)).replace("torch.", "")
+        wide = str(source.dtype).removeprefix("torch.")
+        yield (
+            f"config.json says {wide} and tensors are stored in {stored}: those that "
+            f"are changed are written in {wide}; to keep {stored}, set dtype to it in "
+            "the source's config.json first"
+        )
 
 
 def convert_checkpoint(
@@ -205,7 +190,7 @@ def convert_checkpoint(
         VerificationFailed: the result does not pass; it stays unpublished.
     """
     how = ConversionOptions(**options)
-    if planned is not None and not isinstance(planned, PlannedConversion):
+    if not isinstance(planned, PlannedConversion | None):
         raise ConversionRefused(
             f"planned is of type {type(planned).__name__}: pass what plan_conversion "
             "returned"
@@ -213,7 +198,7 @@ def convert_checkpoint(
     if planned is not None and how.is_native:
         raise ConversionRefused("planned says how to convert: leave out target")
     where = source_of(src)
-    destination(where, dst)  # refused before anything is downloaded or planned
+    home = destination(where, dst)  # refused before anything is downloaded or planned
     folder = downloaded(where, how.allow_pickle)
     source = open_checkpoint(folder, allow_pickle=how.allow_pickle)
     planned = planned or _planned(source, how)
@@ -221,7 +206,14 @@ def convert_checkpoint(
     if how.verify:
         # which a run made that was killed while it cleaned up
         verdict = Verification(True, "verified by the run that wrote it")
-        _check_before_writing(planned, folder, how)
+        if planned.missing:
+            # a new random value for it would differ between source and result
+            raise ConversionError(
+                f"{folder}: has no {and_more(planned.missing)}: add what is missing, or "
+                "pass verify=False"
+            )
+        if how.inputs is None:  # refused if it does not load
+            tokenizer_of(folder, class_of(folder, how), how)
 
     def check(written: Path) -> None:
         nonlocal verdict
@@ -237,7 +229,7 @@ def convert_checkpoint(
     layout, config = planned.result(source)
     resumed = write_checkpoint(
         source,
-        destination(where, dst),
+        home,
         layout,
         config,
         plan=json.dumps(planned.to_dict()),
@@ -245,18 +237,4 @@ def convert_checkpoint(
         restart=restart,
         progress=progress or (lambda *_: None),
     )
-    return Conversion(planned, Written.of(dst, source, layout, resumed), verdict)
-
-
-def _check_before_writing(
-    planned: PlannedConversion, folder: Path, options: ConversionOptions
-) -> None:
-    """Refuse a source that could not be verified after the writing."""
-    if planned.missing:
-        # a new random value for it would differ between source and result
-        raise ConversionError(
-            f"{folder}: has no {and_more(planned.missing)}: add what is missing, or "
-            "pass verify=False"
-        )
-    if options.inputs is None:
-        check_tokenizer(folder, options)
+    return Conversion(planned, Written.of(home, source, layout, resumed), verdict)

@@ -42,10 +42,12 @@ OTHER_FORMATS = (
     "*.tflite",
 )
 # The first pattern that matches a file's name says why it is not copied.
-NOT_COPIED = dict.fromkeys(OF_TRAINING, TRAINING)
-NOT_COPIED["adapter_model.*"] = ADAPTER
-NOT_COPIED |= dict.fromkeys((*WEIGHTS, *OTHER_FORMATS), OLD)
-NOT_COPIED |= dict.fromkeys(("*.bin", "*.pt", "*.pth"), UNKNOWN)
+NOT_COPIED = {
+    **dict.fromkeys(OF_TRAINING, TRAINING),
+    "adapter_model.*": ADAPTER,
+    **dict.fromkeys((*WEIGHTS, *OTHER_FORMATS), OLD),
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth"), UNKNOWN),
+}
 MERGE = (
     "merge it into its base by PEFT's merge_and_unload, and convert the merged model"
 )
@@ -74,9 +76,8 @@ def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:
     patterns = (*OTHER_FORMATS, "*.pt", "*.pth")
     if not weights:
         return (*patterns, *WEIGHTS)
-    if not allow_pickle:
-        patterns += ("*.bin",)
-    return (*patterns, "*/*.safetensors")  # in folders: of earlier steps
+    pickles = () if allow_pickle else ("*.bin",)
+    return (*patterns, *pickles, "*/*.safetensors")  # in folders: of earlier steps
 
 
 def destination(source: Source, dst: str | os.PathLike) -> Path:
@@ -84,13 +85,13 @@ def destination(source: Source, dst: str | os.PathLike) -> Path:
     be made.
     """
     dst = Path(os.path.abspath(dst))
-    inside = Path(os.path.realpath(dst.parent))
-    if source.is_local and inside.is_relative_to(os.path.realpath(source.where)):
+    if source.is_local and dst.parent.resolve().is_relative_to(
+        Path(source.where).resolve()
+    ):
         raise ConversionError(
             f"{dst}: lies inside of the source, which is only read: choose another DST"
         )
-    is_unfinished = os.path.lexists(f"{dst}.converting")
-    if os.path.lexists(dst) and not is_unfinished:
+    if os.path.lexists(dst) and not os.path.lexists(f"{dst}.converting"):
         raise exists_already(dst)
     home = next(parent for parent in dst.parents if os.path.lexists(parent))
     if not home.is_dir():
@@ -110,26 +111,18 @@ def exists_already(dst: Path) -> ConversionError:
 
 
 def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Paths of all files below a folder and the folders that it links to; and of the
-    folders left out, with the reason.
-    """
+    """Paths of all files below a folder; and of the folders left out, with the reason."""
     files = []
     left_out = {}
-    followed = {os.path.realpath(folder)}
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        inside = os.path.relpath(parent, folder)
+    for parent, folders, names in os.walk(folder):
+        inside = Path(parent).relative_to(folder)
         for name in sorted(folders):
-            path = os.path.normpath(os.path.join(inside, name))
-            real = os.path.realpath(folder / path)
             if name in NOT_OF_THE_MODEL:
-                left_out[path] = "not of the model"
-            elif real in followed:
-                left_out[path] = "a link to a folder that is in the checkpoint already"
-            if path in left_out:
+                left_out[str(inside / name)] = "not of the model"
                 folders.remove(name)
-            followed.add(real)
-        for name in sorted(names):
-            files.append(os.path.normpath(os.path.join(inside, name)))
+            elif os.path.islink(os.path.join(parent, name)):  # which is not followed
+                left_out[str(inside / name)] = "a link to a folder: copy it by hand"
+        files += [str(inside / name) for name in sorted(names)]
     return files, left_out
 
 
@@ -151,37 +144,28 @@ def config_of_folder(folder: Path, files: list[str]) -> dict:
     return config
 
 
-def main_file(folder: Path, files: list[str], allow_pickle: bool) -> str | None:
-    """The file of the weights, or of their index; None if there are no weights."""
-    for main in MODEL_FILES:
-        if main in PICKLES and main in files and not allow_pickle:
-            raise ConversionError(
-                f"{folder}: the weights are pickles: save the model as safetensors, or "
-                "pass allow_pickle=True"
-            )
-        if main in files:
-            return main
-    here = [name for name in files if not os.path.dirname(name)]
-    for name in here:
-        if not name.endswith((".safetensors", ".bin")):
-            continue
-        raise ConversionError(
-            f"{folder}: neither model.safetensors nor {INDEX} beside {name}: download "
-            "what is missing, or rename a variant"
-        )
-    return None
-
-
-def shards_of(
-    folder: Path, main: str | None, files: list[str]
-) -> tuple[dict | None, list[str]]:
-    """The index, and the files that it names; refused if it is broken, or names others
-    than those of the folder.
+def weights_of(
+    folder: Path, files: list[str], allow_pickle: bool
+) -> tuple[dict | None, list[str], list[str]]:
+    """The index, the files of the weights, and all of these files, which are not
+    copied; refused if the index is broken, or names others than those of the folder.
     """
+    main = next((name for name in MODEL_FILES if name in files), None)
+    if main in PICKLES and not allow_pickle:
+        raise ConversionError(
+            f"{folder}: the weights are pickles: save the model as safetensors, or "
+            "pass allow_pickle=True"
+        )
     if main is None:
-        return None, []
+        for name in files:
+            if not os.path.dirname(name) and name.endswith((".safetensors", ".bin")):
+                raise ConversionError(
+                    f"{folder}: neither model.safetensors nor {INDEX} beside {name}: "
+                    "download what is missing, or rename a variant"
+                )
+        return None, [], []
     if not main.endswith(".json"):
-        return None, [main]
+        return None, [main], [main]
     path = folder / main
     index = read_json(path)
     names = index.get("weight_map")
@@ -193,22 +177,17 @@ def shards_of(
                 f"{path}: {key} is in {name!r}, which is missing in its folder: "
                 "download that file, or the index again"
             )
-    return index, sorted(set(names.values()))
+    shards = sorted(set(names.values()))
+    return index, shards, [main, *shards]
 
 
-def copied_of(files: list[str], weights: set) -> tuple[list[str], dict[str, str]]:
+def copied_of(files: list[str], weights: list[str]) -> tuple[list[str], dict[str, str]]:
     """The files to copy, besides the config and the weights; and why others are no part
     of the result.
     """
-    copied = []
-    left_out = {}
-    for name in sorted({*files} - weights - {CONFIG}):
-        reason = _why_not_copied(name)
-        if reason:
-            left_out[name] = reason
-        else:
-            copied.append(name)
-    return copied, left_out
+    others = sorted({*files} - {*weights, CONFIG})
+    left_out = {name: why for name in others if (why := _why_not_copied(name))}
+    return [name for name in others if name not in left_out], left_out
 
 
 def _why_not_copied(name: str) -> str:

@@ -66,10 +66,8 @@ class Centre:
     @property
     def how(self) -> dict:
         """The entry of the record, and the arguments of its `centre_`."""
-        how = {"axis": self.axis, "block": self.block, "blocks": None}
-        if self.blocks is not None:
-            how["blocks"] = list(self.blocks)
-        return how
+        blocks = None if self.blocks is None else list(self.blocks)
+        return {"axis": self.axis, "block": self.block, "blocks": blocks}
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,8 @@ class NormRecord:
 
 def rms_norms(norms: Iterable[NormRecord]) -> dict[str, dict]:
     """Module path -> ``{"eps", "hidden_size"}`` of those that become RMSNorms, as the record has them."""
-    entries = {}
-    for norm in norms:
-        if norm.becomes_rms:
-            entries[norm.path] = {"eps": norm.eps, "hidden_size": norm.hidden_size}
-    return entries
+    becoming = [norm for norm in norms if norm.becomes_rms]
+    return {n.path: {"eps": n.eps, "hidden_size": n.hidden_size} for n in becoming}
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,17 @@ rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..record import RECORD_KEY, centre_, is_centred
 from .checkpoint.source import FLOATS, Checkpoint
-from .plan import BadTensor, Centre, ConversionError
+from .plan import BadTensor, Centre, CentringPlan, ConversionError
 
+OTHER = "the plan is of another checkpoint, plan this one"
 ROWS = 1 << 10  # of a matrix that are in float64 at a time
 
 
@@ -30,22 +31,6 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@dataclass(frozen=True)
-class InMemory:
-    """The tensors of a model as a source."""
-
-    tensors: Mapping[str, torch.Tensor]
-    config: dict = field(default_factory=dict)
-    dtype: torch.dtype | None = None
-
-    def read(self, name: str) -> torch.Tensor:
-        """A copy of a tensor."""
-        return self.tensors[name].detach().clone()
-
-
-Source = Checkpoint | InMemory
-
-
 @dataclass(frozen=True, eq=False)
 class Stored:
     """A tensor of the source: these rows of it, centred; without either, it keeps its
@@ -56,38 +41,28 @@ class Stored:
     rows: torch.Tensor | None = None
     step: Centre | None = None
 
-    def then(self, step: Centre) -> Stored:
-        """The tensor, centred."""
-        return replace(self, step=step)
-
     def keys(self) -> set[str]:
         """The tensors of the source that it is made from."""
         return {self.like}
 
-    def shape(self, source: Source) -> tuple[int, ...]:
-        shape = tuple(source.tensors[self.like].shape)
-        if self.rows is None:
-            return shape
-        count = len(self.rows)
-        return (count, *shape[1:])
+    def shape(self, source: Checkpoint) -> tuple[int, ...]:
+        shape = source.tensors[self.like].shape
+        return tuple(shape) if self.rows is None else (len(self.rows), *shape[1:])
 
-    def dtype(self, source: Source) -> torch.dtype:
+    def dtype(self, source: Checkpoint) -> torch.dtype:
         """The dtype that the result has it in."""
         if self.rows is None and self.step is None:
             return source.tensors[self.like].dtype
         return dtype_of_changed(self.like, source)
 
-    def wide(self, source: Source) -> torch.Tensor:
-        """The tensor in float64."""
-        x = self._read(source).double()
-        if self.step is not None:
-            centre_(x, **self.step.how)
-        return x
+    def read(self, source: Checkpoint) -> torch.Tensor:
+        """The rows as the source has them."""
+        x = source.read(self.like)
+        return x if self.rows is None else x[self.rows]
 
-    def value(self, source: Source) -> torch.Tensor:
+    def value(self, source: Checkpoint) -> torch.Tensor:
         """The tensor in its own dtype."""
-        dtype = self.dtype(source)
-        x = self._read(source).to(dtype)
+        x = self.read(source).to(self.dtype(source))
         if self.step is None:
             return x
         # What an earlier conversion has centred, and training has not moved since,
@@ -95,23 +70,14 @@ class Stored:
         if RECORD_KEY in source.config and is_centred(x, **self.step.how):
             return x
         centre_(x, **self.step.how)
-        if not _is_finite(x):
-            raise self._not_finite(source)
-        return x
-
-    def _read(self, source: Source) -> torch.Tensor:
-        x = source.read(self.like)
-        if self.rows is None:
+        if _is_finite(x):
             return x
-        return x[self.rows]
-
-    def _not_finite(self, source: Source) -> BadTensor:
-        if not _is_finite(self._read(source)):
-            return BadTensor(
+        if not _is_finite(self.read(source)):
+            raise BadTensor(
                 f"NaN or infinity in {self.like!r}, as in the source: repair that"
             )
-        kind = str(self.dtype(source)).removeprefix("torch.")
-        return BadTensor(
+        kind = str(x.dtype).removeprefix("torch.")
+        raise BadTensor(
             f"centring takes '{self.like} ({kind})' past the largest number of its "
             "dtype: convert a bfloat16 copy"
         )
@@ -126,12 +92,11 @@ def _is_finite(x: torch.Tensor) -> bool:
     return bool(least.isfinite() & largest.isfinite())
 
 
-def dtype_of_changed(key: str, source: Source) -> torch.dtype:
+def dtype_of_changed(key: str, source: Checkpoint) -> torch.dtype:
     """The dtype of a changed tensor: its own, or the wider one of config.json, in which
     the result is loaded.
     """
-    stored = source.tensors[key]
-    dtype = stored.dtype
+    dtype = source.tensors[key].dtype
     if dtype not in FLOATS:
         raise ConversionError(
             f"{key} is {dtype} and is to be changed: it is quantised; convert the "
@@ -146,85 +111,97 @@ def is_narrower(dtype: torch.dtype, other: torch.dtype | None) -> bool:
     """Whether a dtype of `FLOATS` rounds more than the other."""
     if other is None:
         return False
-    eps = torch.finfo(dtype).eps
-    return eps > torch.finfo(other).eps
+    return torch.finfo(dtype).eps > torch.finfo(other).eps
 
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """A vector that a function makes in float64; its dtype and its shard are those of
-    `like`.
+    """A vector that a function of the source makes in float64.
 
     Args:
-        parts: the tensors it is made from; it is as long as the first along `axis`.
-        wide: a function of the source.
+        parts: the tensors it is made from; its dtype, its shard and its length are
+            those of the first, along `axis`.
     """
 
-    like: str
-    parts: tuple[Stored | Made, ...]
-    wide: Callable[[Source], torch.Tensor]
+    parts: tuple[Stored, ...]
+    wide: Callable[[Checkpoint], torch.Tensor]
     axis: int = 0
 
+    @property
+    def like(self) -> str:
+        return self.parts[0].like
+
     def keys(self) -> set[str]:
-        keys = set()
-        for part in self.parts:
-            keys |= part.keys()
-        return keys
+        return {part.like for part in self.parts}
 
-    def shape(self, source: Source) -> tuple[int, ...]:
-        shape = self.parts[0].shape(source)
-        return (shape[self.axis],)
+    def shape(self, source: Checkpoint) -> tuple[int, ...]:
+        return (self.parts[0].shape(source)[self.axis],)
 
-    def dtype(self, source: Source) -> torch.dtype:
+    def dtype(self, source: Checkpoint) -> torch.dtype:
         return dtype_of_changed(self.like, source)
 
-    def value(self, source: Source) -> torch.Tensor:
-        dtype = self.dtype(source)
-        return self.wide(source).to(dtype)
+    def value(self, source: Checkpoint) -> torch.Tensor:
+        return self.wide(source).to(self.dtype(source))
 
 
 Lazy = Stored | Made  # a tensor of a result, made when it is written
 
 
-def filled(of: Lazy, number: float, axis: int = 0) -> Made:
+def filled(of: Stored, number: float, axis: int = 0) -> Made:
     """A vector of one number, as long as another tensor is along an axis."""
 
-    def wide(source: Source) -> torch.Tensor:
-        shape = of.shape(source)
-        length = shape[axis]
-        return torch.full((length,), number, dtype=torch.float64)
+    def wide(source: Checkpoint) -> torch.Tensor:
+        return torch.full((of.shape(source)[axis],), number, dtype=torch.float64)
 
-    return Made(of.like, (of,), wide, axis)
+    return Made((of,), wide, axis)
 
 
-def plus(of: Lazy, number: float) -> Made:
+def plus(of: Stored, number: float) -> Made:
     """A vector with a number added: a norm's weight may be stored less one."""
-
-    def wide(source: Source) -> torch.Tensor:
-        return of.wide(source) + number
-
-    return Made(of.like, (of,), wide)
+    return Made((of,), lambda source: of.read(source).double() + number)
 
 
 def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Made:
     """The bias that a linear gets when a vector is added to its input: W shift + bias."""
 
-    def wide(source: Source) -> torch.Tensor:
-        added = shift.wide(source)
-        matrix = weight.value(source)
-        pieces = []
-        for piece in matrix.split(ROWS):
-            pieces.append(piece.double() @ added)
-        total = torch.cat(pieces)
-        if bias is not None:
-            total += bias.wide(source)
-        return total
+    def wide(source: Checkpoint) -> torch.Tensor:
+        added = shift.read(source).double()
+        pieces = weight.read(source).split(ROWS)
+        total = torch.cat([piece.double() @ added for piece in pieces])
+        return total if bias is None else total + bias.read(source).double()
 
-    if bias is None:
-        return Made(weight.like, (weight, shift), wide)
-    return Made(bias.like, (weight, shift, bias), wide)
+    parts = (weight, shift) if bias is None else (bias, weight, shift)
+    return Made(parts, wide)
 
 
-def computed(tensors: dict[str, Lazy], source: InMemory) -> dict[str, torch.Tensor]:
-    """The tensors in memory."""
-    return {name: made.value(source) for name, made in tensors.items()}
+def planned_tensors(
+    plan: CentringPlan, source: Checkpoint, where: object
+) -> dict[str, Lazy]:
+    """Every tensor of a result: copied, centred, or as it is.
+
+    A step that does not fit the tensors is refused; `where` is the folder, for that.
+    """
+    tensors = {name: Stored(name) for name in source.tensors}
+    for copy in plan.copy:
+        if copy.source not in source.tensors:
+            raise ConversionError(f"{where}: no tensor {copy.source}, to copy: {OTHER}")
+        if copy.key not in source.tensors:
+            tensors[copy.key] = Stored(copy.source)
+        elif not source.read(copy.key).equal(source.read(copy.source)):
+            raise ConversionError(
+                f"{where}: {copy.key} is there already and differs from {copy.source}, "
+                "to which config.json ties it: set tie_word_embeddings to false if it "
+                "is right, or remove it"
+            )
+    for step in plan.centre:
+        tensor = tensors.get(step.key)
+        shape = () if tensor is None else tensor.shape(source)
+        length = shape[step.axis] if step.axis < len(shape) else 0
+        last = max(step.blocks or (0,))
+        if length % step.block or length <= last * step.block:
+            raise ConversionError(
+                f"{where}: {step.key} is missing, or has another shape than the plan "
+                f"says: {OTHER}"
+            )
+        tensors[step.key] = replace(tensor, step=step)
+    return tensors

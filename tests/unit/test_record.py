@@ -9,7 +9,7 @@ import torch
 from conversion_models import carry_out, causal_lm, config_of
 
 from hf_rmsnorm.conversion.proxy.discover import discover
-from hf_rmsnorm.conversion.proxy.model import give_weights
+from hf_rmsnorm.conversion.proxy.model import give_weights, make_proxy
 from hf_rmsnorm.record import RECORD_KEY, explain_violation, make_record, matching
 
 
@@ -18,7 +18,7 @@ def converted(name, dtype=torch.float64):
     config = config_of(name)
     config.tie_word_embeddings = False
     model = causal_lm(config)
-    plan = discover(config)
+    plan = discover(make_proxy(config))
     tensors = carry_out(plan, model.state_dict())
     model.load_state_dict(tensors)
     written = json.dumps(plan.config)
@@ -147,5 +147,5 @@ def test_layers_that_are_alike_share_an_entry_and_others_do_not():
 def test_the_record_of_a_deep_model_is_short():
     config = config_of("phimoe")
     config.num_hidden_layers = 6
-    plan = discover(config)
+    plan = discover(make_proxy(config))
     assert len(json.dumps(plan.config)) < 2000

@@ -21,11 +21,9 @@ class Shard:
         dtype = tensor.dtype(source)
         shape = tensor.shape(source)
         end = self.nbytes + prod(shape) * dtype.itemsize
-        self.header[name] = {
-            "dtype": CODES[dtype],
-            "shape": shape,
-            "data_offsets": [self.nbytes, end],
-        }
+        offsets = [self.nbytes, end]
+        entry = {"dtype": CODES[dtype], "shape": shape, "data_offsets": offsets}
+        self.header[name] = entry
         self.tensors[name] = tensor
         self.nbytes = end
 
@@ -33,16 +31,18 @@ class Shard:
         """Length and JSON of the header."""
         text = json.dumps(self.header)
         text += " " * (-len(text) % 8)
-        length = len(text)
-        return length.to_bytes(8, "little") + text.encode()
+        return len(text).to_bytes(8, "little") + text.encode()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shards of a result by file name, and its index, where it has one."""
+    """The shards of a result by file name, its index, where it has one, and the tensors
+    of all shards.
+    """
 
     shards: dict[str, Shard]
     index: dict | None
+    tensors: dict[str, Lazy] = field(repr=False)
 
 
 def lay_out(
@@ -52,35 +52,32 @@ def lay_out(
     the one that it is like.
     """
     shards = {}
-    names = {}  # of the source's files
     for file, kept in source.metadata.items():
         # Safetensors notes there which tensor a tied one is saved as: one that is saved
         # itself is not tied.
         kept = {key: text for key, text in kept.items() if key not in tensors}
         noted = {"format": "pt"} | kept | metadata
-        name = file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
-        names[file] = name
-        shards[name] = Shard({"__metadata__": noted})
+        shards[_name_of(file)] = Shard({"__metadata__": noted})
 
     def place(name: str) -> tuple:
         # as safetensors does, larger elements first, so that all are aligned
-        dtype = tensors[name].dtype(source)
-        return -dtype.itemsize, name
+        return -tensors[name].dtype(source).itemsize, name
 
-    weight_map = {}
-    count = 0
+    files = {}
     for name in sorted(tensors, key=place):
-        tensor = tensors[name]
-        stored = source.tensors[tensor.like]
-        file = names[stored.file]
-        shards[file].add(name, tensor, source)
-        weight_map[name] = file
-        count += prod(tensor.shape(source))
-    if source.index is None:
-        return Layout(shards, None)
-    index = dict(source.index)
-    size = sum(shard.nbytes for shard in shards.values())
-    sizes = {"total_size": size, "total_parameters": count}
-    index["metadata"] = (index.get("metadata") or {}) | sizes
-    index["weight_map"] = dict(sorted(weight_map.items()))
-    return Layout(shards, index)
+        files[name] = _name_of(source.tensors[tensors[name].like].file)
+        shards[files[name]].add(name, tensors[name], source)
+    index = source.index
+    if index is not None:
+        sizes = {
+            "total_size": sum(shard.nbytes for shard in shards.values()),
+            "total_parameters": sum(prod(t.shape(source)) for t in tensors.values()),
+        }
+        noted = (index.get("metadata") or {}) | sizes
+        index = {**index, "metadata": noted, "weight_map": dict(sorted(files.items()))}
+    return Layout(shards, index, tensors)
+
+
+def _name_of(file: str) -> str:
+    """The file of a result with the tensors of a file of the source."""
+    return file.replace("pytorch_model", "model").replace(".bin", ".safetensors")

@@ -1,9 +1,11 @@
 """A checkpoint folder, opened: its tensors and its other files. It is only read."""
 
+from __future__ import annotations
+
 import json
 import os
 import zipfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,23 +44,30 @@ class StoredTensor:
     file: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
     nbytes: int
+    start: int = 0
+    data: torch.Tensor | None = None  # of one in memory
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder, opened; paths are relative to it."""
+    """A checkpoint folder, opened; paths are relative to it. One in memory has tensors
+    alone.
+    """
 
     folder: Path
     config: dict
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensor | torch.Tensor]
     metadata: dict[str, dict[str, str]]  # shard -> ``__metadata__`` of its header
     index: dict | None  # if the weights are in shards
     others: list[str]  # files to copy
     not_copied: dict[str, str]  # file or folder -> why
     fingerprints: dict[str, list[int]]  # of every file that is read
-    pickled: dict[str, torch.Tensor] = field(repr=False)  # those of files of torch.save
+
+    @classmethod
+    def in_memory(cls, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+        """The tensors of a model."""
+        return cls(Path(), {}, tensors, {}, None, [], {}, {})
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -69,9 +78,9 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of a tensor."""
-        if name in self.pickled:
-            return self.pickled[name].detach().clone()
         stored = self.tensors[name]
+        if stored.data is not None:
+            return stored.data.clone()
         data = torch.empty(stored.nbytes, dtype=torch.uint8)
         with open(self.folder / stored.file, "rb") as file:
             file.seek(stored.start)
@@ -109,18 +118,19 @@ def open_checkpoint(
     with clear_errors(folder):
         files, not_copied = folders.files_of(folder)
         config = folders.config_of_folder(folder, files)
-        main = folders.main_file(folder, files, allow_pickle)
-        if main is None and weights:
+        index, shards, of_weights = folders.weights_of(folder, files, allow_pickle)
+        if weights and not shards:
             raise ConversionError(
                 f"{folder}: no model.safetensors: download the weights, or write them "
                 "by save_pretrained"
             )
-        index, shards = folders.shards_of(folder, main, files)
-        others, left_out = folders.copied_of(files, {main, *shards})
+        others, left_out = folders.copied_of(files, of_weights)
         not_copied |= left_out
-        source = Checkpoint(folder, config, {}, {}, index, others, not_copied, {}, {})
-        for name in sorted({*files} - left_out.keys()):
-            source.fingerprints[name] = _fingerprint(folder / name)
+        read = sorted({*files} - left_out.keys())
+        fingerprints = {name: _fingerprint(folder / name) for name in read}
+        source = Checkpoint(
+            folder, config, {}, {}, index, others, not_copied, fingerprints
+        )
         for name in shards:
             _open_shard(source, name)
     return source
@@ -136,8 +146,8 @@ def _open_shard(source: Checkpoint, name: str) -> None:
         _open_pickle(source, name)
         return
     try:
-        with safe_open(path, "pt") as file:  # and checks the header
-            source.metadata[name] = file.metadata() or {}
+        with safe_open(path, "pt"):  # which checks the header
+            pass
     except SafetensorError as error:
         raise ConversionError(
             f"{path}: truncated or corrupt ({error}): download it again"
@@ -145,7 +155,7 @@ def _open_shard(source: Checkpoint, name: str) -> None:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+    source.metadata[name] = header.pop("__metadata__", {})
     for key, entry in header.items():
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
@@ -155,7 +165,7 @@ def _open_shard(source: Checkpoint, name: str) -> None:
         shape = tuple(entry["shape"])
         first, last = entry["data_offsets"]
         start = 8 + length + first
-        source.tensors[key] = StoredTensor(name, dtype, shape, start, last - first)
+        source.tensors[key] = StoredTensor(name, dtype, shape, last - first, start)
 
 
 def _open_pickle(source: Checkpoint, name: str) -> None:
@@ -168,10 +178,8 @@ def _open_pickle(source: Checkpoint, name: str) -> None:
         for key, tensor in state.items():
             if tensor.dtype not in CODES:
                 raise TypeError(f"{key} is {tensor.dtype}")
-            shape = tuple(tensor.shape)
-            stored = StoredTensor(name, tensor.dtype, shape, 0, tensor.nbytes)
-            source.tensors[key] = stored
-            source.pickled[key] = tensor
+            sizes = tensor.dtype, tuple(tensor.shape), tensor.nbytes
+            source.tensors[key] = StoredTensor(name, *sizes, data=tensor)
     except Exception as error:  # torch's own advice is to load it unsafely
         raise ConversionError(
             f"{path}: a pickle that is broken, runs code, or holds more than plain "

@@ -118,8 +118,8 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
                 f"{staging}: an unfinished conversion by another plan, or of a source "
                 "that has changed since: finish that one, or drop it by restart=True"
             )
-        if model.exists():
-            shutil.rmtree(model)  # a shard that stayed would be taken for a new one
+        # a shard that stayed would be taken for a new one
+        shutil.rmtree(model, ignore_errors=True)
     with _whole_file(staging / JOURNAL) as file:
         file.write(json.dumps(identity).encode())
     model.mkdir(exist_ok=True)
@@ -133,8 +133,7 @@ def _write_shards(source: Checkpoint, layout: Layout, model: Path, progress) -> 
     for name, shard in layout.shards.items():
         target = model / name
         head = shard.head()
-        whole = len(head) + shard.nbytes
-        if target.exists() and target.stat().st_size == whole:
+        if target.exists() and target.stat().st_size == len(head) + shard.nbytes:
             there += 1
             tensors += len(shard.tensors)
             size += shard.nbytes
@@ -144,8 +143,7 @@ def _write_shards(source: Checkpoint, layout: Layout, model: Path, progress) -> 
         with _whole_file(target) as file:
             file.write(head)
             for tensor in shard.tensors.values():
-                value = tensor.value(source).reshape(-1)
-                data = value.view(torch.uint8)
+                data = tensor.value(source).reshape(-1).view(torch.uint8)
                 size += file.write(data.numpy())
                 tensors += 1
                 progress(tensors, size, total)
@@ -169,8 +167,7 @@ def _copy_files(source: Checkpoint, layout: Layout, config: str, model: Path) ->
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.folder / name, target)
     if layout.index is not None:
-        text = json.dumps(layout.index, indent=2)
-        (model / INDEX).write_text(f"{text}\n")
+        (model / INDEX).write_text(json.dumps(layout.index, indent=2) + "\n")
     (model / CONFIG).write_text(config, encoding="utf-8")
 
 

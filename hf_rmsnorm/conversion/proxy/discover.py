@@ -4,15 +4,12 @@ RMSNorms, which stay and why.
 
 import copy
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
-from ... import __version__
 from ...patching.formula.recognise import recognise
 from ...record import RECORD_KEY, make_record
 from ...verification.context import is_float, leaves_of, one_line
-from ..checkpoint.source import open_checkpoint
 from ..plan import (
     Centre,
     CentringPlan,
@@ -22,13 +19,12 @@ from ..plan import (
     rms_norms,
 )
 from .inputs import made_inputs
-from .keys import KeyMap, named_as_stored
+from .keys import centred_blocks, keys_of, untied
 from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
 from .model import (
     MOST_NUMBERS,
     ProxyModel,
     give_weights,
-    make_proxy,
     new_model,
     token_table,
 )
@@ -49,34 +45,33 @@ NOTES = (
 )
 
 
-def discover(source, **how) -> CentringPlan:
+def discover(proxy: ProxyModel) -> CentringPlan:
     """The plan for a checkpoint, found on a small random model of the same classes; no
-    weights are read.
-
-    `source` is a `ProxyModel`, or with `how` the arguments of `make_proxy`.
+    weights are read. Its steps have the proxy's own keys and blocks.
     """
-    proxy = source
-    if not isinstance(source, ProxyModel):
-        proxy = make_proxy(source, **how)
     norms = _reached_norms(proxy)
-    keys = KeyMap(proxy.model)
+    keys = keys_of(proxy.model)
     test = _test_all(proxy, norms)
-    weights = [weight for weight in test.residual_weights if keys.of(weight.key)]
+    weights = [weight for weight in test.residual_weights if keys[weight.key]]
+    proxy.widths = _widths(proxy, weights)
     work = copy.deepcopy(proxy.model)
     centre(work, weights)
     reasons = _why_norms_stay(work, proxy, norms)
+    steps = centred_blocks(work, proxy.widths)
     del work  # a large proxy is worth its memory
-    proxy.widths = _widths(proxy, weights)
-    becoming = norms.keys() - reasons.keys()
-    lengths = {norms[path].hidden_size for path in becoming}
+    lengths = {norm.hidden_size for path, norm in norms.items() if path not in reasons}
     masks = refuse_if_unreached(proxy, lengths, test)
 
-    records = _norm_records(proxy, norms, reasons)
+    records = []
+    for path, norm in norms.items():
+        size = norm.hidden_size
+        width = proxy.widths.get(size, size * proxy.factor)
+        reason = reasons.get(path, "")
+        records.append(NormRecord(path, width, norm.spec.eps, not reason, reason))
     entries = {weight.key: proxy.widened(weight).how for weight in weights}
     record = make_record(entries, rms_norms(records), proxy.shapes, norms)
-    converter = f"hf-rmsnorm {__version__}"
-    config: dict = {RECORD_KEY: {"converted_by": converter, **record}}
-    copies = _untied(proxy, keys, weights)
+    config: dict = {RECORD_KEY: record}
+    copies = _untied(proxy, weights)
     notes = [*NOTES]
     if copies:
         names = ", ".join(copy.key for copy in copies)
@@ -93,14 +88,8 @@ def discover(source, **how) -> CentringPlan:
     if masks:
         why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
         notes.append(f"{and_more(masks)} stays as it is: {why}.")
-    undetermined = set()
-    for name in test.undetermined:
-        undetermined.update(keys.of(name))
-    steps = []
-    for step in keys.centre(weights):
-        block = proxy.widths[step.block]
-        steps.append(replace(step, block=block))
-    plan = CentringPlan(
+    undetermined = {key for name in test.undetermined for key in keys[name]}
+    return CentringPlan(
         centre=tuple(steps),
         copy=tuple(copies),
         norms=tuple(records),
@@ -108,10 +97,6 @@ def discover(source, **how) -> CentringPlan:
         undetermined=tuple(sorted(undetermined)),
         notes=tuple(notes),
     )
-    if proxy.folder is None:
-        return plan
-    stored = open_checkpoint(proxy.folder, allow_pickle=True, weights=False)
-    return named_as_stored(plan, stored.tensors, proxy.model)
 
 
 def _reached_norms(proxy: ProxyModel) -> Norms:
@@ -130,10 +115,9 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
             name = type(module).__name__
             why = f"patch_model would not run {name} as RMSNorm: {refusal.reason}"
     if silent:
-        count = len(norms) + len(silent)
         why = (
-            f"the inputs reached {len(norms)} of {count} LayerNorms and not "
-            f"{silent[0]}: pass inputs=... that reach all"
+            f"the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms "
+            f"and not {silent[0]}: pass inputs=... that reach all"
         )
     raise ConversionRefused(f"{proxy.name}: {why}")
 
@@ -195,7 +179,7 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
     bad = [path for path, mean in means.items() if mean > ZERO_MEAN]
     if not bad:
         return {}
-    causes = _causes(work, proxy, norms, bad)
+    causes = _causes(work, proxy, bad)
     # In a post-norm model nearly each norm reads the output of another one, and in
     # others many that of one.
     by_norm = [source for source in causes.values() if source in norms]
@@ -208,12 +192,12 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
         )
     reasons = {}
     for path, source in causes.items():
+        kind = type(work.get_submodule(source)).__name__
         why = "has a mean that no weight sets alone, or that the model's outputs depend on"
-        if source:
-            kind = type(work.get_submodule(source)).__name__
-            why = f"has the mean of {source} ({kind}), which no weight sets alone, or the model's outputs depend on it"
         if source in norms:
             why = f"carries the output of the LayerNorm {source} ({kind}), whose mean no weight removes"
+        elif source:
+            why = f"has the mean of {source} ({kind}), which no weight sets alone, or the model's outputs depend on it"
         reasons[path] = f"its input {why}"
     if len(bad) == len(norms):
         reason, _ = Counter(reasons.values()).most_common(1)[0]
@@ -225,32 +209,30 @@ def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _causes(work, proxy: ProxyModel, norms: Norms, bad: list[str]) -> dict[str, str]:
+def _causes(work, proxy: ProxyModel, bad: list[str]) -> dict[str, str]:
     """For each norm whose input keeps a mean: path of the first module whose output has
     exactly that mean; "" if there is none.
     """
     means = []  # (path of a module, means of the rows of its output), in order
     causes = {}
-    widths = {norm.hidden_size for norm in norms.values()}
 
     def note(path, args, output):
         if path in bad and path not in causes:
             causes[path] = _first_with_mean(args[0], means)
         if isinstance(output, tuple) and output:
             output = output[0]
-        if is_float(output) and output.shape[-1:] and output.shape[-1] in widths:
+        if is_float(output):
             means.append((path, output.mean(-1)))
 
-    paths = [path for path, _ in work.named_modules()]
-    run(work, proxy.inputs, paths[1:], note)
+    _, *paths = [path for path, _ in work.named_modules()]
+    run(work, proxy.inputs, paths, note)
     return causes
 
 
 def _first_with_mean(x: torch.Tensor, means) -> str:
     """Path of the first module of `_causes` whose rows have the means of those of x."""
     wanted = x.mean(-1)
-    rms = x.square().mean(-1).sqrt()
-    error = ZERO_MEAN * rms.max()
+    error = ZERO_MEAN * x.square().mean(-1).sqrt().max()
     for path, mean in means:
         try:
             gaps = mean.expand_as(wanted) - wanted
@@ -274,28 +256,14 @@ def _widths(proxy: ProxyModel, weights: list[Centre]) -> dict[int, int]:
     return widths
 
 
-def _norm_records(
-    proxy: ProxyModel, norms: Norms, reasons: dict[str, str]
-) -> list[NormRecord]:
-    records = []
-    for path, norm in norms.items():
-        size = norm.hidden_size
-        width = proxy.widths.get(size, size * proxy.factor)
-        reason = reasons.get(path, "")
-        record = NormRecord(path, width, norm.spec.eps, not reason, reason)
-        records.append(record)
-    return records
-
-
-def _untied(proxy: ProxyModel, keys: KeyMap, weights: list[Centre]) -> list[Copy]:
+def _untied(proxy: ProxyModel, weights: list[Centre]) -> list[Copy]:
     """Tensors that are stored twice in the result, as a residual weight is tied to
     another parameter.
     """
-    model = new_model(type(proxy.model), proxy.config)
-    tied = KeyMap(model)
-    shared = Counter(tied.aliases.values())
-    if any(shared[tied.aliases.get(weight.key)] > 1 for weight in weights):
-        return keys.untie(tied)
+    tied = new_model(type(proxy.model), proxy.config)
+    every = [id(p) for _, p in tied.named_parameters(remove_duplicate=False)]
+    if any(every.count(id(tied.get_parameter(w.key))) > 1 for w in weights):
+        return untied(tied, copy.deepcopy(proxy.model))
     return []
 
 
@@ -303,12 +271,8 @@ def would_tie_a_head(model, config, residual_weights: list[Centre]) -> bool:
     """Whether a class with a head would tie it to the table of tokens, which is
     centred, and this one has none.
     """
-    if not getattr(config, "tie_word_embeddings", False):
-        return False
+    is_tied = getattr(config, "tie_word_embeddings", False)
     table = token_table(model)
-    if table is None:
+    if not is_tied or table is None or model.get_output_embeddings() is not None:
         return False
-    if model.get_output_embeddings() is not None:
-        return False
-    centred = [model.get_parameter(weight.key) for weight in residual_weights]
-    return any(parameter is table.weight for parameter in centred)
+    return any(model.get_parameter(w.key) is table.weight for w in residual_weights)

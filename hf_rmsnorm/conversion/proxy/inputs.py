@@ -30,19 +30,17 @@ def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dic
     """
     inputs = default_inputs(model, tokens)
     run(model, inputs)
-    vision = getattr(model.config, "vision_config", None)
-    if vision is not None:
-        pictures = _pictures(vision)
-        choices = _with_tower(model, inputs, "image", pictures)
-        inputs = _first_that_runs(model, choices, inputs)
-    audio = getattr(model.config, "encoder_config", None)
-    audio = getattr(model.config, "audio_config", audio)
-    if audio is not None:
-        sounds = _sounds(audio)
-        choices = _with_tower(model, inputs, "audio", sounds)
-        inputs = _first_that_runs(model, choices, inputs)
-    choices = _with_encoder(model, inputs)
-    return _first_that_runs(model, choices, inputs)
+    config = model.config
+    sound = getattr(config, "encoder_config", None)
+    towers = (
+        ("image", getattr(config, "vision_config", None), _pictures),
+        ("audio", getattr(config, "audio_config", sound), _sounds),
+    )
+    for kind, part, make in towers:
+        if part is not None:
+            choices = _with_tower(model, inputs, kind, make(part))
+            inputs = _first_that_runs(model, choices, inputs)
+    return _first_that_runs(model, _with_encoder(model, inputs), inputs)
 
 
 def _first_that_runs(model, choices: Iterator[dict], inputs: dict) -> dict:
@@ -66,31 +64,25 @@ def _with_tower(
     token = getattr(model.config, f"{kind}_token_id", None)
     token = getattr(model.config, f"{kind}_token_index", token)
     method = f"get_{kind}_features"
-    owner = model
-    if not hasattr(model, method):
-        owner = model.base_model
+    owner = model if hasattr(model, method) else model.base_model
     features = getattr(owner, method, None)
     if token is None or features is None or "input_ids" not in inputs:
         return
     row = inputs["input_ids"].flatten()
     row = row[row != token]
     for values in choices:
-        for name in values.keys() - names.keys():
-            del values[name]
+        taken = {name: value for name, value in values.items() if name in names}
         try:
-            count = count_features(features, values)
+            count = count_features(features, taken)
         except MISFITS:
             continue
         if not count:
             continue
-        places = torch.full((count,), token)
-        ids = torch.cat([row[:2], places, row[2:]])
-        ids = ids[None]
-        filled = {**inputs, **values, "input_ids": ids}
-        yield filled
+        ids = torch.cat([row[:2], torch.full((count,), token), row[2:]])[None]
+        filled = {**inputs, **taken, "input_ids": ids}
         if "mm_token_type_ids" in names:
-            is_feature = ids == token
-            yield {**filled, "mm_token_type_ids": is_feature.long()}
+            filled["mm_token_type_ids"] = (ids == token).long()
+        yield filled
 
 
 def _pictures(part) -> Iterator[dict]:
@@ -102,17 +94,15 @@ def _pictures(part) -> Iterator[dict]:
     patch = first_number(part, "patch_size", default=8)
     frames = first_number(part, "temporal_patch_size", default=1)
     row = channels * patch * patch * frames
-    patches = _normal(GRID * GRID, row)
     grid = torch.tensor([[1, GRID, GRID]])
-    yield {"pixel_values": patches, "image_grid_thw": grid}
+    yield {"pixel_values": _normal(GRID * GRID, row), "image_grid_thw": grid}
 
 
 def _sounds(part) -> Iterator[dict]:
     """Arguments for one sound: its waveform, or its spectrogram with and without a
     mask.
     """
-    waveform = _normal(1, 4000)
-    yield {"input_values": waveform}
+    yield {"input_values": _normal(1, 4000)}
     bins = first_number(part, "num_mel_bins", "n_mels", "input_dim", default=80)
     positions = first_number(part, "max_source_positions", default=0)
     for frames in (2 * positions, FRAMES):
@@ -133,8 +123,7 @@ def _with_encoder(model: torch.nn.Module, inputs: dict) -> Iterator[dict]:
     if names.keys().isdisjoint(("encoder_hidden_states", "encoder_outputs")):
         return
     first = next(iter(inputs.values()))
-    hidden_size = config.get_text_config().hidden_size
-    states = _normal(len(first), STATES, hidden_size)
+    states = _normal(len(first), STATES, config.get_text_config().hidden_size)
     if "encoder_hidden_states" in names:
         yield {**inputs, "encoder_hidden_states": states}
     if "encoder_outputs" in names:

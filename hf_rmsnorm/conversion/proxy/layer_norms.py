@@ -51,36 +51,31 @@ def nothing_to_convert(model: torch.nn.Module) -> str:
     why = NO_LAYER_NORM
     for module in model.modules():
         recipe, refusal = recognise(module)
-        if refusal is not None:
+        if refusal is not None or (recipe is not None and recipe.spec.centered):
             return ""
-        if recipe is None:
-            continue
-        if recipe.spec.centered:
-            return ""
-        why = RMS_ALREADY
+        if recipe is not None:
+            why = RMS_ALREADY
     return why
 
 
 @torch.no_grad()
 def find_layer_norms(model: torch.nn.Module, inputs: dict) -> tuple[Norms, list[str]]:
     """(path -> norm, in the order they run; paths of norms that were not called)."""
-    recipes = {}
-    for path, module in leaves_of(model).items():
-        recipe = recognise(module).recipe
-        if recipe is None:
-            continue
-        if recipe.spec.centered and recipe.is_of_rows:
-            recipes[path] = recipe
+    found = {path: recognise(leaf).recipe for path, leaf in leaves_of(model).items()}
+    recipes = {
+        path: recipe
+        for path, recipe in found.items()
+        if recipe is not None and recipe.spec.centered and recipe.is_of_rows
+    }
     norms: Norms = {}
 
     def note(path, args, output):
         x = args[0]
-        if not is_float(x):
-            return
-        module = model.get_submodule(path)
-        recipe = recipes[path]
-        weight, bias = parameters_of(module, recipe)
-        norms[path] = ModelNorm(recipe.spec_of(module), x.shape[-1], weight, bias)
+        if is_float(x):
+            module = model.get_submodule(path)
+            recipe = recipes[path]
+            weight, bias = parameters_of(module, recipe)
+            norms[path] = ModelNorm(recipe.spec_of(module), x.shape[-1], weight, bias)
 
     run(model, inputs, recipes, note)
     silent = [path for path in recipes if path not in norms]

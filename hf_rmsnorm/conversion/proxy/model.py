@@ -16,7 +16,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...record import RECORD_KEY, TRAINED_AS_RMS
 from ...sources import without_weights
-from ...verification.context import is_float, one_line
+from ...verification.context import in_dtype_of, one_line
 from ..folders import CONFIG, read_json
 from ..plan import Centre, ConversionRefused
 from .inputs import made_inputs
@@ -65,7 +65,6 @@ class ProxyModel:
     # parameter of `model` -> its shape in the checkpoint's own size
     shapes: dict[str, torch.Size]
     factor: int  # what most widths were divided by; 1 where the model is its own proxy
-    folder: Path | None
     # `inputs` are random ones made here, of which there can be more, and not the
     # caller's
     made_inputs: bool
@@ -107,53 +106,42 @@ def make_proxy(
         raise ConversionRefused(
             f"{cls.__name__} cannot be made from this config: {one_line(error)}"
         ) from error
-    why = nothing_to_convert(empty) if to_convert else ""
-    if why:
+    if to_convert and (why := nothing_to_convert(empty)):
         raise ConversionRefused(f"{cls.__name__}: {why}")
     shapes = _shapes(empty)
-    folder = None
-    if not isinstance(source, PretrainedConfig):
-        folder = Path(source)
-    errors = {}  # the first at each step
-    failures = 0
+    made = ""  # the first error as a model was made
+    ran = []  # those as one ran
     work = LimitedWork(MOST_NUMBERS)
     for factor, narrow in _candidates(cls, config, shapes):
-        step = "make"
         model = None  # the last one goes before the next is made
         try:
-            model = _random_model(cls, narrow)
-            step = "run"
+            if hasattr(narrow, "validate"):
+                narrow.validate()
+            model = new_model(cls, plain(narrow, tied=False))
+            give_weights(model)
+        except MISFITS as error:
+            made = made or one_line(error)
+            continue
+        try:
             arguments = _arguments(model, inputs, work)
             run(model, arguments)
         except MISFITS as error:
-            errors.setdefault(step, one_line(error))
-            failures += step == "run"
-            if failures == MOST_FAILURES or work.is_done:
+            ran.append(one_line(error))
+            if len(ran) == MOST_FAILURES or work.left < 0:
                 break  # other widths would not help
             continue
-        is_own = inputs is None
         narrow = plain(narrow)
-        return ProxyModel(model, narrow, arguments, shapes, factor, folder, is_own)
-    if "run" not in errors:
+        return ProxyModel(model, narrow, arguments, shapes, factor, inputs is None)
+    if not ran:
         what = f"no narrower model of the same structure was found for its {_size(shapes):,} parameters"
-        reason = errors.get("make", f"of up to {LARGE:,}, none has the same parameters")
+        reason = made or f"of up to {LARGE:,}, none has the same parameters"
         why = f"{what} ({reason}): pass model_class, or a config that can be narrowed"
     elif inputs is None:
-        why = f"its inputs could not be made here ({errors['run']}): pass inputs=..."
+        why = f"its inputs could not be made here ({ran[0]}): pass inputs=..."
     else:
-        what = f"it does not run on these inputs ({errors['run']})"
+        what = f"it does not run on these inputs ({ran[0]})"
         why = f"{what}: pass inputs=... that fit"
     raise ConversionRefused(f"{cls.__name__}: {why}")
-
-
-def _random_model(
-    cls: type[PreTrainedModel], config: PretrainedConfig
-) -> PreTrainedModel:
-    if hasattr(config, "validate"):
-        config.validate()
-    model = new_model(cls, plain(config, tied=False))
-    give_weights(model)
-    return model
 
 
 def _arguments(
@@ -165,12 +153,10 @@ def _arguments(
     if inputs is None:
         with work:
             return made_inputs(model)
+    arguments = in_dtype_of(model, inputs(model))
     size = getattr(model.config.get_text_config(), "vocab_size", None)
-    arguments = dict(inputs(model))
     for name, value in arguments.items():
-        if is_float(value):
-            arguments[name] = value.double()
-        elif name.endswith("input_ids") and size == VOCABULARY:
+        if name.endswith("input_ids") and size == VOCABULARY:
             arguments[name] = value % size  # as the ids in its config are
     return arguments
 
@@ -207,10 +193,8 @@ def _class_of(source, config, trust_remote_code: bool) -> type[PreTrainedModel]:
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    for mapping in (
-        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-        transformers.MODEL_MAPPING,
-    ):
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    for mapping in (causal, transformers.MODEL_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
     raise ConversionRefused(
@@ -220,11 +204,11 @@ def _class_of(source, config, trust_remote_code: bool) -> type[PreTrainedModel]:
 
 
 def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The config of a model folder, or a copy of the given one; code that the folder
-    brings runs only if trusted.
+    """The config of a model folder, or the given one; code that the folder brings runs
+    only if trusted.
     """
     if isinstance(source, PretrainedConfig):
-        return copy.deepcopy(source)
+        return source
     try:
         trusted = bool(trust_remote_code)  # None would ask on stdin
         return AutoConfig.from_pretrained(source, trust_remote_code=trusted)
@@ -242,10 +226,8 @@ def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
 
 def plain(config: PretrainedConfig, tied: bool = True) -> PretrainedConfig:
     """A copy that runs the plain code of Transformers, with tied embeddings or not."""
-    changes = dict(PLAIN)
-    if not tied:
-        changes["tie_word_embeddings"] = False
-    return with_settings(config, changes)
+    untied = {} if tied else {"tie_word_embeddings": False}
+    return with_settings(config, PLAIN | untied)
 
 
 def with_settings(config: PretrainedConfig, changes: dict) -> PretrainedConfig:
@@ -270,10 +252,7 @@ def empty_model(
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        shapes[name] = parameter.shape
-    return shapes
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def _size(shapes: dict[str, torch.Size]) -> int:
@@ -291,15 +270,17 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
     later = []
     if whole <= LARGE:
         later.append((False, whole, 1, config))
+    few = (LEAST_ROW,)
     for factor, narrow in shrunk(config):
         try:
             here = shapes_of(cls, narrow)
         except MISFITS:  # widths that do not go together: the next style may
             continue
-        if not _is_alike(here, shapes):
+        if _ranks(here) != _ranks(shapes):
             continue
         size = _size(here)
-        is_cramped = _is_cramped(here, shapes)
+        # whether it has left rows of too few channels
+        is_cramped = any(here[n][-1:] < few <= shapes[n][-1:] for n in here)
         if size <= MIDDLE and not is_cramped:
             yield factor, narrow
         elif size <= LARGE:
@@ -308,17 +289,9 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
         yield factor, narrow
 
 
-def _is_alike(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
-    """Whether two models have the same parameters, but for their sizes."""
-    if here.keys() != there.keys():
-        return False
-    return all(len(here[name]) == len(there[name]) for name in here)
-
-
-def _is_cramped(here: dict[str, torch.Size], there: dict[str, torch.Size]) -> bool:
-    """Whether narrowing has left rows of too few channels."""
-    few = (LEAST_ROW,)
-    return any(here[name][-1:] < few <= there[name][-1:] for name in here)
+def _ranks(shapes: dict[str, torch.Size]) -> dict[str, int]:
+    """What two models of one structure share."""
+    return {name: len(shape) for name, shape in shapes.items()}
 
 
 def token_table(model: PreTrainedModel) -> torch.nn.Module | None:
@@ -343,24 +316,17 @@ def give_weights(model: torch.nn.Module, seed: int = 0) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
-    tables = set()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            tables.add(id(module.weight))
+    modules = [*model.modules()]
+    tables = {id(m.weight) for m in modules if isinstance(m, torch.nn.Embedding)}
     for p in model.parameters():
         if not p.is_floating_point() or not p.numel():
             continue
         first = p.flatten()[0].item()
         if id(p) in tables:
-            values = 0.7 * normal(p.shape)
-            means = 0.3 * normal(p.shape[0], 1)
-            p.copy_(values + means + 0.2)
-        elif bool((p == first).all()):
-            start = 0.0
-            if math.isfinite(first):
-                start = first
-            values = 0.25 * normal(p.shape)
-            p.copy_(start + 0.1 + values)
+            p.copy_(0.7 * normal(p.shape) + 0.3 * normal(p.shape[0], 1) + 0.2)
+        elif (p == first).all():
+            start = first if math.isfinite(first) else 0.0
+            p.copy_(start + 0.1 + 0.25 * normal(p.shape))
         elif p.ndim < 2:
             p.mul_(1 + 0.1 * normal(p.shape))
         else:

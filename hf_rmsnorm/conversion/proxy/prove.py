@@ -3,14 +3,14 @@ as LayerNorm and as RMSNorm.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
+from ..checkpoint.source import Checkpoint
 from ..plan import CentringPlan, ConversionRefused
-from ..planned import planned_tensors
-from ..tensors import InMemory, computed
-from .keys import named_as_stored, saved_tensors
+from ..tensors import planned_tensors
+from .keys import saved_tensors
 from .layer_norms import ModelNorm, find_layer_norms
 from .model import ProxyModel, give_weights, new_model, plain, with_settings
 from .run import loaded, run
@@ -48,9 +48,7 @@ class ProofReport:
         }
 
     def __str__(self) -> str:
-        verdict = "NOT equal"
-        if self.passed:
-            verdict = "proven"
+        verdict = "proven" if self.passed else "NOT equal"
         count, of = self.norms
         return (
             f"{self.model_class}: {verdict}, {count} of {of} norms as RMSNorm; float64 "
@@ -70,31 +68,18 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     give_weights(original, seed=3)
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
-    here = {there: n for n, there in proxy.widths.items()}
-    steps = []
-    for step in plan.centre:
-        block = here[step.block]
-        steps.append(replace(step, block=block))
-    narrow = replace(plan, centre=tuple(steps))
-    narrow = named_as_stored(narrow, tensors, original)
-    source = InMemory(tensors)
-    planned = planned_tensors(narrow, source, proxy.name)
-    made = computed(planned, source)
-    config = with_settings(proxy.config, plan.config)
-    converted = load_tensors(cls, config, made)
+    source = Checkpoint.in_memory(tensors)
+    planned = planned_tensors(plan, source, proxy.name)
+    made = {name: tensor.value(source) for name, tensor in planned.items()}
+    converted = load_tensors(cls, with_settings(proxy.config, plan.config), made)
     expected = run(original, proxy.inputs)
-    outputs = run(converted, proxy.inputs)
-    stock = difference(expected, outputs)
+    stock = difference(expected, run(converted, proxy.inputs))
     norms, _ = find_layer_norms(converted, proxy.inputs)
-    chosen = set()
-    for norm in plan.norms:
-        if norm.becomes_rms:
-            chosen.add(norm.path)
+    chosen = {norm.path for norm in plan.norms if norm.becomes_rms}
     means = input_means(converted, proxy.inputs, norms)
-    outputs = run_as_rms(converted, proxy.inputs, norms, chosen)
-    rms = difference(expected, outputs)
-    counts = len(chosen), len(plan.norms)
-    return ProofReport(cls.__name__, stock, rms, counts, means)
+    rms = difference(expected, run_as_rms(converted, proxy.inputs, norms, chosen))
+    count = len(chosen)
+    return ProofReport(cls.__name__, stock, rms, (count, len(plan.norms)), means)
 
 
 def run_as_rms(
@@ -111,9 +96,11 @@ def run_as_rms(
 
 def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
     """The model of these tensors in float64; refused if one is missing."""
-    how = {"config": plain(config), "dtype": torch.float64, "state_dict": dict(tensors)}
-    model, wrong = loaded(cls, None, **how)
-    if wrong:
+    state = dict(tensors)
+    model, info = loaded(
+        cls, None, config=plain(config), dtype=torch.float64, state_dict=state
+    )
+    if wrong := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise ConversionRefused(
             f"{cls.__name__} does not load the tensors made for it: {wrong[0]!r} is "
             "missing or misshapen"
@@ -122,17 +109,11 @@ def load_tensors(cls, config, tensors: dict[str, torch.Tensor]):
 
 
 def difference(expected: list[torch.Tensor], outputs: list[torch.Tensor]) -> float:
-    """Largest |difference| of outputs over the largest |output| that was expected;
-    infinite if any is not a number.
+    """Largest |difference| of outputs of `run` over the largest |output| that was
+    expected; infinite if they have other shapes.
     """
     if [x.shape for x in expected] != [y.shape for y in outputs]:
         return math.inf
     x = torch.cat([tensor.flatten() for tensor in expected])
     y = torch.cat([tensor.flatten() for tensor in outputs])
-    gaps = torch.where(x == y, 0.0, x - y)
-    largest = gaps.abs().max()  # NaN if there is one
-    if largest.isnan():
-        return math.inf
-    finite = x.nan_to_num(0.0, 0.0, 0.0)
-    scale = finite.abs().max()
-    return float(largest / scale)
+    return float((x - y).abs().max() / x.abs().max())

@@ -39,23 +39,17 @@ class LimitedWork(TorchDispatchMode):
 
     def __init__(self, most: int):
         super().__init__()
-        self._most = most
-        self._made = 0
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no more may be made."""
-        return self._made > self._most
+        self.most = most
+        self.left = most
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         y = func(*args, **(kwargs or {}))
         if func.is_view:
             return y
-        for leaf in tree_leaves(y):
-            if isinstance(leaf, torch.Tensor):
-                self._made += leaf.numel()
-        if self.is_done:
-            raise RuntimeError(f"it makes more than {self._most:,} numbers")
+        made = [leaf for leaf in tree_leaves(y) if isinstance(leaf, torch.Tensor)]
+        self.left -= sum(tensor.numel() for tensor in made)
+        if self.left < 0:
+            raise RuntimeError(f"it makes more than {self.most:,} numbers")
         return y
 
 
@@ -82,7 +76,7 @@ def run(
     if not outputs:
         raise ValueError("the model returned no floating tensor")
     for output in outputs:
-        if output.numel() and not bool(torch.isfinite(output).any()):
+        if output.numel() and not torch.isfinite(output).any():
             raise ValueError("the model's outputs are not finite")
     return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
 
@@ -104,22 +98,19 @@ def quiet():
             logging.enable_progress_bar()
 
 
-def loaded(cls, folder, **how) -> tuple[PreTrainedModel, list]:
-    """(model in eval mode, what is missing or misshapen); the arguments are those of
-    `from_pretrained`.
+def loaded(cls, folder, **how) -> tuple[PreTrainedModel, dict]:
+    """(model in eval mode, what Transformers says of the loading); the arguments are
+    those of `from_pretrained`.
     """
     with quiet():
         model, info = cls.from_pretrained(folder, **how, output_loading_info=True)
-    wrong = [*info["missing_keys"], *info["mismatched_keys"]]
-    return model.eval(), wrong
+    return model.eval(), info
 
 
 def and_more(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
-    first = repr(names[0])
-    if len(names) == 1:
-        return first
-    return f"{first} and {len(names) - 1} more"
+    others = f" and {len(names) - 1} more" if names[1:] else ""
+    return f"{names[0]!r}{others}"
 
 
 def alike(name: str) -> str:

@@ -9,7 +9,7 @@ so to 1e-15 of their terms; in float32 they would not stand out.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,7 +26,7 @@ WRITES = 1e-9  # of the largest derivative of a norm's mean
 ZERO_MEAN = 1e-10
 
 
-@dataclass
+@dataclass(frozen=True)
 class ShiftTest:
     """The result of the test.
 
@@ -35,9 +35,9 @@ class ShiftTest:
         unreached: those of them on which no input of a norm depends either.
     """
 
-    residual_weights: list[Centre] = field(default_factory=list)
-    undetermined: list[str] = field(default_factory=list)
-    unreached: list[str] = field(default_factory=list)
+    residual_weights: list[Centre]
+    undetermined: list[str]
+    unreached: list[str]
 
 
 def shift_invariance_test(
@@ -48,113 +48,89 @@ def shift_invariance_test(
 
     def note(path, args, output):
         width = norms[path].hidden_size
-        means = args[0].mean(-1)
-        entered[width].append(means)
+        entered[width].append(args[0].mean(-1))
 
     model.requires_grad_()
     parameters = dict(model.named_parameters())
     with torch.enable_grad():
         outputs = run(model, inputs, norms, note)
-    by_width = []
+    reached = set()  # parameters on which a mean depends
+    # Parameter -> (length, axis, which of the blocks write). The gradients of the means
+    # take as much memory as the model and are not kept.
+    writing = defaultdict(list)
     for width, means in sorted(entered.items()):
-        written = _Written.by(_gradients(means, parameters, seed=2), width)
-        by_width.append(written)
-    of_outputs = _gradients(outputs, parameters, seed=1)
-    result = ShiftTest()
-    for name, gradient in of_outputs.items():
-        if not gradient.any():
-            result.undetermined.append(name)
-            if not any(name in written.reached for written in by_width):
-                result.unreached.append(name)
-            continue
-        for written in by_width:
-            weight = _writing(name, gradient, written)
-            if weight is not None:
-                result.residual_weights.append(weight)
-                break
-    return result
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What writes to the means of norms of one width, read off the gradients of those
-    means: they take as much memory as the model and are not kept.
-    """
-
-    width: int
-    reached: set[str]  # parameters on which a mean depends
-    # (parameter, axis) -> which of its blocks of `width` elements write
-    blocks: dict[tuple[str, int], torch.Tensor]
-
-    @classmethod
-    def by(cls, gradients: dict[str, torch.Tensor], width: int) -> "_Written":
-        reached = {name for name, gradient in gradients.items() if gradient.any()}
-        largest = max((gradients[name].abs().max() for name in reached), default=0.0)
-        blocks = {}
+        gradients = _gradients(means, parameters, seed=2)
+        here = {name for name, gradient in gradients.items() if gradient.any()}
+        largest = max((gradients[name].abs().max() for name in here), default=0.0)
         for name, gradient in gradients.items():
-            for axis, rows in _rows_by_axis(gradient, width):
-                blocks[name, axis] = _largest_sum(rows) > WRITES * largest
-        return cls(width, reached, blocks)
+            for axis, rows in rows_by_axis(gradient, width):
+                blocks = _largest_sum(rows) > WRITES * largest
+                writing[name].append((width, axis, blocks))
+        reached |= here
+        del gradients
+    weights = []
+    undetermined = []
+    for name, gradient in _gradients(outputs, parameters, seed=1).items():
+        if not gradient.any():
+            undetermined.append(name)
+            continue
+        for width, axis, blocks in writing[name]:
+            rows = rows_of(gradient, axis, width)
+            weight = chosen_blocks(name, axis, width, blocks & are_balanced(rows))
+            if weight is not None:
+                weights.append(weight)
+                break
+    unreached = [name for name in undetermined if name not in reached]
+    return ShiftTest(weights, undetermined, unreached)
 
 
 def _gradients(tensors, parameters, seed: int) -> dict[str, torch.Tensor]:
     """Parameter -> gradient of a random sum of all elements."""
     generator = torch.Generator().manual_seed(seed)
-    total = torch.zeros((), dtype=torch.float64)
-    for parameter in parameters.values():
-        # which gives each a gradient, of zeros where nothing depends on it
-        nothing = 0 * parameter.sum()
-        total = total + nothing
+    # which gives each a gradient, of zeros where nothing depends on it
+    total = sum(0 * parameter.sum() for parameter in parameters.values())
     for tensor in tensors:
         factors = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        weighted = factors * tensor
-        total = total + weighted.sum()
+        total = total + (factors * tensor).sum()
     wanted = list(parameters.values())
     gradients = torch.autograd.grad(total, wanted, retain_graph=True)
-    named = zip(parameters, gradients, strict=True)
-    return dict(named)
+    return dict(zip(parameters, gradients, strict=True))
 
 
-def _writing(name: str, gradient: torch.Tensor, written: _Written) -> Centre | None:
-    """The blocks along an axis of a parameter that write to the stream, and may lose
-    their mean; None if there are none.
-    """
-    n = written.width
-    for axis, rows in _rows_by_axis(gradient, n):
-        total = _largest_sum(rows)
-        terms = _largest_sum(rows.abs())
-        is_invariant = total < INVARIANT * terms
-        is_free = is_invariant & written.blocks[name, axis]
-        if is_free.all():
-            return Centre(name, axis, n)
-        if is_free.any():
-            blocks = is_free.nonzero().flatten().tolist()
-            return Centre(name, axis, n, tuple(blocks))
-    return None
-
-
-def _rows_by_axis(tensor: torch.Tensor, n: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each axis that blocks of n elements make up, and the rows along it: (other
-    elements, blocks, n).
-    """
+def rows_by_axis(tensor: torch.Tensor, n: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each axis that blocks of n elements make up, and its `rows_of` such blocks."""
     for axis, size in enumerate(tensor.shape):
-        if size % n:
-            continue
-        rows = rows_of(tensor, axis, n)
-        yield axis, rows.reshape(-1, *rows.shape[-2:])
+        if size % n == 0 and tensor.numel():
+            yield axis, rows_of(tensor, axis, n)
+
+
+def are_balanced(rows: torch.Tensor) -> torch.Tensor:
+    """Which blocks have rows that sum to 0, and not of zeros alone."""
+    rows = rows.double()
+    return _largest_sum(rows) < INVARIANT * _largest_sum(rows.abs())
 
 
 def _largest_sum(rows: torch.Tensor) -> torch.Tensor:
     """The largest |sum| of a row in each block."""
-    sums = rows.sum(-1)
+    sums = rows.reshape(-1, *rows.shape[-2:]).sum(-1)
     return sums.abs().amax(0)
+
+
+def chosen_blocks(
+    key: str, axis: int, block: int, chosen: torch.Tensor
+) -> Centre | None:
+    """The step that centres the chosen blocks; None if there are none."""
+    if chosen.all():
+        return Centre(key, axis, block)
+    if chosen.any():
+        return Centre(key, axis, block, tuple(chosen.nonzero().flatten().tolist()))
+    return None
 
 
 def centre(model: torch.nn.Module, residual_weights: list[Centre]) -> None:
     """Subtract its mean from each block, in place."""
     for weight in residual_weights:
-        parameter = model.get_parameter(weight.key)
-        centre_(parameter, **weight.how)
+        centre_(model.get_parameter(weight.key), **weight.how)
 
 
 @torch.no_grad()
@@ -165,11 +141,8 @@ def input_means(model: torch.nn.Module, inputs: dict, norms) -> dict[str, float]
     def note(path, args, output):
         x = args[0].double()
         rms = x.square().mean(-1).sqrt()
-        size = x.mean(-1).abs()
-        ratio = size / rms.clamp_min(1e-300)
-        before = largest.get(path, 0.0)
-        now = float(ratio.max())
-        largest[path] = max(before, now)
+        ratio = x.mean(-1).abs() / rms.clamp_min(1e-300)
+        largest[path] = max(largest.get(path, 0.0), float(ratio.max()))
 
     run(model, inputs, norms, note)
     return largest

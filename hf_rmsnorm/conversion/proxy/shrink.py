@@ -26,12 +26,13 @@ _INNER = re.compile(r"intermediate|ffn|d_?ff$|inner|mlp|feed_?forward")
 _WIDTH = re.compile(
     r"hidden|embd|embed|d_model|dim|width|d_kv|rank|head_size|d_head|rotary|projection_size"
 )
-_POSITIONS = re.compile(
-    r"max_(source_|target_)?position|n_positions|n_ctx|max_seq|seq_len|block_size$"
-    r"|^attention_window$"
-)
 _TOKEN = re.compile(r"tok(en)?_(id|index)s?$")
-_VOCABULARY = re.compile(r"vocab_size$|^vocab_size")
+# The first that a name matches says how large a number may be.
+_MOST = {
+    r"vocab_size$|^vocab_size": VOCABULARY,
+    r"^window_size$": WINDOW,
+    r"max_(source_|target_)?position|n_positions|n_ctx|max_seq|seq_len|block_size$|^attention_window$": POSITIONS,
+}
 _HEADS = (
     "num_attention_heads",
     "n_head",
@@ -70,7 +71,7 @@ def _head_sizes(config: PretrainedConfig) -> list[int]:
         heads = _first(values, _HEADS)
         hidden = _first(values, _HIDDEN)
         if heads and hidden % heads == 0:
-            hidden = hidden // heads
+            hidden //= heads
         sizes += [_first(values, ("head_dim", "d_head")), hidden]
     return [size for size in sizes if size] or [1]
 
@@ -82,10 +83,9 @@ def _first(values: dict, names: tuple[str, ...]) -> int:
     """
     for name in names:
         value = values.get(name)
-        if isinstance(value, (list, tuple)) and all(type(v) is int for v in value):
-            value = math.gcd(*value)
-        if isinstance(value, int) and value:
-            return value
+        stages = value if isinstance(value, (list, tuple)) else [value]
+        if all(type(size) is int for size in stages) and any(stages):
+            return math.gcd(*stages)
     return 0
 
 
@@ -106,11 +106,10 @@ def _narrow(
         for name, value in list(vars(part).items()):
             if name.startswith("_") and name != "_max_position_embeddings":
                 continue
-            narrow = _narrow_value(name, value, factor, inner)
-            if name == "image_size":
-                narrow = _picture(value, patch)
             # past validators, which would see some widths narrowed and some not
-            vars(part)[name] = narrow
+            vars(part)[name] = _narrow_value(name, value, factor, inner)
+            if name == "image_size":
+                vars(part)[name] = _picture(value, patch)
     return config
 
 
@@ -155,21 +154,14 @@ def _rotation(values: dict, factor: int) -> dict:
 
 def _number(name: str, value: int, factor: int, inner: bool) -> int:
     if _TOKEN.search(name):
-        if value < VOCABULARY:
-            return value
-        return value % VOCABULARY
-    if _VOCABULARY.search(name):
-        return min(value, VOCABULARY)
-    if name == "window_size":
-        return min(value, WINDOW)
-    if _POSITIONS.search(name):
-        return min(value, POSITIONS)
+        return value if value < VOCABULARY else value % VOCABULARY
+    for pattern, most in _MOST.items():
+        if re.search(pattern, name):
+            return min(value, most)
     if _NO_WIDTH.search(name) or value < 2:
         return value
     if _INNER.search(name):
-        if inner:
-            return min(value, INNER)
-        return max(1, value // factor)
+        return min(value, INNER) if inner else max(1, value // factor)
     if _WIDTH.search(name) and value % factor == 0:
         return value // factor
     return value

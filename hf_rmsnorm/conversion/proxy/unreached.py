@@ -23,23 +23,22 @@ def refuse_if_unreached(
     # A module that was called has shown in the norms' inputs whether it writes. One of
     # another layer that was reached tells of its like.
     called = called_modules(proxy)
-    reached = proxy.shapes.keys() - set(test.undetermined)
-    known = {alike(name) for name in reached}
+    known = {alike(name) for name in proxy.shapes if name not in test.undetermined}
+    # Encoder and decoder have tables of their own, that are tied to this one.
+    table = token_table(proxy.model) if "input_ids" in proxy.inputs else None
     masks = []
     left = []
     for name in sorted(test.unreached):
         path, _, leaf = name.rpartition(".")
         module = proxy.model.get_submodule(path)
-        if not _may_write(module, leaf, lengths):
+        shape = module.get_parameter(leaf).shape
+        if isinstance(module, torch.nn.Linear) and leaf == "weight":
+            shape = shape[:1]  # the axis that it writes along
+        if lengths.isdisjoint(shape):
             continue
         if "mask" in leaf:
             masks.append(name)
-            continue
-        # Encoder and decoder have tables of their own, that are tied to this one.
-        table = token_table(proxy.model)
-        is_read_by_none = "input_ids" in proxy.inputs and module is table
-        is_known = path in called or alike(name) in known
-        if not is_known and not is_read_by_none:
+        elif path not in called and alike(name) not in known and module is not table:
             left.append(name)
     if left:
         raise ConversionRefused(
@@ -56,11 +55,3 @@ def called_modules(proxy: ProxyModel) -> set[str]:
     paths = leaves_of(proxy.model)
     run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))
     return called
-
-
-def _may_write(module: torch.nn.Module, leaf: str, lengths: set[int]) -> bool:
-    """Whether an axis along which a parameter may write is as long as the stream."""
-    shape = module.get_parameter(leaf).shape
-    if isinstance(module, torch.nn.Linear) and leaf == "weight":
-        shape = shape[:1]
-    return not lengths.isdisjoint(shape)

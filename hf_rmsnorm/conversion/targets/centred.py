@@ -18,11 +18,12 @@ from ...record import RECORD_KEY
 from ..checkpoint.layout import Layout, lay_out
 from ..checkpoint.source import Checkpoint
 from ..plan import Centre, CentringPlan, ConversionRefused
-from ..planned import planned_tensors
 from ..proxy.discover import discover
+from ..proxy.keys import in_checkpoint
 from ..proxy.model import ProxyModel
 from ..proxy.prove import ProofReport, prove
 from ..proxy.run import alike
+from ..tensors import planned_tensors
 from ..verify.folder import Verification, add_to_card, provenance
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
@@ -40,6 +41,11 @@ class PlannedConversion(ABC):
 
     made: dict[str, str]
     missing = ()  # parameters of the model that the checkpoint lacks
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the header of each shard says of it."""
+        return {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
 
     @abstractmethod
     def to_dict(self) -> dict:
@@ -63,34 +69,29 @@ class PlannedCentring(PlannedConversion):
     missing: tuple[str, ...] = ()
 
     def to_dict(self) -> dict:
-        plan = asdict(self.centring)
-        proof = self.proof.to_dict()
-        return {"plan": plan, "proof": proof}
+        return {"plan": asdict(self.centring), "proof": self.proof.to_dict()}
 
     def __str__(self) -> str:
         plan = self.centring
-        lines = [str(self.proof)]
-        changed = [(_words(step), step.key) for step in plan.centre]
-        lines += _grouped(changed)
-        for copy in plan.copy:
-            lines.append(f"new tensor {copy.key}, a copy of {copy.source} as it is")
-        norms = []
+        pairs = [(_words(step), step.key) for step in plan.centre]
         for norm in plan.norms:
             head = "norms that become RMSNorm"
             if not norm.becomes_rms:
                 head = f"norms that stay LayerNorm, as {alike(norm.reason)}"
-            norms.append((head, norm.path))
-        lines += _grouped(norms)
+            pairs.append((head, norm.path))
         copied = "tensors that nothing depends on, copied as they are"
-        lines += _grouped((copied, key) for key in plan.undetermined)
-        return "\n".join([*lines, *plan.notes])
+        pairs += [(copied, key) for key in plan.undetermined]
+        copies = [
+            f"new tensor {copy.key}, a copy of {copy.source} as it is"
+            for copy in plan.copy
+        ]
+        return "\n".join([str(self.proof), *_grouped(pairs), *copies, *plan.notes])
 
     def result(self, source):
         tensors = planned_tensors(self.centring, source, source.folder)
-        metadata = {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
         config = {**source.config, **self.centring.config}
         text = json.dumps(config, indent=2) + "\n"
-        return lay_out(tensors, source, metadata), text
+        return lay_out(tensors, source, self.metadata), text
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         plan = self.centring
@@ -105,12 +106,8 @@ its architecture and gives the original's logits. `hf_rmsnorm.patch_model(model)
 
 
 def _words(step: Centre) -> str:
-    rows = "each column or vector"
-    if step.axis:
-        rows = "each row"
-    some = ""
-    if step.blocks is not None:
-        some = ", in some blocks,"
+    rows = "each row" if step.axis else "each column or vector"
+    some = "" if step.blocks is None else ", in some blocks,"
     return f"tensors changed: {rows} of {step.block}{some} has its mean subtracted"
 
 
@@ -120,36 +117,40 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
     for head, path in pairs:
         groups[head].append(path)
     lines = []
-    for head, paths in [*groups.items()][:SHOWN]:
+    for head, paths in groups.items():
         shown = compact_paths(paths)
         lines.append(f"{head} ({len(paths)}):")
-        for path in shown[:SHOWN]:
-            lines.append(f"  {path}")
+        lines += [f"  {path}" for path in shown[:SHOWN]]
         if len(shown) > SHOWN:
             lines.append(f"  and {len(shown) - SHOWN} more (--json lists all)")
-    if len(groups) > SHOWN:
-        lines.append(f"and {len(groups) - SHOWN} more kinds (--json lists all)")
     return lines
 
 
-def plan_centring(src: Path, proxy: ProxyModel) -> PlannedCentring:
-    """The plan for the checkpoint in a folder, proven on its proxy; refused if it is
-    not exact.
-    """
+def plan_centring(
+    source: Checkpoint, proxy: ProxyModel, missing: Iterable[str], notes: Iterable[str]
+) -> PlannedCentring:
+    """The plan for a checkpoint, proven on its proxy; refused if it is not exact."""
     plan = discover(proxy)
     proof = prove(plan, proxy)
     if not proof.passed:
         raise ConversionRefused(
             f"{proof}: this model is not converted, as its plan is not exact"
         )
-    made = provenance(src)
-    record = {**plan.config[RECORD_KEY], **made, "proof": proof.to_dict()}
-    notes = plan.notes
+    plan = in_checkpoint(plan, source.tensors, proxy)
+    made = provenance(source.folder)
+    record = {
+        "converted_by": made["converted_by"],  # the first line of the record
+        **plan.config[RECORD_KEY],
+        **made,
+        "proof": proof.to_dict(),
+    }
+    said = [*plan.notes]
     # one of an earlier conversion is kept where it says the same
     if before := getattr(proxy.config, RECORD_KEY, None):
-        notes += ("It was converted before: weights that have no mean stay.",)
+        said.append("It was converted before: weights that have no mean stay.")
         keys = "version", "residual_weights", "rms_norms"
         if all(before.get(key) == record[key] for key in keys):
             record = before
-    plan = replace(plan, config={**plan.config, RECORD_KEY: record}, notes=notes)
-    return PlannedCentring(made, plan, proof)
+    config = {**plan.config, RECORD_KEY: record}
+    plan = replace(plan, config=config, notes=(*said, *notes))
+    return PlannedCentring(made, plan, proof, tuple(missing))

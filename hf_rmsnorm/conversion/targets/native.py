@@ -2,19 +2,15 @@
 RMSNorm.
 """
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import PretrainedConfig
 
-from ...record import RECORD_KEY
 from ..checkpoint.layout import lay_out
 from ..checkpoint.source import Checkpoint
-from ..plan import ConversionError, ConversionRefused
+from ..plan import ConversionError
 from ..proxy.keys import naming, saved_tensors
 from ..proxy.model import (
     ProxyModel,
@@ -22,11 +18,9 @@ from ..proxy.model import (
     give_weights,
     make_proxy,
     new_model,
-    shapes_of,
 )
 from ..proxy.prove import BOUND, difference, load_tensors
 from ..proxy.run import in_double, run
-from ..tensors import InMemory, computed
 from ..verify.folder import (
     Verification,
     add_to_card,
@@ -34,7 +28,7 @@ from ..verify.folder import (
     provenance,
 )
 from .centred import PlannedConversion
-from .native_build import WITHOUT, NativeTarget, build_target, refused
+from .native_build import NativeTarget, native_target, pair_of, refused
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 
@@ -52,64 +46,41 @@ class PlannedNative(PlannedConversion):
 
     def to_dict(self) -> dict:
         target = self.target
-        names = {}
-        for name, made in target.tensors.items():
-            names[name] = sorted(made.keys())
+        tensors = target.tensors.items()
         return {
-            "source_type": target.source_type,
+            "source_type": self.made["source_type"],
             "target_type": target.config.model_type,
             "architecture": target.architecture,
-            "tensors": names,
+            "tensors": {name: sorted(made.keys()) for name, made in tensors},
             "proof": {"passed": True, "difference": self.difference},
         }
 
     def __str__(self) -> str:
         target = self.target
         return (
-            f"{target.source_type} as {target.architecture}: proven, float64 logits "
+            f"{self.made['source_type']} as {target.architecture}: proven, float64 logits "
             f"differ by {self.difference:.1e} of their scale; {len(target.tensors)} "
             "tensors"
         )
 
     def result(self, source: Checkpoint):
-        record = {**self.made, "source_type": self.target.source_type}
-        metadata = {RECORD_KEY: json.dumps(record, sort_keys=True)}
-        layout = lay_out(self.target.tensors, source, metadata)
+        layout = lay_out(self.target.tensors, source, self.metadata)
         return layout, self.target.config.to_json_string()
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         target = self.target
-        text = f"""{target.source_type} uses LayerNorm. In this {target.architecture} the norms are RMSNorm, as each
+        source = self.made["source_type"]
+        text = f"""{source} uses LayerNorm. In this {target.architecture} the norms are RMSNorm, as each
 residual weight had its mean subtracted. The norms' biases were added to the linear layers that read
 them. The logits are the same. Any program that runs {target.config.model_type} runs it."""
         add_to_card(folder, CARD_HEADING, text, self.made, self, verdict)
-
-
-def native_target(
-    config: PretrainedConfig, name: Callable[[str], str] = str
-) -> NativeTarget:
-    """The target of a causal language model, as by `build_target`; refused if there is
-    none.
-    """
-    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    architectures = config.architectures or [cls and cls.__name__]
-    if cls is None or architectures[0] != cls.__name__:
-        raise ConversionRefused(
-            f"{architectures[0]} has no native target: only causal language models "
-            f"have; {WITHOUT}"
-        )
-    return build_target(config, shapes_of(cls, config), name)
 
 
 def plan_native(source: Checkpoint) -> PlannedNative:
     """The native target of an open checkpoint, and its proof; no code of the folder
     runs. Refused if there is none.
     """
-    kind = source.config.get("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
-        raise ConversionRefused(
-            f"{kind} has no native target: Transformers does not know it; {WITHOUT}"
-        )
+    pair_of(source.config.get("model_type"))
     config = config_of(source.folder)
     native_target(config)  # refused by the config alone, before a tensor is read
     proxy = make_proxy(source.folder, trained=True)
@@ -125,10 +96,11 @@ def plan_native(source: Checkpoint) -> PlannedNative:
             why = f"{key}, the final norm's bias, is not 0, and the target's head has no bias"
             raise refused(config, why)
     apart = prove_native(proxy)
-    if apart > BOUND:
+    if not apart <= BOUND:
         how = f"the float64 logits of {target.architecture} differ by {apart:.1e}"
         raise refused(config, how)
-    return PlannedNative(provenance(source.folder), target, apart)
+    made = {**provenance(source.folder), "source_type": config.model_type}
+    return PlannedNative(made, target, apart)
 
 
 @torch.no_grad()
@@ -137,16 +109,16 @@ def prove_native(proxy: ProxyModel) -> float:
     and compare in float64: the largest difference of the logits over the largest logit.
     """
     cls = type(proxy.model)
-    target = build_target(proxy.config, shapes_of(cls, proxy.config))
+    target = native_target(proxy.config)
     with in_double():  # frequencies of rotation too
         source = new_model(cls, proxy.config)
     give_weights(source, seed=3)
     for name in target.zero:
         source.get_parameter(name).zero_()
-    tensors = computed(target.tensors, InMemory(saved_tensors(source)))
+    saved = Checkpoint.in_memory(saved_tensors(source))
+    tensors = {name: made.value(saved) for name, made in target.tensors.items()}
     result_class = getattr(transformers, target.architecture)
     with in_double():
         result = load_tensors(result_class, target.config, tensors)
     expected = run(as_it_computes(source), proxy.inputs)
-    got = run(result, proxy.inputs)
-    return difference(expected[:1], got[:1])
+    return difference(expected[:1], run(result, proxy.inputs)[:1])

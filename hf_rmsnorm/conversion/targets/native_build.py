@@ -2,8 +2,8 @@
 its tensors is computed.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 
 from ...record import RECORD_KEY, trained_as_rms
 from ..plan import Centre, ConversionRefused
+from ..proxy.model import shapes_of
 from ..tensors import Lazy, Stored, filled, folded_bias, plus
 from .native_rules import PAIRS, NativePair
 
@@ -18,50 +19,44 @@ WITHOUT = 'convert it without target="native"'
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm"
-QUERY = "self_attn.q_proj"
-KEY = "self_attn.k_proj"
-VALUE = "self_attn.v_proj"
-OUTPUT = "self_attn.o_proj"
+# The linears that write to the residual stream; the others read a norm.
+WRITERS = ("o_proj", "down_proj")
+# What gives a linear of the target a bias: one of its own, or that of the norm before it.
+BIASES = ("_proj.bias", "_layernorm.bias")
+NORM_OF = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
-@dataclass(frozen=True)
-class NativeTarget:
-    """A checkpoint of an RMSNorm architecture with the logits of a LayerNorm one."""
-
-    source_type: str
-    config: PretrainedConfig  # of the target
-    # of the target, computed from those of the source
-    tensors: dict[str, Lazy] = field(repr=False)
-    # tensors of the source that have to be 0, as the target has no place for them
-    zero: tuple[str, ...]
-
-    @property
-    def architecture(self) -> str:
-        return self.config.architectures[0]
-
-
-def build_target(
-    config: PretrainedConfig,
-    parameters: Collection[str],
-    name: Callable[[str], str] = str,
-) -> NativeTarget:
-    """The target of a source's config; refused if there is none.
+def native_target(
+    config: PretrainedConfig, name: Callable[[str], str] = str
+) -> "NativeTarget":
+    """The target of a causal language model; refused if there is none.
 
     Args:
-        parameters: of the source's model, untied.
         name: the name in the source of a tensor of the model.
     """
-    kind = config.model_type
-    if kind not in PAIRS:
-        none = f"no RMSNorm architecture is known that computes what {kind} does"
-        known = ", ".join(sorted(PAIRS))
-        raise ConversionRefused(f"{none}: {WITHOUT}; there are targets for {known}")
-    pair = PAIRS[kind]
+    pair = pair_of(config.model_type)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    architecture, *_ = config.architectures or [cls.__name__]
+    if architecture != cls.__name__:
+        raise ConversionRefused(
+            f"{architecture} has no native target: only causal language models have; "
+            f"{WITHOUT}"
+        )
     for setting, reason in pair.refusals.items():
         if getattr(config, setting):
             raise refused(config, reason)
-    builder = _Builder(config, pair, parameters, name)
-    return builder.target()
+    return NativeTarget(config, pair, shapes_of(cls, config), name)
+
+
+def pair_of(kind: str) -> NativePair:
+    """The pair of a model type; refused if there is none."""
+    if kind in PAIRS:
+        return PAIRS[kind]
+    known = ", ".join(sorted(PAIRS))
+    raise ConversionRefused(
+        f"{kind} has no native target: no RMSNorm architecture is known that computes "
+        f"what {kind} does; there are targets for {known}; {WITHOUT}"
+    )
 
 
 def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
@@ -71,187 +66,136 @@ def refused(config: PretrainedConfig, reason: str) -> ConversionRefused:
     return ConversionRefused(why)
 
 
-class _Builder:
-    """Makes one target; `parameters` tells which weights and biases the source has."""
+class NativeTarget:
+    """A checkpoint of an RMSNorm architecture with the logits of a LayerNorm one.
 
-    def __init__(self, config, pair: NativePair, parameters, name):
-        self.config = config
-        self.pair = pair
-        self.parameters = parameters
-        self.name = name
+    Args:
+        source: the config of the LayerNorm one.
+        parameters: of its untied model.
+
+    Attributes:
+        config: of the target.
+        tensors: of the target, computed from those of the source.
+        zero: tensors of the source that have to be 0, as the target has no place for
+            them.
+    """
+
+    def __init__(self, source: PretrainedConfig, pair: NativePair, parameters, name):
+        self._source = source
+        self._pair = pair
+        self._parameters = parameters
+        self._name = name
         # the residual weights of a model trained as RMSNorm keep their mean
-        record = getattr(config, RECORD_KEY, None)
-        self.keeps_means = trained_as_rms(record)
-        self.tensors = {}
-        heads = config.num_attention_heads
-        key_heads = config.num_key_value_heads or heads
-        self.heads = {QUERY: heads, KEY: key_heads}
-        head_dim = getattr(config, "head_dim", None)
-        self.head_dim = head_dim or config.hidden_size // heads
-        self.rope, self.moved = self._rotary()
-        layer = ("input_layernorm", QUERY, KEY, VALUE, OUTPUT, *pair.mlp)
-        biases = set()
-        for module in layer:
-            biases.add(f"model.layers.0.{module}.bias")
-        self.has_biases = not biases.isdisjoint(parameters)
-
-    def target(self) -> NativeTarget:
-        config = self.config
-        tied = bool(config.tie_word_embeddings)
-        # Centring a table that is also the head changes the logits, unless the final
-        # norm has no weight: then each row that the head reads sums to 0.
-        keeps_tie = tied and f"{FINAL_NORM}.weight" not in self.parameters
-        embedding = self._stored(EMBEDDING)
-        self.tensors[EMBEDDING] = self._centred(embedding, 1)
-        for number in range(config.num_hidden_layers):
-            self._layer(f"model.layers.{number}.")
-        final_bias = self._norm(FINAL_NORM)
-        if not keeps_tie:
-            head = embedding
-            if not tied:
-                head = self._stored(HEAD)
-            self.tensors[HEAD] = head
-        config_class = CONFIG_MAPPING[self.pair.target]
-        settings = self._settings(config_class, keeps_tie)
-        made = config_class(**settings)
+        self._keeps_means = trained_as_rms(getattr(source, RECORD_KEY, None))
+        rope, self._rows = self._rotary()
+        config_class = CONFIG_MAPPING[pair.target]
+        self.config = config_class(**self._settings(config_class, rope))
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-        made.architectures = [model_class.__name__]
-        made.dtype = config.dtype
-        zero = ()
-        if final_bias is not None:
-            zero = (final_bias.like,)
-        return NativeTarget(config.model_type, made, self.tensors, zero)
+        self.architecture = model_class.__name__
+        self.config.architectures = [self.architecture]
+        self.config.dtype = source.dtype
+        names = shapes_of(model_class, self.config)
+        if self.config.tie_word_embeddings:
+            del names[HEAD]
+        self.tensors = {name: self._tensor(name) for name in names}
+        final_bias = self._stored(f"{FINAL_NORM}.bias")
+        self.zero = () if final_bias is None else (final_bias.like,)
 
-    def _settings(self, config_class, keeps_tie: bool) -> dict[str, Any]:
+    def _settings(self, config_class, rope: dict) -> dict[str, Any]:
         """Keyword arguments of the target's config: settings that both share, then the
         particular ones.
         """
-        config = self.config
-        known = set()
-        for setting in fields(config_class):
-            known.add(setting.name)
+        config = self._source
+        known = {setting.name for setting in fields(config_class)}
         known -= {"architectures", "dtype", *vars(PretrainedConfig)}
-        settings = {}
-        for name in sorted(known):
-            if hasattr(config, name):
-                settings[name] = getattr(config, name)
-        eps = self.pair.eps
-        if isinstance(eps, str):
-            eps = getattr(config, eps)
-        settings["num_attention_heads"] = self.heads[QUERY]
-        settings["num_key_value_heads"] = self.heads[KEY]
-        settings["head_dim"] = self.head_dim
-        settings["rope_parameters"] = self.rope
-        settings["rms_norm_eps"] = eps
-        settings["tie_word_embeddings"] = keeps_tie
-        settings["attention_bias"] = self.has_biases
-        settings["mlp_bias"] = self.has_biases
-        return settings
+        shared = {n: getattr(config, n) for n in sorted(known) if hasattr(config, n)}
+        eps = self._pair.eps
+        has_biases = any(name.endswith(BIASES) for name in self._parameters)
+        # Centring a table that is also the head changes the logits, unless the final
+        # norm has no weight: then each row that the head reads sums to 0.
+        has_weight = f"{FINAL_NORM}.weight" in self._parameters
+        particular = {
+            "rope_parameters": rope,
+            "rms_norm_eps": getattr(config, eps) if isinstance(eps, str) else eps,
+            "tie_word_embeddings": bool(config.tie_word_embeddings) and not has_weight,
+            "attention_bias": has_biases,
+            "mlp_bias": has_biases,
+        }
+        return shared | particular
 
-    def _layer(self, layer: str) -> None:
-        shift = self._norm(f"{layer}input_layernorm")
-        for linear in (QUERY, KEY, VALUE):
-            self._reader(layer, linear, shift)
-        self._writer(layer, OUTPUT)
-        shift = self._norm(f"{layer}post_attention_layernorm")
-        *readers, writer = self.pair.mlp
-        for linear in readers:
-            self._reader(layer, linear, shift)
-        self._writer(layer, writer)
-
-    def _norm(self, norm: str) -> Stored | None:
-        """Make the weight of a norm; the source's bias is returned, for the linears
-        that read it.
-        """
-        weight: Lazy | None = self._stored(f"{norm}.weight")
-        if weight is None:
-            embedding = self._stored(EMBEDDING)
-            weight = filled(embedding, 1.0, axis=1)
-        elif self.pair.weight_offset:
-            weight = plus(weight, self.pair.weight_offset)
-        self.tensors[f"{norm}.weight"] = weight
-        return self._stored(f"{norm}.bias")
-
-    def _reader(self, layer: str, linear: str, shift: Stored | None) -> None:
-        """Make a linear that reads a norm, whose bias is `shift`."""
-        rows = self._rows(linear)
-        weight = self._stored(f"{layer}{linear}.weight", rows)
-        bias: Lazy | None = self._stored(f"{layer}{linear}.bias", rows)
+    def _tensor(self, name: str) -> Lazy:
+        """A tensor of the target."""
+        embedding = self._stored(EMBEDDING)
+        if name == EMBEDDING:
+            return self._centred(embedding, 1)
+        if name == HEAD:
+            return embedding if self._source.tie_word_embeddings else self._stored(HEAD)
+        *_, block, module, kind = name.split(".")
+        rows = self._rows.get(module)
+        own = self._stored(name, rows)
+        if "norm" in module:
+            if own is None:
+                return filled(embedding, 1.0, axis=1)
+            offset = self._pair.weight_offset
+            return plus(own, offset) if offset else own
+        weight = self._stored(name.removesuffix(kind) + "weight", rows)
+        if module in WRITERS:
+            return filled(weight, 0.0) if own is None else self._centred(own, 0)
+        if kind == "weight":
+            return own
+        norm = name.replace(f"{block}.{module}", NORM_OF[block])
+        shift = self._stored(norm)  # its bias
         if shift is not None:
-            bias = folded_bias(weight, shift, bias)
-        self._keep(layer + linear, weight, bias)
-
-    def _writer(self, layer: str, linear: str) -> None:
-        """Make a linear that writes to the residual stream."""
-        weight = self._stored(f"{layer}{linear}.weight")
-        bias = self._stored(f"{layer}{linear}.bias")
-        if bias is not None:
-            bias = self._centred(bias, 0)
-        weight = self._centred(weight, 0)
-        self._keep(layer + linear, weight, bias)
-
-    def _keep(self, linear: str, weight: Stored, bias: Lazy | None) -> None:
-        self.tensors[f"{linear}.weight"] = weight
-        if self.has_biases:
-            self.tensors[f"{linear}.bias"] = bias or filled(weight, 0.0)
+            return folded_bias(weight, shift, own)
+        return filled(weight, 0.0) if own is None else own
 
     def _stored(self, name: str, rows: torch.Tensor | None = None) -> Stored | None:
         """A tensor of the source; None if it has no such tensor."""
-        if name not in self.parameters:
+        if name not in self._parameters:
             return None
-        return Stored(self.name(name), rows)
+        return Stored(self._name(name), rows)
 
     def _centred(self, tensor: Stored, axis: int) -> Stored:
-        if self.keeps_means:
+        if self._keeps_means:
             return tensor
-        step = Centre(tensor.like, axis, self.config.hidden_size)
-        return tensor.then(step)
+        step = Centre(tensor.like, axis, self._source.hidden_size)
+        return replace(tensor, step=step)
 
-    def _rows(self, linear: str) -> torch.Tensor | None:
-        """Rows of a projection in the order of the target; None if they stay."""
-        if self.moved is None:
-            return None
-        if linear not in self.heads:
-            return None
-        heads = self.heads[linear]
-        rows = torch.arange(heads * self.head_dim)
-        by_head = rows.view(heads, -1)
-        return by_head[:, self.moved].flatten()
-
-    def _rotary(self) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """The target's rope_parameters, and the channel of a head in the source at each
-        place in the target, if it moves.
+    def _rotary(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The target's rope_parameters, and projection -> its rows in the order of the
+        target, if they move.
 
         The target rotates all channels of a head, those from `rotated` on by nothing.
         """
-        rope = dict(self.config.rope_parameters)
-        channels = self.head_dim
-        factor = rope.pop("partial_rotary_factor", None) or 1.0
-        rotated = int(channels * factor)
+        source = self._source
+        rope = dict(source.rope_parameters)
+        heads = source.num_attention_heads
+        channels = getattr(source, "head_dim", None) or source.hidden_size // heads
+        rotated = int(channels * (rope.pop("partial_rotary_factor", None) or 1.0))
         if rotated == channels:
-            return rope, None
+            return rope, {}
         kind = rope["rope_type"]
         if kind != "default":
-            count = f"{rotated} of {channels}"
-            why = f"{count} channels are rotated and scaled ({kind})"
-            raise refused(self.config, why)
-        theta = float(rope["rope_theta"])
+            why = f"{rotated} of {channels} channels are rotated and scaled ({kind})"
+            raise refused(source, why)
         proportional = {
             "rope_type": "proportional",
-            "rope_theta": theta ** (channels / rotated),
+            "rope_theta": float(rope["rope_theta"]) ** (channels / rotated),
             "partial_rotary_factor": rotated / channels,
         }
-        turned = _pairs(rotated)
         still = torch.arange(rotated, channels).view(-1, 2)
         moved = torch.empty(channels, dtype=torch.long)
-        places = _pairs(channels)
-        moved[places] = torch.cat([turned, still])
-        return proportional, moved
+        moved[_pairs(channels)] = torch.cat([_pairs(rotated), still])
+        rows = {}
+        key_heads = source.num_key_value_heads or heads
+        for linear, count in (("q_proj", heads), ("k_proj", key_heads)):
+            by_head = torch.arange(count * channels).view(count, channels)
+            rows[linear] = by_head[:, moved].flatten()
+        return proportional, rows
 
 
 def _pairs(channels: int) -> torch.Tensor:
     """The channels that are rotated together, in the order of their frequencies: shape
     (channels / 2, 2).
     """
-    halves = torch.arange(channels).view(2, -1)
-    return halves.T
+    return torch.arange(channels).view(2, -1).T

@@ -7,18 +7,14 @@ centred, the norms' biases fold into the linears that read them.
 
 from dataclasses import dataclass, field
 
-GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-PLAIN = ("mlp.up_proj", "mlp.down_proj")
-
 
 @dataclass(frozen=True)
 class NativePair:
-    """A target, and how the norms and the MLP of the source architecture compute.
+    """A target, and how the norms of the source architecture compute.
 
     Args:
         target: its model type.
         eps: of the norms: an attribute of the config, or the number.
-        mlp: the linears of a layer's MLP.
         weight_offset: a number that the norms add to their weight.
         refusals: attribute of the source's config -> why there is no target where it is
             set.
@@ -26,7 +22,6 @@ class NativePair:
 
     target: str
     eps: str | float
-    mlp: tuple[str, ...] = GATED
     weight_offset: float = 0.0
     refusals: dict[str, str] = field(default_factory=dict)
 
@@ -37,10 +32,8 @@ PAIRS: dict[str, NativePair] = {
         eps=1e-5,
         refusals={"clip_qkv": "it clips queries, keys and values (clip_qkv)"},
     ),
-    "jais2": NativePair(target="arcee", eps="layer_norm_eps", mlp=PLAIN),
-    "nemotron": NativePair(
-        target="arcee", eps="norm_eps", mlp=PLAIN, weight_offset=1.0
-    ),
+    "jais2": NativePair(target="arcee", eps="layer_norm_eps"),
+    "nemotron": NativePair(target="arcee", eps="norm_eps", weight_offset=1.0),
     "stablelm": NativePair(
         target="llama",
         eps="layer_norm_eps",

@@ -4,6 +4,7 @@ section of its model card.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,12 +13,18 @@ import torch
 import transformers
 
 from ... import __version__
+from ...patching import patched
 from ...record import RECORD_KEY, trained_as_rms
+from ...verification.float64 import in_float64
+from ...verification.noise import noise_floor
 from ...verification.recorded import as_recorded
+from ...verification.runs import outputs_of
 from ..folders import CONFIG, read_json
 from ..options import ConversionOptions
 from ..plan import ConversionError
 from .pair import side_by_side
+
+logger = logging.getLogger(__name__)
 
 CURE = (
     "What to do: if the weights are stored in a narrow dtype, convert a float32 copy, which has room for the change. "
@@ -76,16 +83,48 @@ def verify_folder(src: Path, folder: Path, options: ConversionOptions) -> Verifi
     have 1.5 times the source's own error. If memory does not hold both models, each
     module's weights are read when it runs.
     """
+    runs = {}
     with side_by_side(src, folder, options) as pair:
-        pair.source = as_it_computes(pair.source)
-        runs = {"as loaded": pair.compare()}
+        source = as_it_computes(pair.source)
+        logger.info("verifying: the source, %s", pair.run_on)
+        own = outputs_of(source, pair.inputs)
+        logger.info("verifying: the source in float64")
+        with in_float64(source):
+            exact = [y.double() for y in outputs_of(source, pair.inputs)]
+        logger.info("verifying: the result")
+        runs["as loaded"] = _figures(own, outputs_of(pair.result, pair.inputs), exact)
         if hasattr(pair.result.config, RECORD_KEY):
-            runs["as RMSNorm"] = pair.compare_as_rms()
-    verdicts = {figures["verdict"] for figures in runs.values()}
-    verdict = "FAIL" if "FAIL" in verdicts else "PASS"
-    return Verification(
-        verdict == "PASS", f"source and result run {pair.run_on}: {verdict}", runs
-    )
+            logger.info("verifying: the result as RMSNorm")
+            with patched(pair.result) as report:
+                outputs = outputs_of(pair.result, pair.inputs)
+            figures = _figures(own, outputs, exact)
+            count = sum(record.converted for record in report.swapped)
+            figures["norms"] = f"{count} as RMSNorm"
+            if count == 0:
+                figures["verdict"] = "FAIL"
+            runs["as RMSNorm"] = figures
+    passed = all(figures["verdict"] == "PASS" for figures in runs.values())
+    verdict = "PASS" if passed else "FAIL"
+    return Verification(passed, f"source and result run {pair.run_on}: {verdict}", runs)
+
+
+def _figures(own, outputs, exact) -> dict:
+    """Figures of the result's outputs, whose error against float64 is compared with the
+    source's own.
+    """
+    floor = noise_floor(own, outputs, exact)
+    figures = {
+        "verdict": "PASS" if floor.passed else "FAIL",
+        "dtype": floor.dtype,
+        "error": floor.candidate_max,
+        "source's own error": floor.reference_max,
+        "allowed": floor.allowed_max,
+        "RMS error": floor.candidate_rms,
+    }
+    if not floor.passed:
+        why = "its error is larger than that of the source allows"
+        figures["reason"] = floor.reason or why
+    return figures
 
 
 def as_it_computes(model):
@@ -119,8 +158,7 @@ def _origin(folder: Path) -> str:
     cached = SNAPSHOT.search(folder.as_posix())
     if cached is None:
         return folder.name
-    hub_id = cached["id"].replace("--", "/")
-    return f"{hub_id}@{cached['commit']}"
+    return f"{cached['id']}@{cached['commit']}".replace("--", "/")
 
 
 def add_to_card(
@@ -134,10 +172,7 @@ def add_to_card(
     before = card.read_bytes() if card.exists() else b""
     old = rf"(?ms)^{re.escape(heading)}[ \r]*\n.*?(?=^## |\Z)"
     before = re.sub(old.encode(), b"", before).rstrip()
-    by = f"{made['converted_by']}, PyTorch {made['torch']} and Transformers {made['transformers']}"
     shown = "\n".join(["```", *map(str, proofs), "```"])
-    section = (
-        f"{heading}\n\n{text}\n\n{shown}\n\nMade from `{made['source']}` with {by}.\n"
-    )
-    parts = [part for part in (before, section.encode()) if part]
-    card.write_bytes(b"\n\n".join(parts))
+    by = "Made from `{source}` with {converted_by}, PyTorch {torch} and Transformers {transformers}."
+    section = f"{heading}\n\n{text}\n\n{shown}\n\n{by.format(**made)}\n"
+    card.write_bytes(b"\n\n".join(filter(None, (before, section.encode()))))

@@ -2,37 +2,29 @@
 does not hold both.
 """
 
-import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import psutil
 import torch
 from transformers import AutoTokenizer
 
-from ...patching import patched
 from ...verification.context import TOKENS as RANDOM_TOKENS
 from ...verification.context import (
     default_inputs,
     in_dtype_of,
     max_positions,
     one_line,
-    output_tensors,
 )
-from ...verification.float64 import in_float64
-from ...verification.noise import noise_floor
+from ...verification.runs import outputs_of
 from ..checkpoint.source import open_checkpoint
 from ..options import ConversionOptions
 from ..plan import ConversionError
 from ..proxy.model import config_and_class
-from ..proxy.run import loaded, quiet
-from ..tensors import one_thread
-
-logger = logging.getLogger(__name__)
+from ..proxy.run import loaded
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
@@ -44,8 +36,6 @@ SHORT = 8
 # output values of a comparison: from a few logits the source's own error cannot be
 # estimated
 ENOUGH = 128
-SOME = 16  # pictures and texts: as many scores as their square
-TINY = 2**25  # bytes of weights up to which several threads cost more than they save
 # bytes of weights from which on a few tokens are run, unless all is asked for
 LARGE = 2**28
 FEW_TOKENS = 16
@@ -63,68 +53,6 @@ class ModelPair:
     inputs: list[dict]
     run_on: str  # a description of the runs, for people
 
-    def compare(self, run: str = "3 of 3 or 4", what: str = "the result") -> dict:
-        """Figures of the result, whose error against float64 is compared with the
-        source's own.
-        """
-        own, exact = self._of_source
-        logger.info("verifying, run %s: %s", run, what)
-        floor = noise_floor(own, self._outputs(self.result), exact)
-        figures = {
-            "verdict": "PASS" if floor.passed else "FAIL",
-            "dtype": floor.dtype,
-            "error": floor.candidate_max,
-            "source's own error": floor.reference_max,
-            "allowed": floor.allowed_max,
-            "RMS error": floor.candidate_rms,
-        }
-        if floor.reason:
-            figures["reason"] = floor.reason
-        elif not floor.passed:
-            figures["reason"] = "its error is larger than that of the source allows"
-        return figures
-
-    @cached_property
-    def _of_source(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The source's outputs, as it runs and in float64."""
-        logger.info("verifying, run 1 of 3 or 4: the source, %s", self.run_on)
-        own = self._outputs(self.source)
-        logger.info("verifying, run 2 of 3 or 4: the source in float64")
-        with in_float64(self.source):
-            exact = [tensor.double() for tensor in self._outputs(self.source)]
-        return own, exact
-
-    def compare_as_rms(self) -> dict:
-        """Figures of the result with the RMSNorms that its config records."""
-        with patched(self.result) as report:
-            figures = self.compare(run="4 of 4", what="the result as RMSNorm")
-        count = sum(record.converted for record in report.swapped)
-        figures["norms"] = f"{count} as RMSNorm"
-        if count == 0:
-            figures["verdict"] = "FAIL"
-        return figures
-
-    @torch.no_grad()
-    def _outputs(self, model) -> list[torch.Tensor]:
-        """The outputs of all inputs, in rows."""
-        rows = []
-        for inputs in self.inputs:
-            for output in output_tensors(model(**inputs)):
-                if output.dim() > 1:
-                    rows.append(output.flatten(0, -2))
-        return rows
-
-    def add_inputs_if_few(self) -> None:
-        """Run random inputs too if the outputs of a classifier, say, or the scores of
-        pictures and texts are too few to compare.
-        """
-        sizes = [output.numel() for output in self._outputs(self.source)]
-        if not sizes or min(sizes) >= ENOUGH:
-            return
-        batch = ENOUGH if sum(sizes) < ENOUGH else SOME
-        more = default_inputs(self.source, (batch, SHORT))
-        self.inputs.append(in_dtype_of(self.source, more))
-
 
 @contextmanager
 def side_by_side(
@@ -138,69 +66,66 @@ def side_by_side(
     free = psutil.virtual_memory().available
     is_streamed = size * _IN_FLOAT64 > 0.8 * free
     is_whole = not is_streamed and (options.verify == "full" or size < LARGE)
-    how: dict = {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
-    threads = one_thread() if size < TINY else nullcontext()
-    with tempfile.TemporaryDirectory() as scratch, threads:
-        run_on = "side by side"
+    how: dict = {}
+    run_on = "side by side"
+    with tempfile.TemporaryDirectory() as scratch:
         if is_streamed:
-            run_on = f"side by side, module by module, on {FEW_TOKENS} tokens"
-            how |= {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
+            run_on += f", module by module, on {FEW_TOKENS} tokens"
+            how = {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
             how["offload_folder"] = scratch
         elif not is_whole:
-            run_on = f"side by side, on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
-        source, _ = loaded(_class_of(src, options), src, **how)
-        result, _ = loaded(_class_of(folder, options), folder, **how)
+            run_on += (
+                f", on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
+            )
+        source, _ = _load(src, options, **how)
+        result, _ = _load(folder, options, **how)
         # A float64 model has no wider run to compare with, and parts of its forward may
         # stay in float32.
         if source.dtype == torch.float64 and not is_streamed:
             source = source.float()
             result = result.float()
-        batches = _batches(src, source, options)
-        if not is_whole:
-            batches = [_few(batches[0])]
-        pair = ModelPair(source, result, batches, run_on)
-        if options.inputs is None:
-            pair.add_inputs_if_few()
-        yield pair
+        batches = _batches(src, source, options, is_whole)
+        yield ModelPair(source, result, batches, run_on)
 
 
-def _class_of(folder: Path, options: ConversionOptions) -> type:
+def _load(folder: Path, options: ConversionOptions, **how) -> tuple:
+    """As `loaded`, in the checkpoint's own dtype."""
+    how |= {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
+    return loaded(class_of(folder, options), folder, **how)
+
+
+def class_of(folder: Path, options: ConversionOptions) -> type:
     """The class that a folder is loaded with."""
-    trust = options.trust_remote_code
-    cls = options.model_class
-    return config_and_class(folder, trust, cls, trained=True)[1]
+    how = options.trust_remote_code, options.model_class
+    return config_and_class(folder, *how, trained=True)[1]
 
 
-def _few(inputs: dict) -> dict:
-    """Inputs with a few tokens of token ids."""
-    few = dict(inputs)
-    for name, value in inputs.items():
-        if name.endswith("input_ids") and value.dim() == 2:
-            few[name] = value[:1, :FEW_TOKENS]
-    return few
-
-
-def _batches(src: Path, model, options: ConversionOptions) -> list[dict]:
-    """The inputs that the models are run on: the caller's, texts, or random ones."""
+def _batches(
+    src: Path, model, options: ConversionOptions, is_whole: bool
+) -> list[dict]:
+    """The inputs that the models are run on: the caller's, texts, or random ones; a few
+    tokens of these if it is not to be all.
+    """
     if options.inputs:
         return [in_dtype_of(model, options.inputs(model))]
-    tokenizer = _tokenizer(src, model, options)
-    batches = []
-    if tokenizer is not None:
-        most = min(TOKENS, max_positions(model.config))
-        for text in options.prompts or PROMPTS:
-            ids = tokenizer(text, return_tensors="pt").input_ids[:, :most]
-            if ids.numel():
-                batches.append({"input_ids": ids})
-    return batches or [in_dtype_of(model, default_inputs(model, RANDOM_TOKENS))]
+    tokenizer = tokenizer_of(src, model, options)
+    texts = () if tokenizer is None else options.prompts or PROMPTS
+    size = RANDOM_TOKENS
+    most = min(TOKENS, max_positions(model.config))
+    if not is_whole:
+        texts = texts[:1]
+        size = 1, FEW_TOKENS
+        most = min(FEW_TOKENS, most)
+    rows = [tokenizer(text, return_tensors="pt").input_ids[:, :most] for text in texts]
+    batches = [{"input_ids": ids} for ids in rows if ids.numel()]
+    batches = batches or [in_dtype_of(model, default_inputs(model, size))]
+    if min(output.numel() for output in outputs_of(model, batches)) < ENOUGH:
+        more = default_inputs(model, (ENOUGH, SHORT))
+        batches.append(in_dtype_of(model, more))
+    return batches
 
 
-def check_tokenizer(src: Path, options: ConversionOptions) -> None:
-    """Refuse a source whose tokenizer does not load."""
-    _tokenizer(src, _class_of(src, options), options)
-
-
-def _tokenizer(src: Path, model, options: ConversionOptions):
+def tokenizer_of(src: Path, model, options: ConversionOptions):
     """The tokenizer of a folder, for a model or class that takes token ids; None if
     there is none.
     """
@@ -220,22 +145,14 @@ def missing_parameters(src: Path, options: ConversionOptions) -> list[str]:
     """Parameters of the model that the checkpoint lacks, found without reading values;
     refused if a shape differs.
     """
-    cls = _class_of(src, options)
-    with quiet():
-        try:
-            _, info = cls.from_pretrained(
-                src,
-                device_map="meta",
-                dtype="auto",
-                trust_remote_code=options.trust_remote_code,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-        except Exception as error:  # a model's own code may raise anything
-            raise ConversionError(
-                f"{src}: {cls.__name__} does not load it: repair the folder, or pass "
-                f"the model_class that it was saved from ({one_line(error)})"
-            ) from error
+    cls = class_of(src, options)
+    try:
+        _, info = _load(src, options, device_map="meta", ignore_mismatched_sizes=True)
+    except Exception as error:  # a model's own code may raise anything
+        raise ConversionError(
+            f"{src}: {cls.__name__} does not load it: repair the folder, or pass the "
+            f"model_class that it was saved from ({one_line(error)})"
+        ) from error
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         raise ConversionError(
             f"{src}: {key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by "

@@ -1,12 +1,15 @@
 """What a tensor of a result is made of."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from checkpoints import trained
 
 from hf_rmsnorm.conversion import tensors
+from hf_rmsnorm.conversion.checkpoint.source import Checkpoint
 from hf_rmsnorm.conversion.plan import Centre
-from hf_rmsnorm.conversion.tensors import InMemory, Stored, filled, folded_bias, plus
+from hf_rmsnorm.conversion.tensors import Stored, filled, folded_bias, plus
 
 TENSORS = {
     "w": trained(12, 20),
@@ -14,7 +17,8 @@ TENSORS = {
     "b": trained(12, seed=3),
     "experts": trained(3, 12, 10, seed=1),
 }
-SOURCE = InMemory(TENSORS)
+SOURCE = Checkpoint.in_memory(TENSORS)
+WIDE = replace(SOURCE, config={"dtype": "float64"})
 W = TENSORS["w"].double()
 V = TENSORS["v"].double()
 B = TENSORS["b"].double()
@@ -34,7 +38,7 @@ def small_pieces(monkeypatch):
 def check(made, expected):
     assert made.shape(SOURCE) == expected.shape
     assert made.dtype(SOURCE) == torch.float32
-    wide = made.wide(SOURCE)
+    wide = made.value(WIDE)
     value = made.value(SOURCE)
     torch.testing.assert_close(wide, expected, rtol=0, atol=1e-15)
     torch.testing.assert_close(value, expected.float(), rtol=0, atol=1e-8)
@@ -51,19 +55,22 @@ CENTRED = [
 
 @pytest.mark.parametrize("tensor, step, expected", CENTRED)
 def test_a_tensor_is_centred(tensor, step, expected):
-    check(tensor.then(step), expected)
+    check(replace(tensor, step=step), expected)
 
 
 def test_some_blocks_are_centred():
-    made = Stored("w").then(Centre("w", 1, 10, (1,)))
+    made = Stored("w", step=Centre("w", 1, 10, (1,)))
     blocks = [W[:, :10], centred(W[:, 10:], 1)]
     check(made, torch.cat(blocks, 1))
 
 
 def test_a_weight_is_folded_into_a_bias():
-    weight = plus(Stored("v"), 1.0)
-    made = folded_bias(Stored("w"), weight, Stored("b"))
-    check(made, W @ (V + 1) + B)
+    made = folded_bias(Stored("w"), Stored("v"), Stored("b"))
+    check(made, W @ V + B)
+
+
+def test_a_number_is_added():
+    check(plus(Stored("v"), 1.0), V + 1)
 
 
 def test_a_tensor_of_ones():

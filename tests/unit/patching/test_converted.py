@@ -21,6 +21,7 @@ from hf_rmsnorm import (
     verify_equivalence,
 )
 from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.model import make_proxy
 
 IDS = torch.arange(3, 35).view(2, 16)
 
@@ -39,7 +40,7 @@ def folders(tmp_path_factory):
         for parameter in model.parameters():
             parameter.add_(0.1 + 0.1 * torch.randn(parameter.shape))
     model.save_pretrained(source)
-    plan = discover(source)
+    plan = discover(make_proxy(source))
     state = model.state_dict()
     del state["lm_head.weight"]  # the embedding again
     tensors = carry_out(plan, state)

@@ -27,6 +27,7 @@ from transformers import (
 
 from hf_rmsnorm.conversion.plan import Centre, ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import discover
+from hf_rmsnorm.conversion.proxy.keys import in_checkpoint
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
@@ -39,6 +40,17 @@ SAMPLE = (
     "stablelm_parallel",
     "blenderbot",
 )
+
+
+def plan_of(source, **how):
+    return discover(make_proxy(source, **how))
+
+
+def plan_of_folder(folder):
+    """The plan in the names of the folder's own tensors."""
+    proxy = make_proxy(folder)
+    names = load_file(folder / "model.safetensors")
+    return in_checkpoint(discover(proxy), names, proxy)
 
 
 def centred_keys(plan):
@@ -89,7 +101,7 @@ def test_a_checkpoint_on_disk_converts_and_loads_with_the_stock_class(tmp_path):
     model.save_pretrained(tmp_path)
     # tied, so the plan must bring it
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    convert_folder(tmp_path, discover(tmp_path))
+    convert_folder(tmp_path, plan_of_folder(tmp_path))
     assert_same_logits(model, tmp_path)
 
 
@@ -101,7 +113,7 @@ def test_a_checkpoint_saved_without_the_prefix_of_its_base_model(tmp_path):
     for key, tensor in load_file(path).items():
         bare[key.removeprefix("transformer.")] = tensor
     save_file(bare, path, {"format": "pt"})
-    plan = discover(tmp_path)
+    plan = plan_of_folder(tmp_path)
     assert plan.copy[0].source == "wte.weight"
     assert "h.0.attn.c_proj.weight" in centred_keys(plan)
     convert_folder(tmp_path, plan)
@@ -114,7 +126,7 @@ def test_a_plan_found_on_a_narrow_proxy_fits_the_wide_model():
     proxy = make_proxy(config)
     assert proxy.factor > 1
     assert proxy.model.num_parameters() < 2e5
-    plan = discover(proxy)
+    plan = in_checkpoint(discover(proxy), (), proxy)
     assert {c.block for c in plan.centre} == {256}
     assert {n.hidden_size for n in plan.norms} == {256}
     model = causal_lm(config)
@@ -135,6 +147,7 @@ def test_configs_of_published_sizes_are_narrowed(name):
     proxy = make_proxy(config)
     plan = discover(proxy)
     assert prove(plan, proxy).passed
+    plan = in_checkpoint(plan, (), proxy)
     assert {c.block for c in plan.centre} == {config.hidden_size}
     writing = []
     for c in plan.centre:
@@ -145,7 +158,7 @@ def test_configs_of_published_sizes_are_narrowed(name):
 
 def test_which_blocks_of_a_fused_projection_feed_norms():
     """Persimmon stacks q, k, v of each head; q and k are normed there, v is not."""
-    plan = discover(config_of("persimmon"))
+    plan = plan_of(config_of("persimmon"))
     weight = centred_keys(plan)["model.layers.0.self_attn.query_key_value.weight"]
     assert weight.axis == 0
     assert weight.block == 8
@@ -154,11 +167,11 @@ def test_which_blocks_of_a_fused_projection_feed_norms():
 
 
 def test_the_axis_of_a_transposed_weight():
-    gpt2 = centred_keys(discover(config_of("gpt2")))
+    gpt2 = centred_keys(plan_of(config_of("gpt2")))
     key = "transformer.h.1.mlp.c_proj.weight"
     assert gpt2[key] == Centre(key, axis=1, block=32)
     assert not any(part in key for key in gpt2 for part in ("c_attn", "c_fc", "ln"))
-    neox = centred_keys(discover(config_of("gpt_neox")))
+    neox = centred_keys(plan_of(config_of("gpt_neox")))
     assert neox["gpt_neox.layers.1.mlp.dense_4h_to_h.weight"].axis == 0
 
 
@@ -166,7 +179,7 @@ def test_keys_are_those_of_the_checkpoint_and_not_of_the_modules():
     """Phi-MoE keeps all experts in one parameter and saves each by itself, under
     another name.
     """
-    plan = discover(config_of("phimoe"))
+    plan = plan_of(config_of("phimoe"))
     experts = []
     for c in plan.centre:
         if "experts" in c.key:
@@ -180,7 +193,7 @@ def test_keys_are_those_of_the_checkpoint_and_not_of_the_modules():
 
 
 def test_cross_attention_of_a_decoder_by_itself_is_exercised():
-    plan = discover(
+    plan = plan_of(
         GPT2Config(**CONFIGS["gpt2"][1], add_cross_attention=True, is_decoder=True)
     )
     assert len(plan.norms) == 7
@@ -207,7 +220,7 @@ POST_NORM = "is a post-norm model: 4 of its"
 )
 def test_what_cannot_be_converted_is_refused_by_name(model_type, reason):
     with pytest.raises(ConversionRefused, match=reason) as refused:
-        discover(AutoConfig.for_model(model_type, **SMALL, is_decoder=True))
+        plan_of(AutoConfig.for_model(model_type, **SMALL, is_decoder=True))
     assert "\n" not in str(refused.value)
 
 
@@ -228,7 +241,7 @@ def test_norms_that_read_the_mean_of_a_module_stay(name, converted):
 def test_a_model_whose_norms_would_all_stay_is_refused():
     what = "all 5 LayerNorms would stay, .*SinusoidalPositionalEmbedding"
     with pytest.raises(ConversionRefused, match=what):
-        discover(config_of("xglm", MEAN_OF_A_MODULE))
+        plan_of(config_of("xglm", MEAN_OF_A_MODULE))
 
 
 def llava():
@@ -336,7 +349,7 @@ def remote_folder(folder, step):
 def test_remote_code_runs_only_when_asked(tmp_path):
     remote_folder(tmp_path, "step(norm(x))")
     with pytest.raises(ConversionRefused, match="trust_remote_code"):
-        discover(tmp_path)
+        plan_of(tmp_path)
     proxy = make_proxy(tmp_path, trust_remote_code=True)
     plan = discover(proxy)
     norms = []
@@ -353,7 +366,7 @@ def test_remote_code_runs_only_when_asked(tmp_path):
 
 def test_norms_behind_an_activation_stay_layer_norm(tmp_path):
     remote_folder(tmp_path, "step(norm(x)).relu()")
-    plan = discover(tmp_path, trust_remote_code=True)
+    plan = plan_of(tmp_path, trust_remote_code=True)
     assert [n.path for n in plan.norms if not n.becomes_rms] == ["whiten.1", "whiten.2"]
 
 
@@ -376,7 +389,7 @@ def test_experts_that_no_token_reaches_are_not_guessed(tmp_path):
 
     def plan_on(*ids):
         inputs = {"input_ids": torch.tensor([ids])}
-        return discover(tmp_path, trust_remote_code=True, inputs=lambda model: inputs)
+        return plan_of(tmp_path, trust_remote_code=True, inputs=lambda model: inputs)
 
     assert {"steps.0.weight", "steps.1.weight"} <= set(centred_keys(plan_on(5, 6, 7)))
     what = r"no input reached 'steps.1.weight' and 1 more.*other layers or experts"
@@ -393,7 +406,7 @@ def test_a_last_layer_whose_output_nothing_reads_does_not_hinder():
     text = LlamaConfig(**SMALL)
     layers = {"vision_feature_layers": [-2, 1], "image_token_index": 60}
     config = VipLlavaConfig(vision_config=vision, text_config=text, **layers)
-    becomes_rms = {norm.path: norm.becomes_rms for norm in discover(config).norms}
+    becomes_rms = {norm.path: norm.becomes_rms for norm in plan_of(config).norms}
     assert becomes_rms["vision_tower.pre_layrnorm"]
     assert not becomes_rms["vision_tower.encoder.layers.2.layer_norm2"]
 
@@ -407,4 +420,4 @@ def test_a_part_of_the_model_that_no_input_reaches_is_not_guessed():
     ids = {"input_ids": torch.arange(3, 13)[None]}
     what = r"reached 5 of 7 LayerNorms and not transformer.h.0.ln_cross_attn"
     with pytest.raises(ConversionRefused, match=what):
-        discover(config, inputs=lambda model: ids)
+        plan_of(config, inputs=lambda model: ids)

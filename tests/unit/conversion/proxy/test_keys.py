@@ -7,31 +7,34 @@ import tiny_models
 import torch
 
 from hf_rmsnorm.conversion.plan import Centre, Copy
-from hf_rmsnorm.conversion.proxy.keys import KeyMap, saved_tensors
+from hf_rmsnorm.conversion.proxy.keys import (
+    centred_blocks,
+    keys_of,
+    saved_tensors,
+    untied,
+)
+from hf_rmsnorm.conversion.proxy.shift_invariance import centre
 
 
 def test_every_parameter_is_found_under_its_own_name():
     model = tiny_models.build("qwen3")
-    before = {}
-    for name, p in model.named_parameters():
-        before[name] = p.clone()
-    keys = KeyMap(model)
-    assert {name: keys.of(name) for name in before} == {name: [name] for name in before}
-    assert keys.of("nothing") == []
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    keys = keys_of(model)
+    assert keys == {name: [name] for name in before}
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name])
 
 
 def test_experts_are_found_where_the_checkpoint_has_them_one_by_one():
     model = tiny_models.build("mixtral")
-    keys = KeyMap(model)
+    keys = keys_of(model)
     saved = saved_tensors(model)
     (stacked,) = [
         name
         for name, _ in model.named_parameters()
         if "layers.0" in name and name.endswith("down_proj")
     ]
-    found = keys.of(stacked)
+    found = keys[stacked]
     assert len(found) == 2
     for key in found:
         assert ".experts." in key
@@ -42,19 +45,15 @@ def test_experts_are_found_where_the_checkpoint_has_them_one_by_one():
 
 
 def test_a_tied_parameter_is_copied_from_what_is_saved():
-    tied, untied = (
+    tied, other = (
         tiny_models.build("llama", tie_word_embeddings=tie) for tie in (True, False)
     )
-    of_tied = KeyMap(tied)
-    assert of_tied.aliases["lm_head.weight"] == "model.embed_tokens.weight"
-    assert KeyMap(untied).untie(of_tied) == [
-        Copy("lm_head.weight", "model.embed_tokens.weight")
-    ]
+    assert untied(tied, other) == [Copy("lm_head.weight", "model.embed_tokens.weight")]
 
 
 def test_blocks_that_write_to_the_stream_become_operations_on_the_checkpoint():
-    keys = KeyMap(tiny_models.build("llama"))
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert keys.centre([Centre(name, 0, 64, (0,))]) == [Centre(name, 0, 64)]
+    model = tiny_models.build("llama").double()
+    down = Centre("model.layers.1.mlp.down_proj.weight", 0, 64)
     embedding = Centre("model.embed_tokens.weight", 1, 16, (0, 2))
-    assert keys.centre([embedding]) == [embedding]
+    centre(model, [down, embedding])
+    assert centred_blocks(model, (16, 64)) == [embedding, down]
