@@ -84,7 +84,9 @@ def run(args) -> Result:
         for dtype in dtypes:
             report, layers[dtype], said = _verify(args, source, dtype, device, bar)
             passed = passed and report.passed
-            records.append({**report.to_dict(), "conversion": said})
+            record = report.to_dict()
+            record |= {"numerics": record.pop("rounding"), "conversion": said}
+            records.append(record)
             name = f"{source.name} in {report.dtype}"
             texts.append(f"{name}: {report.to_text(args.verbose)}")
             if said:
@@ -133,19 +135,18 @@ def _verify(args, source, dtype: str, device, bar) -> tuple:
     pair = (model, None)
     if trained:  # its own forward computes LayerNorm
         pair = (as_recorded(model), model)
-        patch_model(model)
+    patch_model(model, numerics=args.numerics)
     inputs = _inputs(args, source, model)
     layers = []
     step("layers")
     if args.plot:
-        layers = errors_by_layer(*pair, inputs, args.numerics)
+        layers = errors_by_layer(*pair, inputs)
     report = verify_equivalence(
         *pair,
         inputs=inputs,
         max_new_tokens=args.max_new_tokens,
         norms=not trained,
         backward=not (trained or args.no_backward),
-        numerics=args.numerics,
         progress=step,
     )
     step("done")

@@ -55,8 +55,8 @@ class HfRmsNormCallback(TrainerCallback):
     Raises:
         TypeError: an option that `patch_model` does not know, or a flag that is not a
             bool.
-        ValueError: recentre and train_as_rms together; an unknown numerics; and, from
-            the Trainer, what those two and `patch_model` raise.
+        ValueError: recentre and train_as_rms together; a value that `patch_model` does
+            not know; and, from the Trainer, what those two and `patch_model` raise.
 
     Example:
         >>> from hf_rmsnorm import HfRmsNormCallback

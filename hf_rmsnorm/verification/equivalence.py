@@ -31,7 +31,6 @@ def verify_equivalence(
     max_new_tokens: int = 32,
     norms: bool = True,
     backward: bool = False,
-    numerics: str = "model",
     progress: Callable[[str], object] = str,
 ) -> EquivalenceReport:
     """Check that a candidate computes the same results as a reference, up to the
@@ -45,6 +44,9 @@ def verify_equivalence(
       do not show;
     - each fused layer of the candidate with the same layer unfused;
     - greedy generation: the same tokens, up to a tie within the rounding error.
+
+    Norms that were patched to round as a server does are compared with that order of
+    rounding in plain PyTorch, not with their originals.
 
     The kernels run where they can; ``with use_backend("reference"):`` compares the
     formulas in plain PyTorch on any machine.
@@ -67,9 +69,6 @@ def verify_equivalence(
             modules are listed too if their output differs from the reference's.
         backward: also compare the gradients of each patched norm and fused layer: at
             most 1.5 times eager's error against float64.
-        numerics: as in `patch_model`, for a reference model that is patched here. Norms
-            that round as a server does are compared with that order of rounding in
-            plain torch, not with their originals.
         progress: is called with the name of each step, four times.
 
     Returns:
@@ -114,7 +113,7 @@ def verify_equivalence(
         if candidate is not reference:
             stack.enter_context(unpatched(*reference.modules()))
         elif not is_patched(reference):
-            stack.enter_context(patched(reference, numerics=numerics))
+            stack.enter_context(patched(reference))
         if norms:
             by_norm.modules = _norms(reference, candidate)
             by_layer.modules = _fused_layers(candidate)
@@ -157,7 +156,7 @@ def verify_equivalence(
         greedy=greedy,
         launches=dict(launches),
         nothing_ran=nothing_ran,
-        numerics=servers,
+        rounding=servers,
         quantised=dict(classes),
     )
 

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from ..patching import patched
 from .calls import unpatched
 from .float64 import in_float64
 from .inputs import checked_inputs
@@ -11,22 +10,21 @@ from .noise import NoiseFloor, noise_floor
 
 
 def errors_by_layer(
-    reference: nn.Module, candidate: nn.Module | None, inputs, numerics: str = "model"
+    reference: nn.Module, candidate: nn.Module | None, inputs
 ) -> list[NoiseFloor]:
     """The errors of both models behind each layer, which add up from layer to layer.
 
     Args:
-        reference, candidate, inputs, numerics: as in `verify_equivalence`. The models
-            are in evaluation mode. The candidate is patched, and the first of several
-            inputs is run.
+        reference: a model in evaluation mode, which runs without its patch.
+        candidate: another one, or None for the reference with its patch.
+        inputs: as in `verify_equivalence`; the first of several is run.
 
     Raises:
         ValueError: the model returns no hidden states.
     """
     candidate = candidate or reference
     batch = checked_inputs(reference, candidate, inputs, 0)[0]
-    with patched(candidate, numerics=numerics):
-        ours = _hidden_states(candidate, batch)
+    ours = _hidden_states(candidate, batch)
     with unpatched(*reference.modules()):
         theirs = _hidden_states(reference, batch)
         with in_float64(reference):

@@ -21,7 +21,7 @@ def as_recorded(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     shared = {id(tensor): tensor for tensor in tensors}
     result = copy.deepcopy(model, shared)
-    with patched(model, fuse_residual=False, numerics="model") as report:
+    with patched(model) as report:
         for record in report.swapped:
             if record.converted:
                 recipe = recipe_of(model.get_submodule(record.path))

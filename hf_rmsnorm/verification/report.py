@@ -36,7 +36,7 @@ class EquivalenceReport:
             none ran.
         nothing_ran: the reason and the cure where no kernel served the candidate, which
             is the reference patched: it was compared with itself.
-        numerics: the server whose order of rounding the candidate's norms have, with
+        rounding: the server whose order of rounding the candidate's norms have, with
             its version; "" if none.
         quantised: how many modules of each class have quantised weights. The float64
             run calls these in their own dtype, so their arithmetic is not judged.
@@ -52,7 +52,7 @@ class EquivalenceReport:
     fused: tuple[Check, ...] = ()
     gradients: tuple[Check, ...] = ()
     nothing_ran: str = ""
-    numerics: str = ""
+    rounding: str = ""
     quantised: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -102,8 +102,8 @@ class EquivalenceReport:
         """The comparisons, in the order of the table."""
         floor = Check("", self.noise_floor.passed, self.noise_floor.text, 1)
         order = "the originals"
-        if self.numerics:
-            order = f"{self.numerics}'s order of rounding"
+        if self.rounding:
+            order = f"{self.rounding}'s order of rounding"
         parts = [
             _Part("error to float64", [floor]),
             _Part("norms", self.norms, f"match {order}"),
