@@ -129,9 +129,7 @@ def verify_equivalence(
                     outputs_of(candidate, batches)
         norm_checks = _listed(candidate, by_norm.checks())
         servers = _servers(candidate)
-        nothing_ran = ""
-        if not launches and not servers:
-            nothing_ran = why_nothing_ran(candidate)
+        nothing_ran = "" if launches or servers else why_nothing_ran(candidate)
         stack.enter_context(unpatched(*reference.modules()))
         progress("original")
         own_outputs = outputs_of(reference, batches)
@@ -139,12 +137,11 @@ def verify_equivalence(
         progress("float64")
         with in_float64(reference):
             exact = outputs_of(reference, batches)
-    quantised = quantised_modules(reference)
-    classes = Counter(type(module).__name__ for module in quantised)
+    quantised = Counter(type(m).__name__ for m in quantised_modules(reference))
     floor = noise_floor(own_outputs, outputs, exact, bool(quantised))
     greedy = Check("", True, why_no_text)
     if not why_no_text:
-        greedy = compare_greedy(own_texts, texts, _tie_margin(floor, quantised))
+        greedy = compare_greedy(own_texts, texts, _tie_margin(floor, bool(quantised)))
     return EquivalenceReport(
         model=type(reference).__name__,
         dtype=str(first_dtype(reference)).removeprefix("torch."),
@@ -157,7 +154,7 @@ def verify_equivalence(
         launches=dict(launches),
         nothing_ran=nothing_ran,
         rounding=servers,
-        quantised=dict(classes),
+        quantised=dict(quantised),
     )
 
 
@@ -172,10 +169,8 @@ def _check_has_gradients(reference: nn.Module, candidate: nn.Module) -> None:
 
 def _servers(model: nn.Module) -> str:
     """The servers whose order of rounding the model's norms have."""
-    servers = set()
-    for norm in model.modules():
-        if rounds_otherwise(norm):
-            servers.add(str(norm_of(norm).asked.rounding))
+    norms = filter(rounds_otherwise, model.modules())
+    servers = {str(norm_of(norm).asked.rounding) for norm in norms}
     return " and ".join(sorted(servers))
 
 
@@ -183,12 +178,9 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
     """The patched norms of the candidate, by path; with all leaf modules, beside those
     of the reference, if it is another model.
     """
-    norms = {}
     if candidate is reference:
-        for path, module in candidate.named_modules():
-            if keeps_formula(module):
-                norms[path] = module, None
-        return norms
+        modules = candidate.named_modules()
+        return {path: (norm, None) for path, norm in modules if keeps_formula(norm)}
     leaves = leaves_of(candidate)
     others = leaves_of(reference)
     alone = sorted(leaves.keys() ^ others.keys())
@@ -197,35 +189,32 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
             f"the architectures differ: one of the models has no {alone[0]}; pass "
             "norms=False to compare outputs alone"
         )
-    for path, module in leaves.items():
-        norms[path] = module, others[path]
-    return norms
+    return {path: (module, others[path]) for path, module in leaves.items()}
 
 
 def _listed(model: nn.Module, checks: list[Check]) -> list[Check]:
     """Those of patched norms, and of modules that give another output than the
     reference's.
     """
-    listed = []
-    for check in checks:
-        is_norm = recipe_of(model.get_submodule(check.path)) is not None
-        if is_norm or check.differing or not check.passed:
-            listed.append(check)
-    return listed
+    return [
+        check
+        for check in checks
+        if check.differing
+        or not check.passed
+        or recipe_of(model.get_submodule(check.path)) is not None
+    ]
 
 
 def _fused_layers(model: nn.Module) -> dict[str, tuple]:
     """The layers that are fused, by path and fused pieces."""
-    layers = {}
-    for path, module in model.named_modules():
-        part = layer_part(type(module))
-        if part is not None:
-            words = part._hf_rmsnorm_fusion.words
-            layers[f"{path}: {words}"] = (module, None)
-    return layers
+    return {
+        f"{path}: {part._hf_rmsnorm_fusion.words}": (module, None)
+        for path, module in model.named_modules()
+        if (part := layer_part(type(module))) is not None
+    }
 
 
-def _tie_margin(floor: NoiseFloor, quantised: list[nn.Module]) -> float:
+def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
     """The largest lead of one logit over another that counts as a tie."""
     if quantised:  # a step may tip behind the prompt that did not tip in it
         return 4 * floor.allowed_max
@@ -238,8 +227,7 @@ def why_nothing_ran(model: nn.Module) -> str:
     something else than its own code.
     """
     # without a kernel a patched norm runs its own forward
-    runs_itself = any(map(keeps_formula, model.modules()))
-    if chosen_backend() == "reference" or not runs_itself:
+    if chosen_backend() == "reference" or not any(map(keeps_formula, model.modules())):
         return ""
     cure = 'verify under use_backend("reference")'
     device = device_of(model)

@@ -39,6 +39,7 @@ def _hidden_states(model: nn.Module, batch: dict) -> tuple[torch.Tensor, ...]:
     out = model(**batch, output_hidden_states=True)
     states = out.get("hidden_states") or out.get("decoder_hidden_states")
     if not states:
-        name = type(model).__name__
-        raise ValueError(f"{name} returns no hidden states: leave out --plot")
+        raise ValueError(
+            f"{type(model).__name__} returns no hidden states: leave out --plot"
+        )
     return states[1:]  # the first are the embeddings

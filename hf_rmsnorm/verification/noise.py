@@ -42,30 +42,23 @@ class NoiseFloor:
 
     @property
     def passed(self) -> bool:
-        if self.reason:
-            return False
-        ours = self.candidate_rms
-        theirs = self.reference_rms
-        if not within(self.candidate_max, self.reference_max, self.max_slack):
-            return False
-        return within(ours, theirs, self.rms_slack)
+        return (
+            not self.reason
+            and within(self.candidate_max, self.reference_max, self.max_slack)
+            and within(self.candidate_rms, self.reference_rms, self.rms_slack)
+        )
 
     @property
     def text(self) -> str:
         """The errors in words, or the reason."""
         if self.reason:
             return self.reason
-        text = (
-            "off by {:.3g}, the original by {:.3g} (limit {:.3g}); "
-            "RMS {:.3g} and {:.3g} (limit {:.3g})"
-        )
-        return text.format(
-            self.candidate_max,
-            self.reference_max,
-            self.allowed_max,
-            self.candidate_rms,
-            self.reference_rms,
-            FACTOR * self.reference_rms + self.rms_slack,
+        allowed_rms = FACTOR * self.reference_rms + self.rms_slack
+        return (
+            f"off by {self.candidate_max:.3g}, the original by "
+            f"{self.reference_max:.3g} (limit {self.allowed_max:.3g}); RMS "
+            f"{self.candidate_rms:.3g} and {self.reference_rms:.3g} "
+            f"(limit {allowed_rms:.3g})"
         )
 
 
@@ -81,7 +74,7 @@ class Sizes:
 
     def add(self, values: torch.Tensor) -> None:
         if values.numel():
-            values = values.abs().nan_to_num(nan=math.inf, posinf=math.inf)
+            values = values.abs().nan_to_num(math.inf, math.inf)
             self.max = max(self.max, values.max().item())
             self.count += values.numel()
             self._squares += values.square().sum().item()
@@ -107,36 +100,24 @@ def noise_floor(
     whatever its logits' dtype: an ulp of float32 in a norm tips one of these steps or
     it does not. So its last rounding counts as one of bfloat16.
     """
-    original = Sizes()
-    changed = Sizes()
-    size = Sizes()
-    difference = Sizes()
-    rows = 0
+    original, changed, size, difference = Sizes(), Sizes(), Sizes(), Sizes()
     for outputs in zip(reference, candidate, exact, strict=True):
-        rows += len(outputs[0])
         blocks = [y.split(_ROWS) for y in outputs]
         for r, c, y in zip(*blocks, strict=True):
             shown = ~(y <= _HIDDEN)
-            same = r == c
-            r = r.double()
-            c = c.double()
-            y = y[shown]
-            original.add(r[shown] - y)
-            changed.add(c[shown] - y)
-            size.add(y)
-            apart = torch.where(same, 0.0, r - c)
-            difference.add(apart)
-    if not size.count:
-        return NoiseFloor(
-            reason="there is nothing to compare: the inputs gave no outputs"
-        )
+            original.add((r.double() - y)[shown])
+            changed.add((c.double() - y)[shown])
+            size.add(y[shown])
+            difference.add(torch.where(r == c, 0.0, r.double() - c.double()))
     dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
     if quantised:
         dtype = torch.bfloat16
     sizes = torch.tensor([size.max, size.rms], dtype=torch.float64)
     max_step, rms_step = ulp(sizes, dtype).tolist()
     reason = ""
-    if size.max == math.inf:
+    if not size.count:
+        reason = "there is nothing to compare: the inputs gave no outputs"
+    elif size.max == math.inf:
         reason = "the original gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
     elif original.max == math.inf:
         reason = (
@@ -146,7 +127,7 @@ def noise_floor(
         reason = "the changed model gives NaN or infinity where the original does not"
     return NoiseFloor(
         dtype=str(dtype).removeprefix("torch."),
-        rows=rows,
+        rows=sum(map(len, reference)),
         difference=difference.max,
         reference_max=original.max,
         reference_rms=original.rms,

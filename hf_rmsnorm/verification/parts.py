@@ -34,9 +34,7 @@ class Parts:
 
     def checks(self) -> list[Check]:
         """The worst check of each module."""
-        checks = {}
-        for path in self.modules:
-            checks[path] = Check(path, True, NOT_REACHED)
+        checks = {path: Check(path, True, NOT_REACHED) for path in self.modules}
         for (path, _), check in self._checks.items():
             checks[path] = worst([check, checks[path]])
         return list(checks.values())
@@ -72,8 +70,7 @@ class Parts:
             with warnings.catch_warnings():
                 # a copy of a sum has no summands to be read unrounded
                 warnings.filterwarnings("ignore", "this .* reads residual sums")
-                check = check_outputs(call, self._judge)
-                self._checks[call.path, has_rows] = check
+                self._checks[call.path, has_rows] = check_outputs(call, self._judge)
                 if self._backward and has_rows and is_fused:
                     self.gradients += check_gradients(call)
         finally:
