@@ -57,9 +57,8 @@ def run(args) -> Result:
             f"{source.name} takes {model.main_input_name} and not a text: time "
             "patch_model from Python"
         )
-    tokenizer = models.load_tokenizer(source)
     length = min(args.length, max_positions(model.config))
-    ids = models.tokens(model, tokenizer, models.help_texts(), length)
+    ids = models.tokens(model, source, length)
     where = runs_on(device)
     data = {
         "model": source.name,

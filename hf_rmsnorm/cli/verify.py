@@ -155,10 +155,8 @@ def _inputs(args, source, model):
     prompt = args.prompt
     if model.main_input_name != "input_ids" or (takes_pictures and prompt is None):
         return None
-    if prompt is None:
-        prompt = models.help_texts()
     length = prompt_length(model.config, args.max_tokens, args.max_new_tokens)
-    ids = models.tokens(model, models.load_tokenizer(source), prompt, length)
+    ids = models.tokens(model, source, length, prompt)
     if model.config.is_encoder_decoder:
         return {"input_ids": ids, "decoder_input_ids": ids}
     return ids

@@ -134,10 +134,8 @@ def judge_norm(call: Call, ours: Outputs, theirs: Outputs) -> Check:
         share = min(MAX_OFF_HALF * amplified.mean().item(), _MAX_AMPLIFIED)
     count = (difference > tolerated).sum().item()
     allowed = max(1, int(share * y.numel()))
-    text = (
-        f"{count} of {y.numel()} values are off (limit {allowed}), "
-        f"by {steps:.2g} rounding steps (limit {WORST_ULP:g})"
-    )
+    text = "{} of {} values are off (limit {}), by {:.2g} rounding steps (limit {:g})"
+    text = text.format(count, y.numel(), allowed, steps, WORST_ULP)
     passed = count <= allowed and steps <= WORST_ULP
     return Check(call.path, passed, text, y.numel(), unequal.sum().item())
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..fused.layer import layer_part
-from ..fused.norm import norm_of, recipe_of
+from ..fused.norm import norm_of
 from ..ops import backend, chosen_backend
 from ..patching import count_launches, is_patched, patched
 from .calls import keeps_formula, rounds_otherwise, unpatched
@@ -105,8 +105,6 @@ def verify_equivalence(
     why_no_text = why_not_generate(reference, batches, max_new_tokens)
     if why_no_text:
         max_new_tokens = 0
-    by_norm = Parts(judge_norm, backward)
-    by_layer = Parts(judge_layer, backward)
     with ExitStack() as stack:
         for model in {reference, candidate}:
             stack.enter_context(evaluating(model))
@@ -114,20 +112,21 @@ def verify_equivalence(
             stack.enter_context(unpatched(*reference.modules()))
         elif not is_patched(reference):
             stack.enter_context(patched(reference))
-        if norms:
-            by_norm.modules = _norms(reference, candidate)
-            by_layer.modules = _fused_layers(candidate)
+        leaves = _norms(reference, candidate) if norms else {}
+        layers = _fused_layers(candidate) if norms else {}
+        by_norm = Parts(leaves, judge_norm, backward)
+        by_layer = Parts(layers, judge_layer, backward)
         progress("patched model")
         with count_launches() as launches:
             with by_layer.compared():
                 outputs = outputs_of(candidate, batches)
                 texts = generate(candidate, batches, max_new_tokens)
             progress("norms")
-            if by_norm.modules:
+            if leaves:
                 # a norm with a hook is not fused with its surroundings
                 with by_norm.compared():
                     outputs_of(candidate, batches)
-        norm_checks = _listed(candidate, by_norm.checks())
+        norm_checks = by_norm.checks()
         servers = _servers(candidate)
         nothing_ran = "" if launches or servers else why_nothing_ran(candidate)
         stack.enter_context(unpatched(*reference.modules()))
@@ -190,19 +189,6 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
             "norms=False to compare outputs alone"
         )
     return {path: (module, others[path]) for path, module in leaves.items()}
-
-
-def _listed(model: nn.Module, checks: list[Check]) -> list[Check]:
-    """Those of patched norms, and of modules that give another output than the
-    reference's.
-    """
-    return [
-        check
-        for check in checks
-        if check.differing
-        or not check.passed
-        or recipe_of(model.get_submodule(check.path)) is not None
-    ]
 
 
 def _fused_layers(model: nn.Module) -> dict[str, tuple]:

@@ -53,12 +53,17 @@ class NoiseFloor:
         """The errors in words, or the reason."""
         if self.reason:
             return self.reason
-        allowed_rms = FACTOR * self.reference_rms + self.rms_slack
-        return (
-            f"off by {self.candidate_max:.3g}, the original by "
-            f"{self.reference_max:.3g} (limit {self.allowed_max:.3g}); RMS "
-            f"{self.candidate_rms:.3g} and {self.reference_rms:.3g} "
-            f"(limit {allowed_rms:.3g})"
+        text = (
+            "off by {:.3g}, the original by {:.3g} (limit {:.3g}); "
+            "RMS {:.3g} and {:.3g} (limit {:.3g})"
+        )
+        return text.format(
+            self.candidate_max,
+            self.reference_max,
+            self.allowed_max,
+            self.candidate_rms,
+            self.reference_rms,
+            FACTOR * self.reference_rms + self.rms_slack,
         )
 
 
