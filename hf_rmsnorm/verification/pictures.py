@@ -21,7 +21,10 @@ def with_picture(model, text: dict) -> dict | None:
     """
     vision = getattr(model.config, "vision_config", None)
     made = [] if vision is None else random_pictures(vision)
-    choices = (send_to_device(in_dtype_of(model, one), model.device) for one in made)
+    choices = (
+        send_to_device(in_dtype_of(model, one), text["input_ids"].device)
+        for one in made
+    )
     runs_on = None
     for inputs in with_features(model, text, "image", choices):
         try:
