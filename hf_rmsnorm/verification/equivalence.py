@@ -126,7 +126,9 @@ def verify_equivalence(
                 # a norm with a hook is not fused with its surroundings
                 with by_norm.compared():
                     outputs_of(candidate, batches)
+        # while the candidate is patched, which may end here
         norm_checks = by_norm.checks()
+        layer_checks = by_layer.checks()
         servers = _servers(candidate)
         nothing_ran = "" if launches or servers else why_nothing_ran(candidate)
         stack.enter_context(unpatched(*reference.modules()))
@@ -147,7 +149,7 @@ def verify_equivalence(
         device=str(device_of(reference)),
         noise_floor=floor,
         norms=tuple(norm_checks),
-        fused=tuple(by_layer.checks()),
+        fused=tuple(layer_checks),
         gradients=(*by_norm.gradients, *by_layer.gradients),
         greedy=greedy,
         launches=dict(launches),
