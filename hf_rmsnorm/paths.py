@@ -30,13 +30,8 @@ def compact_paths(paths: Sequence[str]) -> list[str]:
     """Paths that differ in their numbers written as one,
     ``model.layers.[0-31].input_layernorm``.
     """
-    rows = []
-    longest = 0
-    for path in dict.fromkeys(paths):
-        row = tuple(path.split("."))
-        rows.append(row)
-        longest = max(longest, len(row))
-    for place in reversed(range(longest)):
+    rows = [tuple(path.split(".")) for path in dict.fromkeys(paths)]
+    for place in reversed(range(max(map(len, rows), default=0))):
         rows = _joined(rows, place)
     return [".".join(row) or "(the model itself)" for row in rows]
 
@@ -50,30 +45,22 @@ def _joined(rows: list[tuple], place: int) -> list[tuple]:
             alike.setdefault(rest, []).append(int(row[place]))
         else:
             alike[row] = []
-    joined = []
-    for row, numbers in alike.items():
-        parts = list(row)
-        if numbers:
-            parts[place] = _ranges(sorted(numbers))
-        joined.append(tuple(parts))
-    return joined
+    return [
+        (*row[:place], _ranges(sorted(numbers)), *row[place + 1 :]) if numbers else row
+        for row, numbers in alike.items()
+    ]
 
 
 def _ranges(numbers: list[int]) -> str:
     """One number, or ascending ones as ``[0-2,5]``."""
-    texts = []
-    last = None
+    ranges = []
     for number in numbers:
-        if last is None or number != last + 1:
-            first = number
-            texts.append(str(number))
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
         else:
-            texts[-1] = f"{first}-{number}"
-        last = number
-    ranges = ",".join(texts)
-    if len(numbers) > 1:
-        return f"[{ranges}]"
-    return ranges
+            ranges.append([number])
+    text = ",".join("-".join(map(str, ends)) for ends in ranges)
+    return f"[{text}]" if len(numbers) > 1 else text
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -81,6 +68,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     any.
     """
     close = difflib.get_close_matches(word.lower(), known, 1, cutoff=0.5)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return ""
+    return f"; did you mean {close[0]}?" if close else ""

@@ -75,8 +75,7 @@ def _shortened(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     for name, how in entries.items():
         pattern = _pattern(name)
         group = similar[pattern]
-        hows = [entries.get(other) for other in group]
-        if len(group) > 1 and hows.count(how) == len(group):
+        if len(group) > 1 and all(entries.get(other) == how for other in group):
             short[pattern] = {**how, "count": len(group)}
         else:
             short[name] = how
@@ -89,9 +88,7 @@ def matching(entries: Entries, names: Iterable[str]) -> dict[str, dict]:
     for name in names:
         entry = entries.get(name) or entries.get(_pattern(name))
         if entry is not None:
-            how = dict(entry)
-            how.pop("count", None)
-            matches[name] = how
+            matches[name] = {key: entry[key] for key in entry if key != "count"}
     return matches
 
 
@@ -99,9 +96,11 @@ def trained_as_rms(record) -> bool:
     """Whether a record says that training, and no approximate fit, made the norms
     RMSNorms.
     """
-    if not isinstance(record, dict) or record.get("approximate"):
-        return False
-    return record.get("computes") == TRAINED_AS_RMS
+    return (
+        isinstance(record, dict)
+        and not record.get("approximate")
+        and record.get("computes") == TRAINED_AS_RMS
+    )
 
 
 def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
@@ -118,9 +117,7 @@ def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> s
             "install the release that wrote it"
         )
     recorded = record["residual_weights"]
-    present = Counter(tensors.keys())
-    for name in tensors:
-        present[_pattern(name)] += 1
+    present = Counter(tensors.keys()) + Counter(map(_pattern, tensors))
     for name, how in recorded.items():
         if present[name] < how.get("count", 1):
             return (
@@ -128,11 +125,9 @@ def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> s
             )
     for name, how in matching(recorded, tensors).items():
         tensor = tensors[name]
-        if is_centred(tensor, **how):
-            continue
-        if tensor.isfinite().all():
-            return f"{name} {_MEAN}"
-        return f"{name} holds NaN or infinity"
+        if not is_centred(tensor, **how):
+            is_finite = tensor.isfinite().all()
+            return f"{name} {_MEAN if is_finite else 'holds NaN or infinity'}"
     return ""
 
 
@@ -157,8 +152,7 @@ def is_centred(tensor: torch.Tensor, axis: int, block: int, blocks) -> bool:
         size = wide.abs().mean(-1)
         mean = wide.mean(-1).abs()
         bound = (unit + ARITHMETIC) * size + smallest
-        within = (mean <= bound) & bound.isfinite()
-        if not within.all():
+        if not ((mean <= bound) & bound.isfinite()).all():
             return False
     return True
 
@@ -170,14 +164,12 @@ def centre_(tensor: torch.Tensor, axis: int, block: int, blocks) -> None:
     """
     for piece in _pieces(tensor, axis, block, blocks):
         wide = piece.double()
-        mean = wide.mean(-1, keepdim=True)
-        piece.copy_(wide - mean)
+        piece.copy_(wide - wide.mean(-1, keepdim=True))
 
 
 def rows_of(tensor: torch.Tensor, axis: int, block: int) -> torch.Tensor:
     """A view of the blocks along an axis: (other axes, blocks, block)."""
-    rows = tensor.movedim(axis, -1)
-    return rows.unflatten(-1, (-1, block))
+    return tensor.movedim(axis, -1).unflatten(-1, (-1, block))
 
 
 def _pieces(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator:
@@ -189,18 +181,13 @@ def _pieces(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator:
     if blocks is not None:
         parts = [rows.narrow(-2, index, 1) for index in blocks]
     for part in parts:
-        size = max(1, part[:1].numel())
-        count = max(1, PIECE // size)
-        yield from part.split(count)
+        yield from part.split(max(1, PIECE // max(1, part[:1].numel())))
 
 
 def own_names(names: Iterable[str]) -> dict[str, str]:
     """Of the names of a model's parameters, those that no adapter added: name -> its name without the adapter's."""
     names = list(names)
-    wrapped = set()
-    for name in names:
-        for match in _KEPT.finditer(name):
-            wrapped.add(name[: match.start()])
+    wrapped = {name[: kept.start()] for name in names for kept in _KEPT.finditer(name)}
     own = {}
     for name in names:
         inside = wrapped & _above([name])
@@ -226,14 +213,12 @@ class ResidualWeights:
         LoRA adds ``B A x``, of the mean of B's columns along its output. None where no
         residual weight gets a mean by it; a ValueError where one does in another way.
         """
-        path = _KEPT.sub("", name)
-        path = _COPIED.sub("", path)
+        path = _COPIED.sub("", _KEPT.sub("", name))
         # the parameter that it replaces, or the module that it is added to
         home = path
         while home and home not in self.places:
             home = home.rpartition(".")[0]
-        inside = f"{home}."
-        touched = [w for w in self.how if w == home or w.startswith(inside)]
+        touched = [w for w in self.how if f"{w}.".startswith(f"{home}.")]
         if not touched:
             return None
         if home == path:  # a trained copy in its place

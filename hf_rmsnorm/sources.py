@@ -75,17 +75,17 @@ def find(model: str, trust_remote_code: bool = False) -> Source:
     if model.strip() and folder.is_dir():
         if (folder / "config.json").is_file():
             return Source(model, str(folder), True, trust_remote_code)
+        fault = "has no config.json: pass the folder that save_pretrained wrote"
         if (folder / "adapter_config.json").is_file():
-            cure = "merge_and_unload it into its base, save that, and pass it"
-            raise SourceError(f"{model} is an adapter: {cure}")
-        cure = "pass the folder that save_pretrained wrote"
-        raise SourceError(f"{model} has no config.json: {cure}")
+            fault = "is an adapter: merge_and_unload it into its base, save that, and pass it"
+        raise SourceError(f"{model} {fault}")
     if folder.is_file():
         raise SourceError(f"{model} is a file: pass the folder that holds it")
     if not HUB_ID.fullmatch(model) or model.startswith("."):
         what = f"there is no folder {model}" if model.strip() else "MODEL is empty"
-        cure = "pass a local folder, a hub id such as org/name, or demo:llama"
-        raise SourceError(f"{what}: {cure}")
+        raise SourceError(
+            f"{what}: pass a local folder, a hub id such as org/name, or demo:llama"
+        )
     return Source(model, model, False, trust_remote_code)
 
 
@@ -104,8 +104,8 @@ def loading(source: Source, what: str):
     try:
         yield
     except Exception as error:
-        text = textwrap.shorten(str(error), 300, placeholder="...")
-        text = f"{type(error).__name__}: {text}"
+        shortened = textwrap.shorten(str(error), 300, placeholder="...")
+        text = f"{type(error).__name__}: {shortened}"
         cure = "check the id and the network, or pass a local folder or demo:llama"
         if source.is_local:
             cure = "repair the folder, or pass another one"
@@ -114,8 +114,9 @@ def loading(source: Source, what: str):
             text = "the hub does not answer, and its cache here has not all of it"
         if "trust_remote_code" in str(error):
             cure = "it brings its own code: read that, then pass --trust-remote-code"
-        what = f"cannot load {what} of {source.name}"
-        raise SourceError(f"{what}: {cure} ({text})") from error
+        raise SourceError(
+            f"cannot load {what} of {source.name}: {cure} ({text})"
+        ) from error
 
 
 def without_weights(make: Callable):

@@ -50,17 +50,15 @@ def run(args) -> Result:
     from ..ops.backend import runs_on
     from ..verification.context import max_positions
 
-    dtype = DTYPES.get(args.dtype, "auto")
     with progress_bar(1, f"loading {source.name}"):
-        model = models.load_model(source, dtype, device)
+        model = models.load_model(source, DTYPES.get(args.dtype, "auto"), device)
     if model.main_input_name != "input_ids":
         raise CliError(
             f"{source.name} takes {model.main_input_name} and not a text: time "
             "patch_model from Python"
         )
-    tokenizer = models.load_tokenizer(source)
     length = min(args.length, max_positions(model.config))
-    ids = models.tokens(model, tokenizer, models.help_texts(), length)
+    ids = models.tokens(model, source, length)
     where = runs_on(device)
     data = {
         "model": source.name,
@@ -70,25 +68,16 @@ def run(args) -> Result:
         "backend_reason": where["reason"],
         "swapped": len(patch_model(model).swapped),
     }
+    times = {}  # in milliseconds, by phase
     if model.can_generate() and not model.config.is_encoder_decoder:
         data |= _generate(model, ids, args.new_tokens)
+        times["generate, a token"] = [1e3 / n for n in data["tokens_per_second"]]
     if not args.no_train:
         data |= _train(model, ids.repeat(args.batch, 1))
-    if args.plot:
-        draw_times(
-            args.plot, f"{source.name}, {data['dtype']} on {device}", _times(data)
-        )
-    return Result(data, _text(data))
-
-
-def _times(data: dict) -> dict[str, list[float]]:
-    """Milliseconds by phase, of the original and of the patched model."""
-    times = {}
-    if "token_ids" in data:
-        times["generate, a token"] = [1e3 / n for n in data["tokens_per_second"]]
-    if "losses" in data:
         times["train, a step"] = data["step_ms"]
-    return times
+    if args.plot:
+        draw_times(args.plot, f"{source.name}, {data['dtype']} on {device}", times)
+    return Result(data, _text(data))
 
 
 def greedy(model, ids, count: int) -> list[int]:
@@ -134,8 +123,11 @@ def _train(model, batch) -> dict:
 
     model.train()
     losses, seconds = _in_turn(model, "training", step)
-    milliseconds = [1e3 * median for median in seconds]
-    return {"batch": list(batch.shape), "losses": losses, "step_ms": milliseconds}
+    return {
+        "batch": list(batch.shape),
+        "losses": losses,
+        "step_ms": [1e3 * median for median in seconds],
+    }
 
 
 def _in_turn(model, what: str, call) -> tuple[list, list[float]]:
@@ -146,21 +138,18 @@ def _in_turn(model, what: str, call) -> tuple[list, list[float]]:
 
     from .. import patch_model, unpatch_model
 
-    results = []
-    switches = (unpatch_model, patch_model)
-    seconds = [[], []]
-    with progress_bar(2 * (ROUNDS + 1), what, "run") as bar:
-        for _ in range(ROUNDS + 1):
-            results = []
-            for times, switch in zip(seconds, switches, strict=True):
-                switch(model)
-                torch.manual_seed(0)  # of dropout
-                start = time.perf_counter()
-                results.append(call())  # which waits for the GPU, as it returns numbers
-                times.append(time.perf_counter() - start)
-                bar.update()
-    # the first run compiles kernels and fills caches
-    return results, [statistics.median(times[1:]) for times in seconds]
+    switches = (unpatch_model, patch_model) * (ROUNDS + 1)
+    results, seconds = [], []
+    with progress_bar(len(switches), what, "run") as bar:
+        for switch in switches:
+            switch(model)
+            torch.manual_seed(0)  # of dropout
+            start = time.perf_counter()
+            results.append(call())  # which waits for the GPU, as it returns numbers
+            seconds.append(time.perf_counter() - start)
+            bar.update()
+    # the first run of each compiles kernels and fills caches
+    return results[-2:], [statistics.median(seconds[first::2]) for first in (2, 3)]
 
 
 def _text(data: dict) -> str:
@@ -169,22 +158,22 @@ def _text(data: dict) -> str:
         "{model}: {swapped} norms swapped, {dtype} on {device}".format(**data),
         f"{'':<42} {'original':>9} {'patched':>9}  speed-up",
     ]
+    compared = []
     if "token_ids" in data:
         original, patched = data["tokens_per_second"]
         what = "tokens per second ({new_tokens} new, batch 1)".format(**data)
         lines.append(f"{row(what, original, patched)}  {patched / original:.2f}")
+        tokens, others = data["token_ids"]
+        same = tokens == others
+        compared = [
+            "the same tokens" if same else "other tokens: run hf-rmsnorm verify"
+        ]
     if "losses" in data:
         original, patched = data["step_ms"]
         what = "ms per training step ({} x {} tokens)".format(*data["batch"])
         lines.append(f"{row(what, original, patched)}  {original / patched:.2f}")
         lines.append(row("loss", *data["losses"]))
-    if "token_ids" in data:
-        original, patched = data["token_ids"]
-        same = original == patched
-        lines.append(
-            "the same tokens" if same else "other tokens: run hf-rmsnorm verify"
-        )
     ran = f"The norms ran in {data['backend_reason']}"
     if data["backend"] != "triton":
         ran += "; both times are of the same code"
-    return "\n".join([*lines, fitted(f"{ran}.")])
+    return "\n".join([*lines, *compared, fitted(f"{ran}.")])

@@ -48,9 +48,8 @@ def progress_bar(total: int, what: str, unit: str = "step"):
     shows = {"mininterval": 0, "leave": False, "dynamic_ncols": True}
     if not sys.stderr.isatty():
         shows = {"mininterval": A_MINUTE, "delay": A_MINUTE}
-    scaled = unit == "B"
-    shows |= {"unit": unit, "unit_scale": scaled, "miniters": 1, "file": sys.stderr}
-    return tqdm(total=total, desc=what, **shows)
+    shows |= {"unit": unit, "unit_scale": unit == "B", "miniters": 1}
+    return tqdm(total=total, desc=what, file=sys.stderr, **shows)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -78,20 +78,21 @@ def help_texts() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def tokens(model, tokenizer, text: str, limit: int):
-    """Token ids of text, (1, n) on the model's device, n at most limit; seeded random
-    ids without a tokenizer.
+def tokens(model, source: Source, limit: int, text: str | None = None):
+    """Token ids of a text, by default Python's help, (1, n) on the model's device, n at
+    most limit; seeded random ids without a tokenizer.
     """
     import torch
 
+    tokenizer = load_tokenizer(source)
     if tokenizer is None:
         vocabulary = model.config.get_text_config().vocab_size
         seeded = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (1, limit), generator=seeded)
     else:
+        text = help_texts() if text is None else text
         # No token is as long as that, and tokenizers take their time over a whole book.
-        text = text[: 40 * limit]
-        ids = tokenizer(text, return_tensors="pt").input_ids[:, :limit]
+        ids = tokenizer(text[: 40 * limit], return_tensors="pt").input_ids[:, :limit]
     if ids.shape[1] == 0:
         raise CliError("the prompt has no tokens: pass some text with --prompt")
     return ids.to(model.device)

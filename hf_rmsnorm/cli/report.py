@@ -28,10 +28,9 @@ def run(args) -> Result:
     from .. import patch_model
     from ..ops.backend import runs_on
 
-    options = {"include": args.include, "exclude": args.exclude, "strict": args.strict}
     with progress_bar(1, f"building the modules of {source.name}, without weights"):
         model = models.empty_model(source)
-        report = patch_model(model, **options)
+        report = patch_model(model, args.include, args.exclude, args.strict)
     if report.swapped:  # the modules have no data, and would run here
         report = replace(report, devices=(runs_on(pick_device(None)),))
     name = type(model).__name__

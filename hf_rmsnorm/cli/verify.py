@@ -75,24 +75,22 @@ def run(args) -> Result:
     from ..ops.backend import runs_on, where_norms_run
 
     where = runs_on(device)
-    passed = True
-    records = []
-    texts = []
-    layers = {}
+    records, texts, layers = [], [], {}
     dtypes = _dtypes(args)
     with progress_bar(STEPS * len(dtypes), "loading") as bar:
         for dtype in dtypes:
             report, layers[dtype], said = _verify(args, source, dtype, device, bar)
-            passed = passed and report.passed
-            records.append({**report.to_dict(), "conversion": said})
+            record = report.to_dict()
+            record |= {"numerics": record.pop("rounding"), "conversion": said}
+            records.append(record)
             name = f"{source.name} in {report.dtype}"
-            texts.append(f"{name}: {report.to_text(args.verbose)}")
-            if said:
-                texts.append(said)
+            texts += [f"{name}: {report.to_text(args.verbose)}", said]
+    passed = all(record["passed"] for record in records)
     if args.plot:
         draw_errors(args.plot, f"{source.name} on {device}", layers)
     (ran,) = where_norms_run([where])
     texts.append(f"The norms ran on {ran}.")
+    text = "\n\n".join(filter(None, texts))
     data = {
         "model": source.name,
         "passed": passed,
@@ -101,17 +99,13 @@ def run(args) -> Result:
         "backend_reason": where["reason"],
         "runs": records,
     }
-    return Result(data, fitted("\n\n".join(texts)), int(not passed))
+    return Result(data, fitted(text), int(not passed))
 
 
 def _dtypes(args) -> list[str]:
     """The dtypes to verify in, one after the other."""
-    dtype = args.dtype
-    if dtype is None:
-        dtype = "all" if args.model.startswith("demo:") else "auto"
-    if dtype == "all":
-        return ["float32", "bfloat16"]
-    return [DTYPES.get(dtype, dtype)]
+    dtype = args.dtype or ("all" if args.model.startswith("demo:") else "auto")
+    return ["float32", "bfloat16"] if dtype == "all" else [DTYPES.get(dtype, dtype)]
 
 
 def _verify(args, source, dtype: str, device, bar) -> tuple:
@@ -133,19 +127,16 @@ def _verify(args, source, dtype: str, device, bar) -> tuple:
     pair = (model, None)
     if trained:  # its own forward computes LayerNorm
         pair = (as_recorded(model), model)
-        patch_model(model)
+    patch_model(model, numerics=args.numerics)
     inputs = _inputs(args, source, model)
-    layers = []
     step("layers")
-    if args.plot:
-        layers = errors_by_layer(*pair, inputs, args.numerics)
+    layers = errors_by_layer(*pair, inputs) if args.plot else []
     report = verify_equivalence(
         *pair,
         inputs=inputs,
         max_new_tokens=args.max_new_tokens,
         norms=not trained,
         backward=not (trained or args.no_backward),
-        numerics=args.numerics,
         progress=step,
     )
     step("done")
@@ -164,10 +155,8 @@ def _inputs(args, source, model):
     prompt = args.prompt
     if model.main_input_name != "input_ids" or (takes_pictures and prompt is None):
         return None
-    if prompt is None:
-        prompt = models.help_texts()
     length = prompt_length(model.config, args.max_tokens, args.max_new_tokens)
-    ids = models.tokens(model, models.load_tokenizer(source), prompt, length)
+    ids = models.tokens(model, source, length, prompt)
     if model.config.is_encoder_decoder:
         return {"input_ids": ids, "decoder_input_ids": ids}
     return ids
@@ -184,9 +173,6 @@ def _told_of(conversion) -> str:
             f"{count} RMSNorms in plain PyTorch. Without patch_model it computes "
             "LayerNorm, which gives other results"
         )
-    if conversion.why_not:
-        return (
-            "converted, but each norm that the conversion recorded "
-            f"{conversion.why_not}"
-        )
+    if why_not := conversion.why_not:
+        return f"converted, but each norm that the conversion recorded {why_not}"
     return f"converted: {count} of its LayerNorms run as RMSNorm, with the same results"

@@ -55,14 +55,12 @@ class Recentre:
         if why_not := recorded.in_the_way():
             raise ValueError(f"{_CANNOT}: {why_not}")
         self._model = recorded.model
+        parameter_of = recorded.model.get_parameter
         # (name, how to centre it, its shape)
-        self._steps = []
-        sharded = False
-        for name, how in recorded.to_centre():
-            parameter = recorded.model.get_parameter(name)
-            self._steps.append((name, how, parameter.shape))
-            sharded = sharded or is_dtensor(parameter)
-        if sharded:
+        self._steps = [
+            (name, how, parameter_of(name).shape) for name, how in recorded.to_centre()
+        ]
+        if any(is_dtensor(parameter_of(name)) for name, *_ in self._steps):
             return
         if recorded.moved():
             self._run(frozen=True)
@@ -85,18 +83,22 @@ class Recentre:
             parameter = self._model.get_parameter(name)
             is_missed = parameter.requires_grad and id(parameter) not in stepped
             if is_missed and stepped - ours:
-                what = f"this optimizer updates copies of the parameters, and not {name} itself"
-                cure = "use one that updates the parameters, or train as RMSNorm (train_as_rms)"
-                raise ValueError(f"{what}: the centring would be undone; {cure}")
+                raise ValueError(
+                    f"this optimizer updates copies of the parameters, and not {name} "
+                    "itself: the centring would be undone; use one that updates the "
+                    "parameters, or train as RMSNorm (train_as_rms)"
+                )
 
     @torch.no_grad()
     def _run(self, frozen: bool) -> None:
         for name, how, shape in self._steps:
             parameter = self._model.get_parameter(name)
             if parameter.shape != shape or parameter.is_meta:
-                what = f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was resized"
-                cure = "build Recentre after that, under fully_shard or DDP, or train as RMSNorm (train_as_rms)"
-                raise ValueError(f"{what}: {cure}")
+                raise ValueError(
+                    f"{name} is not here whole, as under FSDP1 and ZeRO-3, or was "
+                    "resized: build Recentre after that, under fully_shard or DDP, or "
+                    "train as RMSNorm (train_as_rms)"
+                )
             if frozen or parameter.requires_grad:
                 _centre(parameter, how)
 
@@ -122,14 +124,14 @@ def _check_serves(model: torch.nn.Module, recorded: Recorded) -> None:
     """Raise ValueError for a model under FSDP1, or one that was trained as RMSNorm."""
     names = [type(module).__name__ for module in model.modules()]
     if "FullyShardedDataParallel" in names:
-        cure = "use FSDP2 (fully_shard), or train as RMSNorm (train_as_rms)"
         raise ValueError(
-            f"FSDP1 keeps parameters as pieces of a flat one, without rows to centre: {cure}"
+            "FSDP1 keeps parameters as pieces of a flat one, without rows to centre: "
+            "use FSDP2 (fully_shard), or train as RMSNorm (train_as_rms)"
         )
     if recorded.followed:
-        why = "its weights may have any mean, and taking it off would change what the model computes"
         raise ValueError(
-            f"this model's config says that it was trained as RMSNorm: {why}"
+            "this model's config says that it was trained as RMSNorm: its weights may "
+            "have any mean, and taking it off would change what the model computes"
         )
 
 
@@ -161,10 +163,11 @@ def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
     trained as RMSNorm already.
     """
     recorded = _recorded(model, "train_as_rms")
-    why_not = "" if trained else recorded.why_not.removeprefix(STAYS)
-    if why_not:
-        what = "as RMSNorm this model would compute something else than it does now"
-        raise ValueError(f"{what}: {why_not}")
+    if recorded.why_not and not trained:
+        raise ValueError(
+            "as RMSNorm this model would compute something else than it does now: "
+            f"{recorded.why_not.removeprefix(STAYS)}"
+        )
     for module in model.modules():
         config = getattr(module, "config", None)
         if getattr(config, RECORD_KEY, None) == recorded.record:
@@ -175,8 +178,8 @@ def _recorded(model: torch.nn.Module, function: str) -> Recorded:
     check_module(function, model)
     recorded = conversion_of(model)
     if recorded is None:
-        cure = "make a checkpoint with hf-rmsnorm convert, and load that"
         raise ValueError(
-            f"the config of this {type(model).__name__} records no conversion: {cure}"
+            f"the config of this {type(model).__name__} records no conversion: make a "
+            "checkpoint with hf-rmsnorm convert, and load that"
         )
     return recorded

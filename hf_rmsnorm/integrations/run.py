@@ -15,13 +15,13 @@ from importlib.util import find_spec
 
 from transformers.trainer import DEFAULT_CALLBACKS
 
-from ..patching.servers.rounding import NUMERICS
+from ..patching.api import CHOICES
 from .trainer import OPTIONS, EndingCallback
 
 GLOBS = ("include", "exclude")
 VALUES = dict.fromkeys(OPTIONS, "True or False")
 VALUES |= dict.fromkeys(GLOBS, "globs with commas between")
-VALUES["numerics"] = f"one of {', '.join(NUMERICS)}"
+VALUES |= {name: f"one of {', '.join(names)}" for name, names in CHOICES.items()}
 
 
 def usage() -> str:
@@ -45,9 +45,8 @@ def parse(words: list[str]) -> tuple[dict, list[str]]:
             raise ValueError(
                 f"{name} is there twice: put commas between globs, or leave one out"
             )
-        options[name] = {"True": True, "False": False}.get(value, value)
-        if name in GLOBS:
-            options[name] = value.split(",")
+        flags = {"True": True, "False": False}
+        options[name] = value.split(",") if name in GLOBS else flags.get(value, value)
     raise ValueError(
         "there is nothing to run: name SCRIPT.py or -m MODULE; --help says how to call this"
     )
@@ -55,10 +54,9 @@ def parse(words: list[str]) -> tuple[dict, list[str]]:
 
 def check_is_there(program: list[str]) -> None:
     """Raise ValueError where there is no such script or module."""
-    if program[0] != "-m":
-        what, is_there = f"file {program[0]}", os.path.isfile(program[0])
-    else:
-        name = program[1] if program[1:] else ""
+    what, is_there = f"file {program[0]}", os.path.isfile(program[0])
+    if program[0] == "-m":
+        name = "".join(program[1:2])
         what, is_there = f"module {name}", _has_module(name)
     if not is_there:
         raise ValueError(
@@ -99,8 +97,10 @@ def main() -> int:
     finally:
         DEFAULT_CALLBACKS.remove(callback)
         if not callback.has_seen_a_trainer:
-            line = f"{name} made no Trainer here: call patch_model(model) in it"
-            print(f"hf_rmsnorm: {line}", file=sys.stderr)
+            print(
+                f"hf_rmsnorm: {name} made no Trainer here: call patch_model(model) in it",
+                file=sys.stderr,
+            )
     return 0
 
 

@@ -1,6 +1,5 @@
 """`HfRmsNormCallback`: patches the model of a Trainer."""
 
-import contextlib
 import inspect
 import sys
 import warnings
@@ -55,8 +54,8 @@ class HfRmsNormCallback(TrainerCallback):
     Raises:
         TypeError: an option that `patch_model` does not know, or a flag that is not a
             bool.
-        ValueError: recentre and train_as_rms together; an unknown numerics; and, from
-            the Trainer, what those two and `patch_model` raise.
+        ValueError: recentre and train_as_rms together; a value that `patch_model` does
+            not know; and, from the Trainer, what those two and `patch_model` raise.
 
     Example:
         >>> from hf_rmsnorm import HfRmsNormCallback
@@ -92,32 +91,26 @@ class HfRmsNormCallback(TrainerCallback):
         return {**self.__dict__, "_patched": None, "_recentre": None}
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        self._patch(model, resumed=False)
         self._said = ""  # another Trainer says it again
-        self._say(args, state)
+        self._prepare(args, state, model)
 
     def on_train_begin(
         self, args, state, control, model=None, optimizer=None, **kwargs
     ):
-        self._patch(model, resumed=state.global_step > 0, liger=args.use_liger_kernel)
-        self._say(args, state)
-        reasons = [norm.reason for norm in self.report.skipped]
-        if any("liger_kernel" in reason for reason in reasons):
-            config = {"rms_norm": False, "rope": False}
-            cure = f"liger_kernel_config={config} keeps its other kernels"
-            logger.warning(f"use_liger_kernel took norms: {cure}")
-        if self._recentre_wanted:
-            self._recentre = Recentre(model)
-            if optimizer is not None:
-                self._recentre.check_optimizer(optimizer)
+        self._prepare(args, state, model, optimizer)
+        if any("liger_kernel" in norm.reason for norm in self.report.skipped):
+            logger.warning(
+                "use_liger_kernel took norms: liger_kernel_config={'rms_norm': False, "
+                "'rope': False} keeps its other kernels"
+            )
         conversion = conversion_of(model)
         as_rms = any(norm.converted for norm in self.report.swapped)
         self._saves_trained = as_rms and conversion.trained
         if as_rms and not (self._recentre_wanted or conversion.trained):
-            what = "this converted model trains as RMSNorm, and what is saved loads as LayerNorm"
-            cure = "give HfRmsNormCallback recentre=True or train_as_rms=True"
             logger.warning(
-                f"{what}: another function where its residual weights were trained; {cure}"
+                "this converted model trains as RMSNorm, and what is saved loads as "
+                "LayerNorm: another function where its residual weights were trained; "
+                "give HfRmsNormCallback recentre=True or train_as_rms=True"
             )
 
     def on_optimizer_step(self, args, state, control, **kwargs):
@@ -132,16 +125,25 @@ class HfRmsNormCallback(TrainerCallback):
         self._recentre = None
         self.on_save(args, state, control)  # it may be saved now, which is no event
 
-    def _patch(self, model: torch.nn.Module, resumed: bool, liger: bool = False):
+    def _prepare(self, args, state, model: torch.nn.Module, optimizer=None) -> None:
+        """Patch a model, unless it is the one that was patched last, and say so."""
         if self._trained_as_rms:
-            mark_as_rms(model, trained=resumed)
+            mark_as_rms(model, trained=state.global_step > 0)
         elif self._recentre_wanted:
-            Recentre(model)  # what has moved before is centred
+            self._recentre = Recentre(model)  # what has moved before is centred
+            if optimizer is not None:
+                self._recentre.check_optimizer(optimizer)
         before = self._patched and self._patched()
-        if before in model.modules():
-            if conversion_of(before) is None and not liger:
-                return
-            model = before
+        if before not in model.modules():
+            self._patch(model, args.use_liger_kernel)
+        elif args.use_liger_kernel or conversion_of(before) is not None:
+            self._patch(before, args.use_liger_kernel)
+        line = swapped_line(self.report, args.device)
+        if line != self._said and state.is_world_process_zero:
+            print(line, file=sys.stderr)
+        self._said = line
+
+    def _patch(self, model: torch.nn.Module, liger: bool) -> None:
         with warnings.catch_warnings():
             if liger:  # it may have them all, which is said where training begins
                 warnings.filterwarnings("ignore", "patch_model changed no norm")
@@ -157,12 +159,6 @@ class HfRmsNormCallback(TrainerCallback):
                 f"each norm that the conversion recorded {conversion.why_not}"
             )
 
-    def _say(self, args, state) -> None:
-        line = swapped_line(self.report, args.device)
-        if line != self._said and state.is_world_process_zero:
-            print(line, file=sys.stderr)
-        self._said = line
-
 
 class EndingCallback(HfRmsNormCallback):
     """`HfRmsNormCallback` for options that no script has: where they do not fit a
@@ -171,24 +167,14 @@ class EndingCallback(HfRmsNormCallback):
 
     has_seen_a_trainer = False
 
-    def on_init_end(self, args, state, control, **kwargs):
+    def _prepare(self, args, state, *arguments) -> None:
         self.has_seen_a_trainer = True
-        with _ending(state.is_world_process_zero):
-            super().on_init_end(args, state, control, **kwargs)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        with _ending(state.is_world_process_zero):
-            super().on_train_begin(args, state, control, **kwargs)
-
-
-@contextlib.contextmanager
-def _ending(is_main_process: bool):
-    try:
-        yield
-    except ValueError as error:  # of patch_model and Recentre, about this model
-        if is_main_process:
-            print(f"hf_rmsnorm: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        try:
+            super()._prepare(args, state, *arguments)
+        except ValueError as error:  # of patch_model and Recentre, about this model
+            if state.is_world_process_zero:
+                print(f"hf_rmsnorm: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
 
 
 def swapped_line(report: PatchReport, device: torch.device) -> str:
@@ -199,7 +185,5 @@ def swapped_line(report: PatchReport, device: torch.device) -> str:
     if {record["device"] for record in records} == {"cpu"}:
         # a sharded model is put on its GPU later
         records = [runs_on(device)]
-    line = f"hf_rmsnorm: {report.counts}"
-    for text in where_norms_run(records):
-        line += f"; runs on {text}"
-    return line
+    places = [f"runs on {place}" for place in where_norms_run(records)]
+    return "; ".join([f"hf_rmsnorm: {report.counts}", *places])

@@ -21,6 +21,7 @@ from .swap import carry_out, own_fusions, restore, set_recipe, unfuse, why_not_r
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
 _changing = threading.RLock()
+CHOICES = {"numerics": NUMERICS}  # what an option may be that is one of some names
 
 
 def patch_model(

@@ -52,21 +52,10 @@ class Call:
         """The floating tensors that a module returns for an input x and the other
         arguments, with other parameters where these are named.
         """
-        args = ()
-        kwargs = {}
-        for key, value in self.arguments.items():
-            if key == self.place:
-                value = x
-            if isinstance(key, int):
-                args += (value,)
-            else:
-                kwargs[key] = value
-        returned = torch.func.functional_call(module, parameters, args, kwargs)
-        outputs = []
-        for y in tree_leaves(returned):
-            if is_float(y) and y.dim():
-                outputs.append(y)
-        return outputs
+        named = {**self.arguments, self.place: x}
+        args = tuple(named.pop(key) for key in self.arguments if isinstance(key, int))
+        returned = torch.func.functional_call(module, parameters, args, named)
+        return [y for y in tree_leaves(returned) if is_float(y) and y.dim()]
 
     @contextmanager
     def original(self) -> Iterator[nn.Module]:

@@ -52,9 +52,7 @@ class Check:
         """PASS or FAIL, or nothing if nothing was compared."""
         if not self.passed:
             return "FAIL"
-        if self.compared:
-            return "PASS"
-        return ""
+        return "PASS" if self.compared else ""
 
 
 Outputs = list[torch.Tensor]
@@ -80,11 +78,9 @@ def _compare(call: Call, judge: Judge) -> Check:
     except Exception as error:
         # whatever a broken kernel or forward raises is the verdict on it
         return Check(call.path, False, f"raises {one_line(error)}")
-    kinds = _kinds(ours)
-    expected = _kinds(theirs)
-    if kinds != expected:
-        text = f"returns {kinds}, the original {expected}"
-        return Check(call.path, False, text)
+    if _kinds(ours) != _kinds(theirs):
+        kinds = f"returns {_kinds(ours)}, the original {_kinds(theirs)}"
+        return Check(call.path, False, kinds)
     return judge(call, ours, theirs)
 
 
@@ -96,15 +92,11 @@ def worst(checks: list[Check]) -> Check:
 def _run(call: Call, module: torch.nn.Module) -> Outputs:
     x = call.x.detach().clone()
     x.requires_grad_(torch.is_grad_enabled())
-    outputs = call.again().outputs(module, x, {})
-    return [y.detach() for y in outputs]
+    return [y.detach() for y in call.again().outputs(module, x, {})]
 
 
 def _kinds(outputs: Outputs) -> str:
-    kinds = []
-    for y in outputs:
-        kinds.append(f"{y.dtype} {tuple(y.shape)}")
-    return ", ".join(kinds)
+    return ", ".join(f"{y.dtype} {tuple(y.shape)}" for y in outputs)
 
 
 @torch.no_grad()
@@ -123,37 +115,29 @@ def judge_norm(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     y = ours[0].double()
     expected = theirs[0].double()
     # the coarser one is where the original rounds
-    dtypes = x.dtype, theirs[0].dtype
-    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    wide = x.double()
-    spread, mean = torch.std_mean(wide, -1, correction=0, keepdim=True)
+    dtype = max(x.dtype, theirs[0].dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    spread, mean = torch.std_mean(x.double(), -1, correction=0, keepdim=True)
     shift = mean.abs() / spread.clamp_min(1e-30)
     amplified = (1 + shift).nan_to_num(1.0, 1.0)
     sizes = expected.nan_to_num(0.0, 0.0, 0.0).abs()
     finest = torch.promote_types(dtype, torch.float32)
-    largest = sizes.amax(-1, keepdim=True)
-    fine = largest * amplified * torch.finfo(finest).eps
+    fine = sizes.amax(-1, keepdim=True) * amplified * torch.finfo(finest).eps
     unequal = _unequal(y, expected)
     difference = torch.where(unequal, (y - expected).abs(), 0.0)
     difference = difference.nan_to_num(torch.inf, torch.inf)
-    step = torch.maximum(ulp(sizes, dtype), fine)
-    steps = (difference / step).max().item()
+    steps = (difference / torch.maximum(ulp(sizes, dtype), fine)).max().item()
     # half-precision output is rounded last; other output may be multiplied by the
     # weight after the rounding
-    tolerated = 0.0
-    if ours[0].dtype not in HALF_DTYPES:
-        tolerated = MAX_ULP * fine
+    tolerated = 0.0 if ours[0].dtype in HALF_DTYPES else MAX_ULP * fine
     share = MAX_OFF_FLOAT
     if dtype in HALF_DTYPES:
-        share = MAX_OFF_HALF * amplified.mean().item()
-        share = min(share, _MAX_AMPLIFIED)
+        share = min(MAX_OFF_HALF * amplified.mean().item(), _MAX_AMPLIFIED)
     count = (difference > tolerated).sum().item()
     allowed = max(1, int(share * y.numel()))
     text = "{} of {} values are off (limit {}), by {:.2g} rounding steps (limit {:g})"
     text = text.format(count, y.numel(), allowed, steps, WORST_ULP)
     passed = count <= allowed and steps <= WORST_ULP
-    differing = unequal.sum().item()
-    return Check(call.path, passed, text, y.numel(), differing)
+    return Check(call.path, passed, text, y.numel(), unequal.sum().item())
 
 
 def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
@@ -180,22 +164,17 @@ def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
 
 def _unequal(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """Which elements are not equal; NaN equals NaN."""
-    both_nan = ours.isnan() & theirs.isnan()
-    return (ours != theirs) & ~both_nan
+    return (ours != theirs) & ~(ours.isnan() & theirs.isnan())
 
 
 def _differing(ours: Outputs, theirs: Outputs) -> int:
     """How many elements are not equal."""
-    count = 0
-    for y, expected in zip(ours, theirs, strict=True):
-        unequal = _unequal(y, expected)
-        count += unequal.sum().item()
-    return count
+    pairs = zip(ours, theirs, strict=True)
+    return sum(_unequal(y, expected).sum().item() for y, expected in pairs)
 
 
 def _noise_floor(call: Call, ours: Outputs, theirs: Outputs) -> NoiseFloor:
     """Both against the original in float64."""
     with call.exactly() as again:
         exact = again.outputs(call.module, call.x, {})
-    quantised = bool(quantised_modules(call.module))
-    return noise_floor(theirs, ours, exact, quantised)
+    return noise_floor(theirs, ours, exact, bool(quantised_modules(call.module)))

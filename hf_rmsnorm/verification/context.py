@@ -46,11 +46,8 @@ def evaluating(model):
 
 def leaves_of(model) -> dict[str, torch.nn.Module]:
     """The modules without children, by path."""
-    leaves = {}
-    for path, module in model.named_modules():
-        if not [*module.children()]:
-            leaves[path] = module
-    return leaves
+    modules = model.named_modules()
+    return {path: module for path, module in modules if not [*module.children()]}
 
 
 def max_positions(config) -> int:
@@ -58,12 +55,9 @@ def max_positions(config) -> int:
     has no limit.
     """
     text = config.get_text_config()
-    most = sys.maxsize
-    for key in _POSITIONS:
-        value = getattr(text, key, None)
-        if isinstance(value, int) and value > 0:
-            most = min(most, value)
-    return most
+    limits = [getattr(text, key, None) for key in _POSITIONS]
+    given = (limit for limit in limits if isinstance(limit, int) and limit > 0)
+    return min(given, default=sys.maxsize)
 
 
 def prompt_length(config, tokens: int, new_tokens: int) -> int:
@@ -71,8 +65,7 @@ def prompt_length(config, tokens: int, new_tokens: int) -> int:
     a context that is too short.
     """
     most = max_positions(config)
-    room = max(most - new_tokens, most // 2)
-    return max(1, min(tokens, room))
+    return max(1, min(tokens, max(most - new_tokens, most // 2)))
 
 
 @contextmanager
@@ -118,18 +111,15 @@ def default_inputs(
     names = inspect.signature(model.forward).parameters
     rows, length = tokens
     size = rows, prompt_length(config, length, new_tokens)
-    inputs = {}
+    others = []
+    if main == "input_ids" and _compares_text_with_images(config):
+        others.append("pixel_values")
+    if getattr(config, "is_encoder_decoder", False):
+        others.append("decoder_input_ids")
+    made = [main, *filter(names.__contains__, others)]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        if main == "input_ids":
-            inputs[main] = _random_ids(config, size)
-            if "pixel_values" in names and _compares_text_with_images(config):
-                inputs["pixel_values"] = _random_floats(config, "pixel_values", rows)
-        else:
-            inputs[main] = _random_floats(config, main, rows)
-        has_decoder = getattr(config, "is_encoder_decoder", False)
-        if has_decoder and "decoder_input_ids" in names:
-            inputs["decoder_input_ids"] = _random_ids(config, size)
+        inputs = {name: _random(config, name, size) for name in made}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in names.values())
     if takes_any or "use_cache" in names:
         inputs["use_cache"] = False
@@ -148,65 +138,58 @@ def _compares_text_with_images(config) -> bool:
 def _random_ids(config, size: tuple[int, int]) -> torch.Tensor:
     """Token ids that have no special meaning."""
     words = set(range(3, first_number(config, "vocab_size", default=64)))
-    for name, value in vars(config).items():
-        if name.endswith("_id") and isinstance(value, int):
-            words.discard(value)
+    ids = [value for name, value in vars(config).items() if name.endswith("_id")]
+    words.difference_update(value for value in ids if isinstance(value, int))
     plain = torch.tensor(sorted(words))
     return plain[torch.randint(len(plain), size)]
 
 
-def _random_floats(config, name: str, rows: int) -> torch.Tensor:
-    """Images or audio, by the name of the argument."""
+def _random(config, name: str, size: tuple[int, int]) -> torch.Tensor:
+    """Token ids, images or audio, by the name of the argument."""
+    if name.endswith("input_ids"):
+        return _random_ids(config, size)
     if name == "pixel_values":
         channels = first_number(config, "num_channels", "in_channels", default=3)
         shape = channels, *picture_size(config, default=64)
     elif name == "input_features":
         names = "num_mel_bins", "input_feat_per_channel"
-        bins = first_number(config, *names, default=80)
-        shape = bins, 2 * first_number(config, "max_source_positions", default=50)
+        frames = 2 * first_number(config, "max_source_positions", default=50)
+        shape = first_number(config, *names, default=80), frames
     else:
         shape = (4000,)
-    return torch.randn(rows, *shape, dtype=torch.float64)
+    return torch.randn(size[0], *shape, dtype=torch.float64)
 
 
 def picture_size(config, default: int) -> tuple[int, int]:
     """The height and width, in pixels, that the config, or a part of it, names."""
-    for size in _named(config, ("image_size", "img_size")):
-        if isinstance(size, (list, tuple)) and len(size) == 2:
-            return size[0], size[1]
-        if isinstance(size, int) and size:
-            return size, size
-    return default, default
+    sizes = _first_numbers(config, "image_size", "img_size", default=default)
+    return sizes[0], sizes[-1]
 
 
 def first_number(config, *keys: str, default: int) -> int:
     """The first whole number that the config, or a part of it, has by one of these
     names.
     """
-    for value in _named(config, keys):
-        if isinstance(value, (list, tuple)) and value:
-            value = value[0]
-        if isinstance(value, int) and value:
-            return value
-    return default
+    return _first_numbers(config, *keys, default=default)[0]
 
 
-def _named(config, keys: tuple[str, ...]) -> Iterator:
-    """What the config, and then each part of it, has by these names; None where it has
-    none.
-    """
+def _first_numbers(config, *keys: str, default: int) -> list[int]:
+    """One number, or several of a list, as `first_number`."""
     for part in (config, *vars(config).values()):
         for key in keys:
-            yield getattr(part, key, None)
+            value = getattr(part, key, None)
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if numbers and all(isinstance(n, int) and n for n in numbers):
+                return list(numbers)
+    return [default]
 
 
 def in_dtype_of(model, inputs: dict) -> dict:
     """Inputs whose floats have the dtype of a model's weights."""
-    result = dict(inputs)
-    for name, value in inputs.items():
-        if is_float(value):
-            result[name] = value.to(model.dtype)
-    return result
+    return {
+        name: value.to(model.dtype) if is_float(value) else value
+        for name, value in inputs.items()
+    }
 
 
 def is_float(value) -> bool:

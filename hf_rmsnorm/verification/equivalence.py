@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..fused.layer import layer_part
-from ..fused.norm import norm_of, recipe_of
+from ..fused.norm import norm_of
 from ..ops import backend, chosen_backend
 from ..patching import count_launches, is_patched, patched
 from .calls import keeps_formula, rounds_otherwise, unpatched
@@ -31,7 +31,6 @@ def verify_equivalence(
     max_new_tokens: int = 32,
     norms: bool = True,
     backward: bool = False,
-    numerics: str = "model",
     progress: Callable[[str], object] = str,
 ) -> EquivalenceReport:
     """Check that a candidate computes the same results as a reference, up to the
@@ -45,6 +44,9 @@ def verify_equivalence(
       do not show;
     - each fused layer of the candidate with the same layer unfused;
     - greedy generation: the same tokens, up to a tie within the rounding error.
+
+    Norms that were patched to round as a server does are compared with that order of
+    rounding in plain PyTorch, not with their originals.
 
     The kernels run where they can; ``with use_backend("reference"):`` compares the
     formulas in plain PyTorch on any machine.
@@ -67,9 +69,6 @@ def verify_equivalence(
             modules are listed too if their output differs from the reference's.
         backward: also compare the gradients of each patched norm and fused layer: at
             most 1.5 times eager's error against float64.
-        numerics: as in `patch_model`, for a reference model that is patched here. Norms
-            that round as a server does are compared with that order of rounding in
-            plain torch, not with their originals.
         progress: is called with the name of each step, four times.
 
     Returns:
@@ -106,33 +105,32 @@ def verify_equivalence(
     why_no_text = why_not_generate(reference, batches, max_new_tokens)
     if why_no_text:
         max_new_tokens = 0
-    by_norm = Parts(judge_norm, backward)
-    by_layer = Parts(judge_layer, backward)
     with ExitStack() as stack:
         for model in {reference, candidate}:
             stack.enter_context(evaluating(model))
         if candidate is not reference:
             stack.enter_context(unpatched(*reference.modules()))
         elif not is_patched(reference):
-            stack.enter_context(patched(reference, numerics=numerics))
-        if norms:
-            by_norm.modules = _norms(reference, candidate)
-            by_layer.modules = _fused_layers(candidate)
+            stack.enter_context(patched(reference))
+        leaves = _norms(reference, candidate) if norms else {}
+        layers = _fused_layers(candidate) if norms else {}
+        by_norm = Parts(leaves, judge_norm, backward)
+        by_layer = Parts(layers, judge_layer, backward)
         progress("patched model")
         with count_launches() as launches:
             with by_layer.compared():
                 outputs = outputs_of(candidate, batches)
                 texts = generate(candidate, batches, max_new_tokens)
             progress("norms")
-            if by_norm.modules:
+            if leaves:
                 # a norm with a hook is not fused with its surroundings
                 with by_norm.compared():
                     outputs_of(candidate, batches)
-        norm_checks = _listed(candidate, by_norm.checks())
+        # while the candidate is patched, which may end here
+        norm_checks = by_norm.checks()
+        layer_checks = by_layer.checks()
         servers = _servers(candidate)
-        nothing_ran = ""
-        if not launches and not servers:
-            nothing_ran = why_nothing_ran(candidate)
+        nothing_ran = "" if launches or servers else why_nothing_ran(candidate)
         stack.enter_context(unpatched(*reference.modules()))
         progress("original")
         own_outputs = outputs_of(reference, batches)
@@ -140,25 +138,24 @@ def verify_equivalence(
         progress("float64")
         with in_float64(reference):
             exact = outputs_of(reference, batches)
-    quantised = quantised_modules(reference)
-    classes = Counter(type(module).__name__ for module in quantised)
+    quantised = Counter(type(m).__name__ for m in quantised_modules(reference))
     floor = noise_floor(own_outputs, outputs, exact, bool(quantised))
     greedy = Check("", True, why_no_text)
     if not why_no_text:
-        greedy = compare_greedy(own_texts, texts, _tie_margin(floor, quantised))
+        greedy = compare_greedy(own_texts, texts, _tie_margin(floor, bool(quantised)))
     return EquivalenceReport(
         model=type(reference).__name__,
         dtype=str(first_dtype(reference)).removeprefix("torch."),
         device=str(device_of(reference)),
         noise_floor=floor,
         norms=tuple(norm_checks),
-        fused=tuple(by_layer.checks()),
+        fused=tuple(layer_checks),
         gradients=(*by_norm.gradients, *by_layer.gradients),
         greedy=greedy,
         launches=dict(launches),
         nothing_ran=nothing_ran,
-        numerics=servers,
-        quantised=dict(classes),
+        rounding=servers,
+        quantised=dict(quantised),
     )
 
 
@@ -173,10 +170,8 @@ def _check_has_gradients(reference: nn.Module, candidate: nn.Module) -> None:
 
 def _servers(model: nn.Module) -> str:
     """The servers whose order of rounding the model's norms have."""
-    servers = set()
-    for norm in model.modules():
-        if rounds_otherwise(norm):
-            servers.add(str(norm_of(norm).asked.rounding))
+    norms = filter(rounds_otherwise, model.modules())
+    servers = {str(norm_of(norm).asked.rounding) for norm in norms}
     return " and ".join(sorted(servers))
 
 
@@ -184,12 +179,9 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
     """The patched norms of the candidate, by path; with all leaf modules, beside those
     of the reference, if it is another model.
     """
-    norms = {}
     if candidate is reference:
-        for path, module in candidate.named_modules():
-            if keeps_formula(module):
-                norms[path] = module, None
-        return norms
+        modules = candidate.named_modules()
+        return {path: (norm, None) for path, norm in modules if keeps_formula(norm)}
     leaves = leaves_of(candidate)
     others = leaves_of(reference)
     alone = sorted(leaves.keys() ^ others.keys())
@@ -198,35 +190,19 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
             f"the architectures differ: one of the models has no {alone[0]}; pass "
             "norms=False to compare outputs alone"
         )
-    for path, module in leaves.items():
-        norms[path] = module, others[path]
-    return norms
-
-
-def _listed(model: nn.Module, checks: list[Check]) -> list[Check]:
-    """Those of patched norms, and of modules that give another output than the
-    reference's.
-    """
-    listed = []
-    for check in checks:
-        is_norm = recipe_of(model.get_submodule(check.path)) is not None
-        if is_norm or check.differing or not check.passed:
-            listed.append(check)
-    return listed
+    return {path: (module, others[path]) for path, module in leaves.items()}
 
 
 def _fused_layers(model: nn.Module) -> dict[str, tuple]:
     """The layers that are fused, by path and fused pieces."""
-    layers = {}
-    for path, module in model.named_modules():
-        part = layer_part(type(module))
-        if part is not None:
-            words = part._hf_rmsnorm_fusion.words
-            layers[f"{path}: {words}"] = (module, None)
-    return layers
+    return {
+        f"{path}: {part._hf_rmsnorm_fusion.words}": (module, None)
+        for path, module in model.named_modules()
+        if (part := layer_part(type(module))) is not None
+    }
 
 
-def _tie_margin(floor: NoiseFloor, quantised: list[nn.Module]) -> float:
+def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:
     """The largest lead of one logit over another that counts as a tie."""
     if quantised:  # a step may tip behind the prompt that did not tip in it
         return 4 * floor.allowed_max
@@ -239,8 +215,7 @@ def why_nothing_ran(model: nn.Module) -> str:
     something else than its own code.
     """
     # without a kernel a patched norm runs its own forward
-    runs_itself = any(map(keeps_formula, model.modules()))
-    if chosen_backend() == "reference" or not runs_itself:
+    if chosen_backend() == "reference" or not any(map(keeps_formula, model.modules())):
         return ""
     cure = 'verify under use_backend("reference")'
     device = device_of(model)

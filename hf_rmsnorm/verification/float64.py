@@ -160,9 +160,7 @@ class Float64Mode(TorchDispatchMode):
             args = _widened(args)
             kwargs = {name: _widened(value) for name, value in kwargs.items()}
         y = func(*args, **kwargs)
-        if func._schema.is_mutable:
-            return y
-        return _widened(y)
+        return y if func._schema.is_mutable else _widened(y)
 
     def _write_to(self, stored: torch.Tensor, func, args: tuple, kwargs: dict):
         """Write to a tensor that is stored in a narrow dtype, if it can be undone and

@@ -2,6 +2,7 @@
 the originals.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -37,44 +38,38 @@ def check_gradients(call: Call) -> list[Check]:
         ours = _gradients(call.again(), module, leaves, cotangents)
     except Exception as error:  # whatever a broken backward raises is the verdict on it
         return [Check(f"{call.path}, gradients", False, f"raises {one_line(error)}")]
-    theirs = []
-    exact = []
+    floors = defaultdict(list)
     for number in range(CALLS):
         leaves[INPUT] = call.x * (1 + number / 16)
         with call.original() as original:
-            theirs.append(_gradients(call.again(), original, leaves, cotangents))
+            theirs = _gradients(call.again(), original, leaves, cotangents)
         with call.exactly() as again:
-            exact.append(_gradients(again, module, leaves, cotangents))
+            exact = _gradients(again, module, leaves, cotangents)
+        for name, *gradients in zip(leaves, theirs, ours, exact, strict=True):
+            floors[name].append(noise_floor(*([dx] for dx in gradients)))
     checks = []
-    for place, name in enumerate(leaves):
-        gradient = ours[place]
-        floors = []
-        for original, right in zip(theirs, exact, strict=True):
-            floor = noise_floor([original[place]], [gradient], [right[place]])
-            floors.append(floor)
+    for gradient, (name, found) in zip(ours, floors.items(), strict=True):
         floor = replace(
-            floors[0],
-            reference_max=max(floor.reference_max for floor in floors),
-            reference_rms=max(floor.reference_rms for floor in floors),
+            found[0],
+            reference_max=max(floor.reference_max for floor in found),
+            reference_rms=max(floor.reference_rms for floor in found),
             # of what is added up over rows no rounding is the last
-            rms_slack=floors[0].max_slack,
+            rms_slack=found[0].max_slack,
         )
-        checks.append(
-            Check(f"{call.path}, {name}", floor.passed, floor.text, gradient.numel())
-        )
+        path = f"{call.path}, {name}"
+        checks.append(Check(path, floor.passed, floor.text, gradient.numel()))
     return checks
 
 
 def _norm_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters of the patched norms in a module, by name, as far as they are here."""
-    parameters = {}
-    for path, norm in module.named_modules():
-        if recipe_of(norm) is None:
-            continue
-        for name, parameter in norm.named_parameters(path, recurse=False):
-            if not parameter.is_meta:
-                parameters[name] = parameter
-    return parameters
+    return {
+        name: parameter
+        for path, norm in module.named_modules()
+        if recipe_of(norm) is not None
+        for name, parameter in norm.named_parameters(path, recurse=False)
+        if not parameter.is_meta
+    }
 
 
 def _gradients(
@@ -84,20 +79,17 @@ def _gradients(
     outputs; zeros for what the outputs do not depend on.
     """
     with torch.enable_grad():
-        parameters = {}
-        for name, leaf in leaves.items():
-            # a clone is wide in a float64 run
-            parameters[name] = leaf.detach().clone().requires_grad_()
-        wanted = list(parameters.values())
-        x = parameters.pop(INPUT)
-        outputs = []
-        dys = []
-        returned = call.outputs(module, x, parameters)
-        for y, dy in zip(returned, cotangents, strict=True):
-            if y.requires_grad:
-                outputs.append(y)
-                dys.append(dy.to(y.dtype))
-        return torch.autograd.grad(outputs, wanted, dys, materialize_grads=True)
+        # a clone is wide in a float64 run
+        clones = [leaf.detach().clone().requires_grad_() for leaf in leaves.values()]
+        parameters = dict(zip(leaves, clones, strict=True))
+        returned = call.outputs(module, parameters.pop(INPUT), parameters)
+        pairs = [
+            (y, dy.to(y.dtype))
+            for y, dy in zip(returned, cotangents, strict=True)
+            if y.requires_grad
+        ]
+        outputs, dys = zip(*pairs, strict=True)
+        return torch.autograd.grad(outputs, clones, dys, materialize_grads=True)
 
 
 def _cotangents_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -108,7 +100,6 @@ def _cotangents_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     cotangents = []
     for y in outputs:
-        noise = torch.randn(y.shape, generator=generator)
-        dy = noise.to(y.device) + 0.5 + 0.5 * y.sign()
-        cotangents.append(dy.to(y.dtype))
+        noise = torch.randn(y.shape, generator=generator).to(y.device)
+        cotangents.append((noise + 0.5 + 0.5 * y.sign()).to(y.dtype))
     return cotangents

@@ -21,8 +21,9 @@ def checked_inputs(
     """
     for model in (reference, candidate):
         if not isinstance(model, nn.Module):
-            kind = type(model).__name__
-            raise TypeError(f"verify_equivalence needs loaded models, got {kind}")
+            raise TypeError(
+                f"verify_equivalence needs loaded models, got {type(model).__name__}"
+            )
         device = device_of(model)
     vocabulary = _vocabulary_of(reference)
     others = _vocabulary_of(candidate)
@@ -35,9 +36,10 @@ def checked_inputs(
         return _default_batches(reference, new_tokens)
     if not isinstance(inputs, (list, tuple)):
         inputs = [inputs]
-    batches = []
-    for number, arguments in enumerate(inputs):
-        batches.append(_batch(f"inputs[{number}]", arguments, vocabulary, device))
+    batches = [
+        _batch(f"inputs[{number}]", arguments, vocabulary, device)
+        for number, arguments in enumerate(inputs)
+    ]
     if not any(batches):
         raise ValueError("inputs are empty: pass at least one token")
     return batches
@@ -51,9 +53,7 @@ def _default_batches(model: nn.Module, new_tokens: int) -> list[dict]:
     inputs = send_to_device(inputs, device_of(model))
     with evaluating(model):
         picture = with_picture(model, inputs)
-    if picture is None:
-        return [inputs]
-    return [inputs, picture]
+    return [inputs] if picture is None else [inputs, picture]
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -81,9 +81,9 @@ def _batch(name: str, arguments, vocabulary: int | None, device: torch.device) -
     if isinstance(arguments, torch.Tensor):
         arguments = {"input_ids": arguments}
     if not isinstance(arguments, Mapping):
-        kind = type(arguments).__name__
         raise TypeError(
-            f"{name} is {kind}: pass token ids or what a tokenizer returns for the text"
+            f"{name} is {type(arguments).__name__}: pass token ids or what a tokenizer "
+            "returns for the text"
         )
     batch = send_to_device(dict(arguments), device)
     batch.pop("labels", None)

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from ..patching import patched
 from .calls import unpatched
 from .float64 import in_float64
 from .inputs import checked_inputs
@@ -11,22 +10,21 @@ from .noise import NoiseFloor, noise_floor
 
 
 def errors_by_layer(
-    reference: nn.Module, candidate: nn.Module | None, inputs, numerics: str = "model"
+    reference: nn.Module, candidate: nn.Module | None, inputs
 ) -> list[NoiseFloor]:
     """The errors of both models behind each layer, which add up from layer to layer.
 
     Args:
-        reference, candidate, inputs, numerics: as in `verify_equivalence`. The models
-            are in evaluation mode. The candidate is patched, and the first of several
-            inputs is run.
+        reference: a model in evaluation mode, which runs without its patch.
+        candidate: another one, or None for the reference with its patch.
+        inputs: as in `verify_equivalence`; the first of several is run.
 
     Raises:
         ValueError: the model returns no hidden states.
     """
     candidate = candidate or reference
     batch = checked_inputs(reference, candidate, inputs, 0)[0]
-    with patched(candidate, numerics=numerics):
-        ours = _hidden_states(candidate, batch)
+    ours = _hidden_states(candidate, batch)
     with unpatched(*reference.modules()):
         theirs = _hidden_states(reference, batch)
         with in_float64(reference):
@@ -41,6 +39,7 @@ def _hidden_states(model: nn.Module, batch: dict) -> tuple[torch.Tensor, ...]:
     out = model(**batch, output_hidden_states=True)
     states = out.get("hidden_states") or out.get("decoder_hidden_states")
     if not states:
-        name = type(model).__name__
-        raise ValueError(f"{name} returns no hidden states: leave out --plot")
+        raise ValueError(
+            f"{type(model).__name__} returns no hidden states: leave out --plot"
+        )
     return states[1:]  # the first are the embeddings

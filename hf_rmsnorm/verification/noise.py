@@ -10,7 +10,7 @@ from .tolerance import FACTOR, ulp, within
 # models hide words of the vocabulary with -inf or the dtype's lowest value: no logit is
 # that small
 _HIDDEN = -1e30
-_ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary needs
+_NOTHING = "there is nothing to compare: the inputs gave no outputs"
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,11 @@ class NoiseFloor:
 
     @property
     def passed(self) -> bool:
-        if self.reason:
-            return False
-        ours = self.candidate_rms
-        theirs = self.reference_rms
-        if not within(self.candidate_max, self.reference_max, self.max_slack):
-            return False
-        return within(ours, theirs, self.rms_slack)
+        return (
+            not self.reason
+            and within(self.candidate_max, self.reference_max, self.max_slack)
+            and within(self.candidate_rms, self.reference_rms, self.rms_slack)
+        )
 
     @property
     def text(self) -> str:
@@ -69,28 +67,6 @@ class NoiseFloor:
         )
 
 
-class Sizes:
-    """Maximum and RMS of the absolute values added, in float64; NaN counts as infinite,
-    no value as 0.
-    """
-
-    def __init__(self):
-        self.max = 0.0
-        self.count = 0
-        self._squares = 0.0
-
-    def add(self, values: torch.Tensor) -> None:
-        if values.numel():
-            values = values.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-            self.max = max(self.max, values.max().item())
-            self.count += values.numel()
-            self._squares += values.square().sum().item()
-
-    @property
-    def rms(self) -> float:
-        return math.sqrt(self._squares / max(self.count, 1))
-
-
 def noise_floor(
     reference: list[torch.Tensor],
     candidate: list[torch.Tensor],
@@ -107,52 +83,49 @@ def noise_floor(
     whatever its logits' dtype: an ulp of float32 in a norm tips one of these steps or
     it does not. So its last rounding counts as one of bfloat16.
     """
-    original = Sizes()
-    changed = Sizes()
-    size = Sizes()
-    difference = Sizes()
-    rows = 0
-    for outputs in zip(reference, candidate, exact, strict=True):
-        rows += len(outputs[0])
-        blocks = [y.split(_ROWS) for y in outputs]
-        for r, c, y in zip(*blocks, strict=True):
-            shown = ~(y <= _HIDDEN)
-            same = r == c
-            r = r.double()
-            c = c.double()
-            y = y[shown]
-            original.add(r[shown] - y)
-            changed.add(c[shown] - y)
-            size.add(y)
-            apart = torch.where(same, 0.0, r - c)
-            difference.add(apart)
-    if not size.count:
-        return NoiseFloor(
-            reason="there is nothing to compare: the inputs gave no outputs"
-        )
+    if not any(map(len, exact)):
+        return NoiseFloor(reason=_NOTHING)
+    r, c, y = (
+        torch.cat([output.flatten() for output in outputs])
+        for outputs in (reference, candidate, exact)
+    )
+    shown = ~(y <= _HIDDEN)
+    original = _sizes((r.double() - y)[shown])
+    changed = _sizes((c.double() - y)[shown])
+    size = _sizes(y[shown])
+    difference, _ = _sizes(torch.where(r == c, 0.0, r.double() - c.double()))
     dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
     if quantised:
         dtype = torch.bfloat16
-    sizes = torch.tensor([size.max, size.rms], dtype=torch.float64)
-    max_step, rms_step = ulp(sizes, dtype).tolist()
+    max_step, rms_step = ulp(torch.tensor(size, dtype=torch.float64), dtype).tolist()
     reason = ""
-    if size.max == math.inf:
+    if not shown.any():
+        reason = _NOTHING
+    elif math.inf in size:
         reason = "the original gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
-    elif original.max == math.inf:
+    elif math.inf in original:
         reason = (
             "the original itself gives NaN or infinity: load it in bfloat16 or float32"
         )
-    elif changed.max == math.inf:
+    elif math.inf in changed:
         reason = "the changed model gives NaN or infinity where the original does not"
     return NoiseFloor(
         dtype=str(dtype).removeprefix("torch."),
-        rows=rows,
-        difference=difference.max,
-        reference_max=original.max,
-        reference_rms=original.rms,
-        candidate_max=changed.max,
-        candidate_rms=changed.rms,
+        rows=sum(map(len, reference)),
+        difference=difference,
+        reference_max=original[0],
+        reference_rms=original[1],
+        candidate_max=changed[0],
+        candidate_rms=changed[1],
         max_slack=max_step,
         rms_slack=rms_step / math.sqrt(12),
         reason=reason,
     )
+
+
+def _sizes(values: torch.Tensor) -> tuple[float, float]:
+    """Maximum and RMS of the absolute values; NaN counts as infinite, no value as 0."""
+    if not values.numel():
+        return 0.0, 0.0
+    values = values.abs().nan_to_num(math.inf, math.inf)
+    return values.max().item(), values.square().mean().sqrt().item()

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from torch import nn
+
 from ..fused.layer import layer_part
+from ..fused.norm import recipe_of
 from .calls import Call, keeps_formula
 from .checks import NOT_COMPARED, Check, Judge, check_outputs, worst
 from .context import is_float
@@ -24,8 +27,8 @@ class Parts:
         gradients: the checks of gradients, where these are asked for.
     """
 
-    def __init__(self, judge: Judge, backward: bool):
-        self.modules = {}
+    def __init__(self, modules: dict[str, tuple], judge: Judge, backward: bool):
+        self.modules = modules
         self.gradients = []
         self._judge = judge
         self._backward = backward
@@ -33,13 +36,17 @@ class Parts:
         self._busy = False
 
     def checks(self) -> list[Check]:
-        """The worst check of each module."""
-        checks = {}
-        for path in self.modules:
-            checks[path] = Check(path, True, NOT_REACHED)
+        """The worst check of each patched norm and layer, and of each other module that
+        gives another output than the reference's.
+        """
+        checks = {path: Check(path, True, NOT_REACHED) for path in self.modules}
         for (path, _), check in self._checks.items():
             checks[path] = worst([check, checks[path]])
-        return list(checks.values())
+        return [
+            check
+            for path, check in checks.items()
+            if check.differing or not check.passed or _is_patched(self.modules[path][0])
+        ]
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -72,9 +79,12 @@ class Parts:
             with warnings.catch_warnings():
                 # a copy of a sum has no summands to be read unrounded
                 warnings.filterwarnings("ignore", "this .* reads residual sums")
-                check = check_outputs(call, self._judge)
-                self._checks[call.path, has_rows] = check
+                self._checks[call.path, has_rows] = check_outputs(call, self._judge)
                 if self._backward and has_rows and is_fused:
                     self.gradients += check_gradients(call)
         finally:
             self._busy = False
+
+
+def _is_patched(module: nn.Module) -> bool:
+    return recipe_of(module) is not None or layer_part(type(module)) is not None

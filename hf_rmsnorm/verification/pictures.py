@@ -1,78 +1,97 @@
-"""A random picture among the tokens of a text, for models that read both."""
+"""Pictures and sounds among the tokens of a text, for models that read both."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from accelerate.utils import send_to_device
 
-from .context import output_tensors, picture_size
+from .context import first_number, in_dtype_of, output_tensors, picture_size
 
-_SIDE = 2  # of a picture, in merged patches
-_PIXELS = 64  # of its side, where the config names none
+GRID = 4  # patches of a picture along each side, where a model takes them one by one
 
 
+@torch.no_grad()
 def with_picture(model, text: dict) -> dict | None:
     """A row of `text` with a picture in it; None where the model takes none among its
-    tokens, or refuses this one.
+    tokens, or runs on none of those that are made here.
 
     Args:
         text: what `default_inputs` returns.
     """
-    names = inspect.signature(model.forward).parameters
-    if "pixel_values" not in names or "input_ids" not in text:
-        return None
-    try:
-        picture = _picture(model, in_patches="image_grid_thw" in names)
-        count = count_features(model.get_image_features, picture)
-        ids = _among(text["input_ids"], model.config, count)
-        inputs = {**text, **picture, "input_ids": ids}
-        if "mm_token_type_ids" in names:
-            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-        with torch.no_grad():
+    vision = getattr(model.config, "vision_config", None)
+    made = [] if vision is None else random_pictures(vision)
+    choices = (
+        send_to_device(in_dtype_of(model, one), text["input_ids"].device)
+        for one in made
+    )
+    runs_on = None
+    for inputs in with_features(model, text, "image", choices):
+        try:
             model(**inputs)
-    except Exception:
-        # a model that lays pictures out in its own way is compared on text
-        return None
-    return inputs
+        except Exception:
+            # a model that lays pictures out in its own way is compared on text
+            continue
+        runs_on = inputs  # the last one names the types of tokens, where a model asks
+    return runs_on
 
 
-def _among(ids: torch.Tensor, config, count: int) -> torch.Tensor:
-    """The first row of token ids with a picture of `count` tokens in its middle."""
-    token = getattr(config, "image_token_id", None)
-    if token is None:
-        token = config.image_token_index
-    row = ids[0]
-    before, behind = row.chunk(2)
-    return torch.cat([before, row.new_full((count,), token), behind])[None]
-
-
-def _picture(model, in_patches: bool) -> dict:
-    """Random pixels; in rows of patches, and how many there are along each axis, as the
-    Qwen-VL and GLM-V families read them.
+def with_features(
+    model: torch.nn.Module, inputs: dict, kind: str, choices: Iterable[dict]
+) -> Iterator[dict]:
+    """The inputs in one row, with what one of the choices gives a tower (`kind`:
+    "image" or "audio"), whose features replace certain tokens.
     """
-    vision = model.config.vision_config
-    picture = {}
-    if in_patches:
-        side = _SIDE * vision.spatial_merge_size
-        channels = getattr(vision, "in_channels", 3)
-        size = channels * vision.temporal_patch_size * vision.patch_size**2
-        shape = side * side, size
-        grid = torch.tensor([[1, side, side]])
-        picture["image_grid_thw"] = grid.to(model.device)
-    else:
-        channels = getattr(vision, "num_channels", 3)
-        shape = 1, channels, *picture_size(vision, default=_PIXELS)
-    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    picture["pixel_values"] = pixels.to(model.device, model.dtype)
-    return picture
+    names = inspect.signature(model.forward).parameters
+    token = getattr(model.config, f"{kind}_token_id", None)
+    token = getattr(model.config, f"{kind}_token_index", token)
+    method = f"get_{kind}_features"
+    owner = model if hasattr(model, method) else getattr(model, "base_model", None)
+    features = getattr(owner, method, None)
+    if token is None or features is None or "input_ids" not in inputs:
+        return
+    row = inputs["input_ids"].flatten()
+    row = row[row != token]
+    for values in choices:
+        taken = {name: value for name, value in values.items() if name in names}
+        try:
+            count = _count_features(features, taken)
+        except Exception:  # of sizes that do not suit it a tower may raise anything
+            continue
+        if not count:
+            continue
+        ids = torch.cat([row[:2], row.new_full((count,), token), row[2:]])[None]
+        filled = {**inputs, **taken, "input_ids": ids}
+        yield filled
+        if "mm_token_type_ids" in names:
+            yield {**filled, "mm_token_type_ids": (ids == token).long()}
 
 
-def count_features(method: Callable, values: dict) -> int:
+def random_pictures(vision) -> Iterator[dict]:
+    """Arguments for one picture, of the sizes in the config of a tower: whole, and as
+    patches in a grid, as the Qwen-VL and GLM-V families read them.
+    """
+    names = "num_channels", "in_channels", "in_chans"
+    channels = first_number(vision, *names, default=3)
+    picture = normal(1, channels, *picture_size(vision, default=GRID * 8))
+    yield {"pixel_values": picture}
+    yield {"pixel_values": picture[None]}
+    patch = first_number(vision, "patch_size", default=8)
+    frames = first_number(vision, "temporal_patch_size", default=1)
+    patches = normal(GRID * GRID, channels * patch * patch * frames)
+    grid = torch.tensor([[1, GRID, GRID]])
+    yield {"pixel_values": patches, "image_grid_thw": grid}
+
+
+def normal(*shape: int) -> torch.Tensor:
+    """Random numbers in float64, the same at each call."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+@torch.no_grad()
+def _count_features(method: Callable, values: dict) -> int:
     """How many tokens the features take that a method of a model returns."""
-    with torch.no_grad():
-        features = method(**values)
+    features = method(**values)
     features = getattr(features, "pooler_output", features)
-    count = 0
-    for rows in output_tensors(features):
-        count += rows.numel() // rows.shape[-1]
-    return count
+    return sum(rows.numel() // rows.shape[-1] for rows in output_tensors(features))

@@ -30,8 +30,8 @@ def holds_codes(value) -> bool:
 
 def is_quantised(module: nn.Module) -> bool:
     """Whether the module itself, and none of its children, has a weight of codes."""
-    parameters = module._parameters.values()
-    if any(map(holds_codes, parameters)) or holds_codes(module._buffers.get("weight")):
+    weights = *module._parameters.values(), module._buffers.get("weight")
+    if any(map(holds_codes, weights)):
         return True
     if callable(getattr(type(module), "weight", None)):
         # torch.ao packs a weight away, and unpacks it by a method

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..fused.norm import recipe_of
-from ..fused.recipe import Recipe
+from ..fused.recipe import Recipe, parameters_of
 from ..patching import patched
 from ..reference import reference_norm
 
@@ -18,10 +18,9 @@ def as_recorded(model: nn.Module) -> nn.Module:
     """A copy of a converted model that shares its parameters and computes the recorded
     formulas in plain torch.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    shared = {id(tensor): tensor for tensor in tensors}
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     result = copy.deepcopy(model, shared)
-    with patched(model, fuse_residual=False, numerics="model") as report:
+    with patched(model) as report:
         for record in report.swapped:
             if record.converted:
                 recipe = recipe_of(model.get_submodule(record.path))
@@ -31,6 +30,4 @@ def as_recorded(model: nn.Module) -> nn.Module:
 
 
 def _forward(norm: nn.Module, recipe: Recipe, x: torch.Tensor) -> torch.Tensor:
-    weight = recipe.weight and getattr(norm, recipe.weight)
-    bias = recipe.bias and getattr(norm, recipe.bias)
-    return reference_norm(x, weight, bias, recipe.spec)
+    return reference_norm(x, *parameters_of(norm, recipe), recipe.spec)

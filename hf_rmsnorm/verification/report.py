@@ -36,7 +36,7 @@ class EquivalenceReport:
             none ran.
         nothing_ran: the reason and the cure where no kernel served the candidate, which
             is the reference patched: it was compared with itself.
-        numerics: the server whose order of rounding the candidate's norms have, with
+        rounding: the server whose order of rounding the candidate's norms have, with
             its version; "" if none.
         quantised: how many modules of each class have quantised weights. The float64
             run calls these in their own dtype, so their arithmetic is not judged.
@@ -52,7 +52,7 @@ class EquivalenceReport:
     fused: tuple[Check, ...] = ()
     gradients: tuple[Check, ...] = ()
     nothing_ran: str = ""
-    numerics: str = ""
+    rounding: str = ""
     quantised: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -72,28 +72,23 @@ class EquivalenceReport:
         """``"PASS"``, ``"FAIL"`` or ``"NOTHING VERIFIED"``."""
         if self._failed():
             return "FAIL"
-        if self.nothing_ran:
-            return NOTHING_VERIFIED
-        return "PASS"
+        return NOTHING_VERIFIED if self.nothing_ran else "PASS"
 
     @property
     def headline(self) -> str:
         """The verdict and its reason: what failed, or why nothing was verified and the
         cure.
         """
-        failed = ", ".join(self._failed())
-        if failed:
-            return f"FAIL: {self.noise_floor.reason or failed}"
-        if self.nothing_ran:
-            return f"{NOTHING_VERIFIED}: {self.nothing_ran}"
+        reason = self.nothing_ran
+        if failed := self._failed():
+            reason = self.noise_floor.reason or ", ".join(failed)
+        if reason:
+            return f"{self.verdict}: {reason}"
         if not self.unreached:
-            return "PASS"
-        paths = compact_paths(self.unreached)
-        shown = ", ".join(paths[:_SHOWN])
-        return (
-            f"PASS, but the inputs did not reach {len(self.unreached)} of "
-            f"{len(self.norms)} norms: {shown}"
-        )
+            return self.verdict
+        shown = ", ".join(compact_paths(self.unreached)[:_SHOWN])
+        count = f"{len(self.unreached)} of {len(self.norms)}"
+        return f"PASS, but the inputs did not reach {count} norms: {shown}"
 
     def _failed(self) -> list[str]:
         return [part.name for part in self._parts() if part.failed]
@@ -101,12 +96,10 @@ class EquivalenceReport:
     def _parts(self) -> list["_Part"]:
         """The comparisons, in the order of the table."""
         floor = Check("", self.noise_floor.passed, self.noise_floor.text, 1)
-        order = "the originals"
-        if self.numerics:
-            order = f"{self.numerics}'s order of rounding"
+        order = self.rounding and f"{self.rounding}'s order of rounding"
         parts = [
             _Part("error to float64", [floor]),
-            _Part("norms", self.norms, f"match {order}"),
+            _Part("norms", self.norms, f"match {order or 'the originals'}"),
             _Part("fused layers", self.fused, "match the unfused ones"),
             _Part("gradients", self.gradients, "as accurate as the original's"),
             _Part("generated tokens", [self.greedy]),
@@ -134,11 +127,9 @@ class EquivalenceReport:
         )
         rows = [("", "model", on)]
         if self.quantised:
-            classes = _counts(self.quantised)
             how = "quantised, so float64 runs call them in their own dtype"
-            rows.append(("", "", f"{classes}: {how}"))
-        difference = f"{floor.difference:.3g} at most"
-        rows.append(("", "difference", difference))
+            rows.append(("", "", f"{_counts(self.quantised)}: {how}"))
+        rows.append(("", "difference", f"{floor.difference:.3g} at most"))
         # nothing passes where no kernel ran, or where the outputs cannot be compared
         nothing_passes = bool(floor.reason or self.nothing_ran)
         for part in self._parts():
@@ -150,10 +141,7 @@ class EquivalenceReport:
         for mark, what, text in rows:
             # what is too long goes on below the text
             line = f"  {mark:4}  {what:<18} {text}"
-            indent = 19
-            if mark:
-                indent = 25
-            lines.append(fitted(line, indent))
+            lines.append(fitted(line, 25 if mark else 19))
         return "\n".join(lines)
 
 
@@ -178,33 +166,23 @@ class _Part:
     def rows(self, verbose: bool) -> list[tuple[str, str, str]]:
         """The rows of the table: the result, and the checks that failed, or all."""
         check = worst(self.checks)
-        mark = check.mark
-        if self.failed:
-            mark = "FAIL"
+        mark = "FAIL" if self.failed else check.mark
         if not self.what:
             return [(mark, self.name, check.text)]
-        good = differing = 0
-        for check in self.checks:
-            good += check.mark == "PASS"
-            differing += check.differing
-        text = f"{good} of {len(self.checks)} {self.what}"
-        if differing:
+        good = [check for check in self.checks if check.mark == "PASS"]
+        text = f"{len(good)} of {len(self.checks)} {self.what}"
+        if differing := sum(check.differing for check in self.checks):
             text += f"; {differing} values differ"
-        rows = [(mark, self.name, text)]
         shown = self.checks
         if not verbose:
             shown = [check for check in shown if not check.passed][:_SHOWN]
-        for check in shown:
-            rows.append((check.mark, f"    {check.path}:", check.text))
-        return rows
+        rows = [(check.mark, f"    {check.path}:", check.text) for check in shown]
+        return [(mark, self.name, text), *rows]
 
 
 def _counts(counts: dict[str, int]) -> str:
     """How many there are of each."""
-    words = []
-    for name, count in sorted(counts.items()):
-        words.append(f"{count} {name}")
-    return ", ".join(words)
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 def plain(data: dict) -> dict:

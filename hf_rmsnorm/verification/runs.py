@@ -22,8 +22,7 @@ def outputs_of(model: nn.Module, batches: list[dict]) -> list[torch.Tensor]:
         for y in outputs:
             if mask is not None and mask.shape == y.shape[:-1]:
                 y = y[mask.bool()]
-            width = y.shape[-1]
-            rows.append(y.reshape(-1, width))
+            rows.append(y.reshape(-1, y.shape[-1]))
     return rows
 
 
@@ -63,22 +62,17 @@ def generate(
     vocabulary); nothing for 0 new tokens.
     """
     texts = []
-    if not max_new_tokens:
-        return texts
-    for batch in batches:
+    for batch in batches if max_new_tokens else ():
         ids = batch["input_ids"]
         most = max_positions(model.config) - ids.shape[1]
-        options = {
-            "attention_mask": torch.ones_like(ids),  # every token is meant
-            **batch,
+        out = model.generate(
+            **{"attention_mask": torch.ones_like(ids), **batch},  # every token is meant
             **GREEDY,
-            "max_new_tokens": min(max_new_tokens, most),
-            "return_dict_in_generate": True,
-            "output_logits": True,
-        }
-        out = model.generate(**options)
-        steps = len(out.logits)
-        tokens = out.sequences[:, -steps:]
+            max_new_tokens=min(max_new_tokens, most),
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens = out.sequences[:, -len(out.logits) :]
         texts.append((tokens, torch.stack(out.logits, 1)))
     return texts
 
@@ -97,14 +91,15 @@ def compare_greedy(reference: list, candidate: list, tie_margin: float) -> Check
         unequal = tokens[:, :length] != others[:, :length]
         if tokens.shape != others.shape and not unequal.any():
             checks.append(Check("", False, "not as many tokens", count, 1))
+        # of each row the first token that is another
         for row in unequal.any(1).nonzero().flatten().tolist():
             step = unequal[row].int().argmax().item()
-            token = tokens[row, step].item()
-            other = others[row, step].item()
+            token, other = tokens[row, step].item(), others[row, step].item()
             scores = logits[row, step].double()
             lead = (scores[token] - scores[other]).item()
-            what = f"row {row}, new token {step}: {other} instead of {token}"
-            why = "whose logit leads by {:.3g} (rounding explains {:.3g})"
-            text = f"{what}, {why.format(lead, tie_margin)}"
+            text = (
+                f"row {row}, new token {step}: {other} instead of {token}, whose logit "
+                f"leads by {lead:.3g} (rounding explains {tie_margin:.3g})"
+            )
             checks.append(Check("", lead <= tie_margin, text, count, 1))
     return worst(checks)

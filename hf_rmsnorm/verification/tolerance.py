@@ -13,8 +13,7 @@ def ulp(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     info = torch.finfo(dtype)
     # |y| = m * 2^exponent with 0.5 <= m < 1
-    sizes = y.double().abs()
-    _, exponent = torch.frexp(sizes)
+    _, exponent = torch.frexp(y.double())
     eps = torch.full_like(y, info.eps, dtype=torch.float64)
     step = torch.ldexp(eps, exponent - 1)
     smallest = info.smallest_normal * info.eps

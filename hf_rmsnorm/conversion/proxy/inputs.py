@@ -7,16 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ...verification.context import (
-    TOKENS,
-    default_inputs,
-    first_number,
-    picture_size,
-)
-from ...verification.pictures import count_features
+from ...verification.context import TOKENS, default_inputs, first_number
+from ...verification.pictures import normal, random_pictures, with_features
 from .run import MISFITS, run
 
-GRID = 4  # patches of a picture along each side, where a model takes them one by one
 FRAMES = 64  # of a sound
 STATES = 7  # of an encoder
 
@@ -33,12 +27,12 @@ def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dic
     config = model.config
     sound = getattr(config, "encoder_config", None)
     towers = (
-        ("image", getattr(config, "vision_config", None), _pictures),
+        ("image", getattr(config, "vision_config", None), random_pictures),
         ("audio", getattr(config, "audio_config", sound), _sounds),
     )
     for kind, part, make in towers:
         if part is not None:
-            choices = _with_tower(model, inputs, kind, make(part))
+            choices = with_features(model, inputs, kind, make(part))
             inputs = _first_that_runs(model, choices, inputs)
     return _first_that_runs(model, _with_encoder(model, inputs), inputs)
 
@@ -56,60 +50,18 @@ def _first_that_runs(model, choices: Iterator[dict], inputs: dict) -> dict:
     return inputs
 
 
-def _with_tower(
-    model: torch.nn.Module, inputs: dict, kind: str, choices: Iterator[dict]
-) -> Iterator[dict]:
-    """The inputs with one for a tower, whose features replace certain tokens."""
-    names = inspect.signature(model.forward).parameters
-    token = getattr(model.config, f"{kind}_token_id", None)
-    token = getattr(model.config, f"{kind}_token_index", token)
-    method = f"get_{kind}_features"
-    owner = model if hasattr(model, method) else model.base_model
-    features = getattr(owner, method, None)
-    if token is None or features is None or "input_ids" not in inputs:
-        return
-    row = inputs["input_ids"].flatten()
-    row = row[row != token]
-    for values in choices:
-        taken = {name: value for name, value in values.items() if name in names}
-        try:
-            count = count_features(features, taken)
-        except MISFITS:
-            continue
-        if not count:
-            continue
-        ids = torch.cat([row[:2], torch.full((count,), token), row[2:]])[None]
-        filled = {**inputs, **taken, "input_ids": ids}
-        if "mm_token_type_ids" in names:
-            filled["mm_token_type_ids"] = (ids == token).long()
-        yield filled
-
-
-def _pictures(part) -> Iterator[dict]:
-    """Arguments for one picture: whole, and as patches in a grid."""
-    channels = first_number(part, "num_channels", "in_channels", "in_chans", default=3)
-    picture = _normal(1, channels, *picture_size(part, default=GRID * 8))
-    yield {"pixel_values": picture}
-    yield {"pixel_values": picture[None]}
-    patch = first_number(part, "patch_size", default=8)
-    frames = first_number(part, "temporal_patch_size", default=1)
-    row = channels * patch * patch * frames
-    grid = torch.tensor([[1, GRID, GRID]])
-    yield {"pixel_values": _normal(GRID * GRID, row), "image_grid_thw": grid}
-
-
 def _sounds(part) -> Iterator[dict]:
     """Arguments for one sound: its waveform, or its spectrogram with and without a
     mask.
     """
-    yield {"input_values": _normal(1, 4000)}
+    yield {"input_values": normal(1, 4000)}
     bins = first_number(part, "num_mel_bins", "n_mels", "input_dim", default=80)
     positions = first_number(part, "max_source_positions", default=0)
     for frames in (2 * positions, FRAMES):
         mask = torch.ones(1, frames, dtype=torch.long)
         masks = {"feature_attention_mask": mask, "input_features_mask": mask}
         for shape in ((1, bins, frames), (1, frames, bins)):
-            features = _normal(*shape)
+            features = normal(*shape)
             yield {"input_features": features, **masks}
             yield {"input_features": features}
 
@@ -123,13 +75,8 @@ def _with_encoder(model: torch.nn.Module, inputs: dict) -> Iterator[dict]:
     if names.keys().isdisjoint(("encoder_hidden_states", "encoder_outputs")):
         return
     first = next(iter(inputs.values()))
-    states = _normal(len(first), STATES, config.get_text_config().hidden_size)
+    states = normal(len(first), STATES, config.get_text_config().hidden_size)
     if "encoder_hidden_states" in names:
         yield {**inputs, "encoder_hidden_states": states}
     if "encoder_outputs" in names:
         yield {**inputs, "encoder_outputs": (states,)}
-
-
-def _normal(*shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -421,7 +421,7 @@ def test_verify_exits_with_1_on_fail(capsys, monkeypatch):
         passed, dtype = False, "bfloat16"
 
         def to_dict(self):
-            return {"passed": False}
+            return {"passed": False, "rounding": ""}
 
         def to_text(self, verbose):
             return "FAIL: generated tokens\na table"

@@ -26,17 +26,15 @@ def test_a_wrong_layer_is_seen_where_it_is():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_patched_model_is_as_near_as_the_original_and_keeps_its_classes(family):
     model = tiny_models.build(family, dtype=torch.bfloat16)
-    with use_backend("reference"):
-        floors = errors_by_layer(model, None, IDS)
-    assert not is_patched(model)
-    assert len(floors) == 2
-    for floor in floors:
-        assert floor.reference_rms > 0 and floor.passed
     patched = copy.deepcopy(model)
     patch_model(patched)
     with use_backend("reference"):
+        floors = errors_by_layer(patched, None, IDS)
         assert errors_by_layer(model, patched, IDS) == floors
     assert is_patched(patched)
+    assert len(floors) == 2
+    for floor in floors:
+        assert floor.reference_rms > 0 and floor.passed
 
 
 def test_a_model_without_hidden_states_is_refused_in_one_line():
