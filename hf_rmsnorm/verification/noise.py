@@ -10,7 +10,7 @@ from .tolerance import FACTOR, ulp, within
 # models hide words of the vocabulary with -inf or the dtype's lowest value: no logit is
 # that small
 _HIDDEN = -1e30
-_NOTHING = "there is nothing to compare: the inputs gave no outputs"
+_ROWS = 64  # tokens at a time in float64: bounds the memory a large vocabulary needs
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,28 @@ class NoiseFloor:
         )
 
 
+class Sizes:
+    """Maximum and RMS of the absolute values added, in float64; NaN counts as infinite,
+    no value as 0.
+    """
+
+    def __init__(self):
+        self.max = 0.0
+        self.count = 0
+        self._squares = 0.0
+
+    def add(self, values: torch.Tensor) -> None:
+        if values.numel():
+            values = values.abs().nan_to_num(math.inf, math.inf)
+            self.max = max(self.max, values.max().item())
+            self.count += values.numel()
+            self._squares += values.square().sum().item()
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self._squares / max(self.count, 1))
+
+
 def noise_floor(
     reference: list[torch.Tensor],
     candidate: list[torch.Tensor],
@@ -83,49 +105,40 @@ def noise_floor(
     whatever its logits' dtype: an ulp of float32 in a norm tips one of these steps or
     it does not. So its last rounding counts as one of bfloat16.
     """
-    if not any(map(len, exact)):
-        return NoiseFloor(reason=_NOTHING)
-    r, c, y = (
-        torch.cat([output.flatten() for output in outputs])
-        for outputs in (reference, candidate, exact)
-    )
-    shown = ~(y <= _HIDDEN)
-    original = _sizes((r.double() - y)[shown])
-    changed = _sizes((c.double() - y)[shown])
-    size = _sizes(y[shown])
-    difference, _ = _sizes(torch.where(r == c, 0.0, r.double() - c.double()))
+    original, changed, size, difference = Sizes(), Sizes(), Sizes(), Sizes()
+    for outputs in zip(reference, candidate, exact, strict=True):
+        blocks = [y.split(_ROWS) for y in outputs]
+        for r, c, y in zip(*blocks, strict=True):
+            shown = ~(y <= _HIDDEN)
+            original.add((r.double() - y)[shown])
+            changed.add((c.double() - y)[shown])
+            size.add(y[shown])
+            difference.add(torch.where(r == c, 0.0, r.double() - c.double()))
     dtype = torch.promote_types(reference[0].dtype, candidate[0].dtype)
     if quantised:
         dtype = torch.bfloat16
-    max_step, rms_step = ulp(torch.tensor(size, dtype=torch.float64), dtype).tolist()
+    sizes = torch.tensor([size.max, size.rms], dtype=torch.float64)
+    max_step, rms_step = ulp(sizes, dtype).tolist()
     reason = ""
-    if not shown.any():
-        reason = _NOTHING
-    elif math.inf in size:
+    if not size.count:
+        reason = "there is nothing to compare: the inputs gave no outputs"
+    elif size.max == math.inf:
         reason = "the original gives NaN or infinity in float64 too: look for NaN or infinity in its weights"
-    elif math.inf in original:
+    elif original.max == math.inf:
         reason = (
             "the original itself gives NaN or infinity: load it in bfloat16 or float32"
         )
-    elif math.inf in changed:
+    elif changed.max == math.inf:
         reason = "the changed model gives NaN or infinity where the original does not"
     return NoiseFloor(
         dtype=str(dtype).removeprefix("torch."),
         rows=sum(map(len, reference)),
-        difference=difference,
-        reference_max=original[0],
-        reference_rms=original[1],
-        candidate_max=changed[0],
-        candidate_rms=changed[1],
+        difference=difference.max,
+        reference_max=original.max,
+        reference_rms=original.rms,
+        candidate_max=changed.max,
+        candidate_rms=changed.rms,
         max_slack=max_step,
         rms_slack=rms_step / math.sqrt(12),
         reason=reason,
     )
-
-
-def _sizes(values: torch.Tensor) -> tuple[float, float]:
-    """Maximum and RMS of the absolute values; NaN counts as infinite, no value as 0."""
-    if not values.numel():
-        return 0.0, 0.0
-    values = values.abs().nan_to_num(math.inf, math.inf)
-    return values.max().item(), values.square().mean().sqrt().item()
