@@ -53,6 +53,10 @@ def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
     """
     divisor = math.gcd(*_head_sizes(config))
     factors = [f for f in range(1, divisor // 2 + 1) if divisor % f == 0]
+    for share in _rotated_shares(config):
+        # With half a pair a rotary embedding gives heads another number of channels.
+        whole = [f for f in factors if round(divisor / f * share, 6) % 2 == 0]
+        factors = whole or factors
     # Eight channels a head leave room for partial rotary embeddings and cost little.
     for factor in sorted(factors, key=lambda f: abs(math.log2(divisor / f / 8))):
         for inner, pictures in ((True, True), (False, True), (False, False)):
@@ -74,6 +78,16 @@ def _head_sizes(config: PretrainedConfig) -> list[int]:
             hidden //= heads
         sizes += [_first(values, ("head_dim", "d_head")), hidden]
     return [size for size in sizes if size] or [1]
+
+
+def _rotated_shares(config: PretrainedConfig) -> list[float]:
+    """The shares of a head's channels that parts of a config rotate, where not all."""
+    shares = []
+    for part in _parts(config):
+        rope = getattr(part, "rope_parameters", None) or {}
+        own = getattr(part, "partial_rotary_factor", None)  # before Transformers 5
+        shares.append(rope.get("partial_rotary_factor") or own)
+    return [share for share in shares if share]
 
 
 def _first(values: dict, names: tuple[str, ...]) -> int:

@@ -1,9 +1,10 @@
 """A config that is narrowed keeps the proportions of its parts."""
 
-from transformers import PhimoeConfig, SegformerConfig
+from transformers import PhimoeConfig, SegformerConfig, StableLmConfig
 
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
+from hf_rmsnorm.conversion.proxy.shrink import shrunk
 
 TEXT = {"num_hidden_layers": 2, "vocab_size": 96}
 LONGROPE = {
@@ -46,3 +47,11 @@ def test_a_model_of_stages_is_narrowed_in_each_of_them():
     assert [*proxy.config.hidden_sizes] == narrow
     plan = discover(proxy)
     assert any(norm.becomes_rms for norm in plan.norms)
+
+
+def test_what_is_rotated_of_a_head_stays_whole_pairs():
+    """With one channel of five StableLM-3B's proxy had another number of channels."""
+    config = StableLmConfig()
+    assert config.rope_parameters["partial_rotary_factor"] == 0.25
+    factors = {factor for factor, _ in shrunk(config)}
+    assert factors == {1, 2, 5, 10}, "80 channels, 20 of them rotated"
