@@ -96,6 +96,13 @@ def launches_left_out() -> Iterator[None]:
         yield
 
 
+def host_us(
+    calls: dict, rounds: int, device: str = "cpu", loops: int = LOOPS
+) -> dict[Hashable, dict]:
+    """Microseconds that a call keeps the host busy, as `median_and_least`."""
+    return median_and_least(timed_in_turns(calls, rounds, device, loops))
+
+
 def median_and_least(samples: dict[Hashable, list[float]]) -> dict[Hashable, dict]:
     """By name ``us``, the median, and ``us_min``, the least, which other processes
     disturb least.
@@ -107,7 +114,7 @@ def median_and_least(samples: dict[Hashable, list[float]]) -> dict[Hashable, dic
 
 
 def timed_in_turns(
-    calls: dict, rounds: int, device: str, loops: int = LOOPS
+    calls: dict, rounds: int, device: str, loops: int
 ) -> dict[Hashable, list[float]]:
     """By name, the microseconds that a call kept the host busy in each round.
 
@@ -141,7 +148,7 @@ def run(device: str, dtype: torch.dtype, rounds: int | None = None) -> dict:
     """Host costs of each implementation of a norm, add + norm and q/k norm.
 
     Returns:
-        ``cases``: by case, implementation and mode the figures of `median_and_least`, with
+        ``cases``: by case, implementation and mode the figures of `host_us`, with
             ``operators``, how many are dispatched in inference;
         ``decoder_layer``: by architecture and kind of patch, as `decoder_layer`.
     """
@@ -191,8 +198,7 @@ def _time(case: Case, made: dict, device: str, dtype: torch.dtype, rounds: int) 
             calls[mode][name] = call
     for mode, of_mode in calls.items():
         with torch.set_grad_enabled(mode != "inference"):
-            samples = timed_in_turns(of_mode, rounds, device)
-            for name, figures in median_and_least(samples).items():
+            for name, figures in host_us(of_mode, rounds, device).items():
                 entries[name][mode] = figures
     return entries
 
@@ -217,8 +223,7 @@ def decoder_layer(
             model = build(shape, layers, device).eval()
             if options is not None:
                 patch_model(model, **options)
-            ids = torch.ones(1, 1, dtype=torch.long, device=device)
-            calls[kind, layers] = partial(model, ids, use_cache=False)
+            calls[kind, layers] = _token(model)
     with torch.no_grad():
         samples = timed_in_turns(calls, rounds, device, loops=5)
     found = {}
@@ -228,6 +233,11 @@ def decoder_layer(
         low, median, high = statistics.quantiles(of_a_layer, n=4)
         found[kind] = {"us": median, "us_p25": low, "us_p75": high}
     return found
+
+
+def _token(model: torch.nn.Module) -> partial:
+    ids = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    return partial(model, ids, use_cache=False)
 
 
 def version_ratios(rounds: int = 40) -> dict:
@@ -244,7 +254,7 @@ def version_ratios(rounds: int = 40) -> dict:
     inputs, _ = make_set(case, "cpu", dtype)
     with launches_left_out(), torch.no_grad():
         calls = {name: partial(both[name].call, *inputs) for name in (EAGER, OURS)}
-        norm = median_and_least(timed_in_turns(calls, rounds, "cpu"))
+        norm = host_us(calls, rounds)
         kinds = {"unpatched": None, PATCHED: {}}
         layer = decoder_layer(DECODERS["LLaMA"], kinds, "cpu", rounds)
     return {

@@ -80,9 +80,7 @@ def run(args) -> Result:
     with progress_bar(STEPS * len(dtypes), "loading") as bar:
         for dtype in dtypes:
             report, layers[dtype], said = _verify(args, source, dtype, device, bar)
-            record = report.to_dict()
-            record |= {"numerics": record.pop("rounding"), "conversion": said}
-            records.append(record)
+            records.append({**report.to_dict(), "conversion": said})
             name = f"{source.name} in {report.dtype}"
             texts += [f"{name}: {report.to_text(args.verbose)}", said]
     passed = all(record["passed"] for record in records)

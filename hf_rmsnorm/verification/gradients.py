@@ -83,12 +83,12 @@ def _gradients(
         clones = [leaf.detach().clone().requires_grad_() for leaf in leaves.values()]
         parameters = dict(zip(leaves, clones, strict=True))
         returned = call.outputs(module, parameters.pop(INPUT), parameters)
-        pairs = [
-            (y, dy.to(y.dtype))
-            for y, dy in zip(returned, cotangents, strict=True)
-            if y.requires_grad
-        ]
-        outputs, dys = zip(*pairs, strict=True)
+        outputs = []
+        dys = []
+        for y, dy in zip(returned, cotangents, strict=True):
+            if y.requires_grad:
+                outputs.append(y)
+                dys.append(dy.to(y.dtype))
         return torch.autograd.grad(outputs, clones, dys, materialize_grads=True)
 
 

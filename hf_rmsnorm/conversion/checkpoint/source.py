@@ -57,7 +57,7 @@ class Checkpoint:
 
     folder: Path
     config: dict
-    tensors: dict[str, StoredTensor | torch.Tensor]
+    tensors: dict[str, StoredTensor]
     metadata: dict[str, dict[str, str]]  # shard -> ``__metadata__`` of its header
     index: dict | None  # if the weights are in shards
     others: list[str]  # files to copy
@@ -67,7 +67,11 @@ class Checkpoint:
     @classmethod
     def in_memory(cls, tensors: dict[str, torch.Tensor]) -> Checkpoint:
         """The tensors of a model."""
-        return cls(Path(), {}, tensors, {}, None, [], {}, {})
+        held = {}
+        for name, data in tensors.items():
+            shape = tuple(data.shape)
+            held[name] = StoredTensor("", data.dtype, shape, data.nbytes, data=data)
+        return cls(Path(), {}, held, {}, None, [], {}, {})
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -80,7 +84,7 @@ class Checkpoint:
         """A copy of a tensor."""
         stored = self.tensors[name]
         if stored.data is not None:
-            return stored.data.clone()
+            return stored.data.detach().clone()
         data = torch.empty(stored.nbytes, dtype=torch.uint8)
         with open(self.folder / stored.file, "rb") as file:
             file.seek(stored.start)

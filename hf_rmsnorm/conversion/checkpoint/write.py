@@ -118,8 +118,8 @@ def _begin(staging: Path, dst: Path, identity: dict, restart: bool) -> bool:
                 f"{staging}: an unfinished conversion by another plan, or of a source "
                 "that has changed since: finish that one, or drop it by restart=True"
             )
-        # a shard that stayed would be taken for a new one
-        shutil.rmtree(model, ignore_errors=True)
+        if model.exists():
+            shutil.rmtree(model)  # a shard that stayed would be taken for a new one
     with _whole_file(staging / JOURNAL) as file:
         file.write(json.dumps(identity).encode())
     model.mkdir(exist_ok=True)

@@ -36,6 +36,7 @@ SHORT = 8
 # output values of a comparison: from a few logits the source's own error cannot be
 # estimated
 ENOUGH = 128
+SOME = 16  # pictures and texts: as many scores as their square
 # bytes of weights from which on a few tokens are run, unless all is asked for
 LARGE = 2**28
 FEW_TOKENS = 16
@@ -70,10 +71,12 @@ def side_by_side(
     run_on = "side by side"
     with tempfile.TemporaryDirectory() as scratch:
         if is_streamed:
-            run_on += f", module by module, on {FEW_TOKENS} tokens"
+            run_on += ", module by module"
+            if not options.inputs:
+                run_on += f", on {FEW_TOKENS} tokens"
             how = {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
             how["offload_folder"] = scratch
-        elif not is_whole:
+        elif not (is_whole or options.inputs):
             run_on += (
                 f", on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
             )
@@ -119,8 +122,10 @@ def _batches(
     rows = [tokenizer(text, return_tensors="pt").input_ids[:, :most] for text in texts]
     batches = [{"input_ids": ids} for ids in rows if ids.numel()]
     batches = batches or [in_dtype_of(model, default_inputs(model, size))]
-    if min(output.numel() for output in outputs_of(model, batches)) < ENOUGH:
-        more = default_inputs(model, (ENOUGH, SHORT))
+    sizes = [output.numel() for output in outputs_of(model, batches)]
+    if sizes and min(sizes) < ENOUGH:
+        rows = ENOUGH if sum(sizes) < ENOUGH else SOME
+        more = default_inputs(model, (rows, SHORT))
         batches.append(in_dtype_of(model, more))
     return batches
 

@@ -182,7 +182,9 @@ class Fit(Trial):
             recipe = with_spec(recipe, eps_outside=eps_outside)
             reading = self._read_eps(recipe)
             scale = reading if eps_outside else math.sqrt(abs(reading))
-            again = reading and self._read_eps(recipe, 0.5 * scale)
+            if reading == 0.0:
+                return recipe, reading
+            again = self._read_eps(recipe, 0.5 * scale)
             if abs(again - reading) <= 1e-3 * reading:
                 return recipe, reading
         raise NotInFamily("its eps is neither inside the root nor beside it")
@@ -205,7 +207,8 @@ class Fit(Trial):
             if self.agrees(candidate, half_rows, dtypes):
                 return candidate
         self._settle_exactness(recipe, x)
-        if not self.agrees(recipe, x, dtypes[len(SAME_DTYPES) :][:1]):
+        mixed = dtypes[len(SAME_DTYPES) :]
+        if not self.agrees(recipe, x, mixed[:1]):
             raise NotInFamily(
                 f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}"
             )
@@ -264,8 +267,9 @@ class Fit(Trial):
         """Whether module and formula give the same under autocast, in all these
         (dtypes, number of dimensions) that the module takes.
         """
-        for (dtypes, self.dims), dtype in itertools.product(cases, (BF16, FP16)):
-            rows = 1 if self.dims == 1 else 2 ** (MOST_DIMS - 1)
+        for (dtypes, dims), dtype in itertools.product(cases, (BF16, FP16)):
+            self.dims = dims
+            rows = 1 if dims == 1 else 2 ** (MOST_DIMS - 1)
             x = self.rows(rows * self.size, half=True)[:rows]
             compute = functools.partial(_under_autocast, way, device_type, dtype)
             self.device = OnDevice(device_type)

@@ -120,7 +120,11 @@ class Trial(Probe):
         # a forward may need its second input though None is that input's default
         gates = dict.fromkeys((self.gate_required, self.gate is not None))
         ways = itertools.product(gates, layouts, self._row_sizes())
-        for self.gate_required, (self.layout, self.dims), self.size in ways:
+        for gate_required, (layout, dims), size in ways:
+            self.gate_required = gate_required
+            self.layout = layout
+            self.dims = dims
+            self.size = size
             try:
                 return self._try_input()
             except Unusable as error:

@@ -320,7 +320,8 @@ class _Body(ast.NodeVisitor):
         if called is None:
             return None
         text = ast.unparse(test)
-        if text.partition("(")[0].rpartition(".")[2] in AUTOCAST_QUESTIONS:
+        name = ast.unparse(test.func).rpartition(".")[2]
+        if name in AUTOCAST_QUESTIONS:
             self.code.asks_autocast = True
             return None if self.code.any_autocast else False
         if called is torch.jit.is_scripting:

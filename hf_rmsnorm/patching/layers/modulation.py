@@ -61,11 +61,14 @@ class Modulations(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """``self.norm(x) * (1 + scale) + shift`` in any order."""
-        product, *shift = [node]
+        product = node
+        shift = []
         if is_sum(node):
-            product, *shift = node.left, node.right
+            product = node.left
+            shift = [node.right]
             if not is_product(product):
-                product, *shift = node.right, node.left
+                product = node.right
+                shift = [node.left]
         if not is_product(product) or not all(map(self._computes, shift)):
             return self.generic_visit(node)
         for norm, factor in itertools.permutations((product.left, product.right)):

@@ -3,78 +3,96 @@ one run proves of such a function holds for all.
 """
 
 import ast
+from collections.abc import Iterable
 from types import FunctionType
 
 import torch
 
 from ...fused.source import CannotRewrite, definition_of
-from .statements import ARITHMETIC, VIEWS
 
 # Functions of torch and methods of a tensor that it may call, and what it may read.
-_CALLS = VIEWS | {
-    "cat", "float", "mul", "neg", "repeat_interleave", "size", "stack", "sum",
+_CALLS = {
+    "cat", "chunk", "contiguous", "flatten", "float", "mul", "narrow", "neg",
+    "repeat_interleave", "reshape", "size", "split", "squeeze", "stack", "sum", "to",
+    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
 _READS = {"dtype", "ndim", "shape"}
-_NODES = (*ARITHMETIC, ast.Return, ast.cmpop)
+_NODES = (
+    *(ast.Assign, ast.Expr, ast.Return, ast.expr_context),
+    *(ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Starred, ast.keyword),
+    *(ast.Subscript, ast.Slice, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
+)
 
 
 def functions_read(function: FunctionType) -> tuple | None:
-    """The functions that a function names, and those that these name, each as
+    """The functions that a function calls by name, and those that these call, each as
     (namespace, name, function, code); None if its source shows more than arithmetic.
     """
     found: dict[FunctionType, tuple] = {}
-    if _is_arithmetic(function, found):
-        return tuple(found.values())
-    return None
-
-
-def _is_arithmetic(function: FunctionType, found: dict) -> bool:
-    """Whether a function only computes; notes the functions that it names."""
-    if function.__closure__:
-        return False
     try:
-        definition = definition_of(function.__code__)
-    except CannotRewrite:
-        return False
-    for statement in definition.body:
-        for node in ast.walk(statement):
-            if not _is_allowed(node, function, found):
-                return False
-    return True
+        _read(function, found)
+    except (CannotRewrite, _More):
+        return None
+    return tuple(found.values())
 
 
-def _is_allowed(node: ast.AST, function: FunctionType, found: dict) -> bool:
-    """Whether a statement or an expression of a function may stand there, if all in it
-    may.
-    """
+class _More(Exception):
+    """A function does more than arithmetic."""
+
+
+def _read(function: FunctionType, found: dict) -> None:
+    if function.__closure__:
+        raise _More
+    for statement in definition_of(function.__code__).body:
+        _check(statement, function, found)
+
+
+def _check(node: ast.AST, function: FunctionType, found: dict) -> None:
+    """Check a statement or an expression of a function, and all in it."""
+    if isinstance(node, ast.Name):
+        _check_name(node, function)
+        return
+    for part in _parts(node, function, found):
+        _check(part, function, found)
+
+
+def _check_name(node: ast.Name, function: FunctionType) -> None:
+    is_local = node.id in function.__code__.co_varnames
+    if not is_local and function.__globals__.get(node.id) is not torch:
+        raise _More
+
+
+def _parts(node: ast.AST, function: FunctionType, found: dict) -> Iterable[ast.AST]:
+    """What is in a node of a kind that is allowed."""
     match node:
-        case ast.Name(name):
-            is_local = name in function.__code__.co_varnames
-            return is_local or _is_known(name, function.__globals__, found)
-        case ast.Attribute(ast.Name("torch"), name):
-            is_dtype = isinstance(getattr(torch, name, None), torch.dtype)
-            return is_dtype or name in _CALLS
-        case ast.Attribute(_, name, ast.Load()):
-            return name in _CALLS or name in _READS
+        case ast.If(ast.Compare(_, [ast.Is() | ast.IsNot()], [ast.Constant(None)])):
+            return [node.test.left, *node.body, *node.orelse]
+        case ast.Call(ast.Attribute(inner, name)) if name in _CALLS:
+            return [inner, *node.args, *node.keywords]
         case ast.Call(ast.Name(name)):
-            return name not in function.__code__.co_varnames
-        case ast.Call(called):
-            return isinstance(called, ast.Attribute)
-        case ast.If(test):
-            return isinstance(test, ast.Compare)
-        case ast.Compare(_, [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
-            return True
-        case ast.Subscript(ctx=ast.Store()) | ast.Attribute():
-            return False
-    return isinstance(node, _NODES)
+            _read_called(name, function, found)
+            return [*node.args, *node.keywords]
+        case ast.Attribute(inner, name) if name in _READS or _is_of_torch(node):
+            return [inner]
+        case ast.keyword("out"):
+            raise _More
+    is_written = isinstance(getattr(node, "ctx", None), ast.Store)
+    if not isinstance(node, _NODES) or (is_written and isinstance(node, ast.Subscript)):
+        raise _More
+    return ast.iter_child_nodes(node)
 
 
-def _is_known(name: str, namespace: dict, found: dict) -> bool:
-    """Whether a name is torch's, or that of a function that only computes itself."""
-    value = namespace.get(name)
-    if type(value) is not FunctionType:
-        return value is torch
-    if value in found:
-        return True
-    found[value] = namespace, name, value, value.__code__
-    return _is_arithmetic(value, found)
+def _is_of_torch(node: ast.Attribute) -> bool:
+    """Whether this names a dtype, as ``torch.float32``."""
+    is_of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+    return is_of_torch and isinstance(getattr(torch, node.attr, None), torch.dtype)
+
+
+def _read_called(name: str, function: FunctionType, found: dict) -> None:
+    namespace = function.__globals__
+    called = namespace.get(name)
+    if type(called) is not FunctionType or name in function.__code__.co_varnames:
+        raise _More
+    if called not in found:
+        found[called] = (namespace, name, called, called.__code__)
+        _read(called, found)

@@ -9,13 +9,12 @@ from .calls import is_modulated
 Statements = list[ast.stmt]
 
 FACTS = {"shape", "dtype", "device", "ndim"}  # asked without getting hold of the tensor
-# Methods whose result may be a view of the tensor, or the tensor itself.
-VIEWS = {
-    "chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim",
-    "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "to",
-    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+# Methods of a tensor that make a new one.
+_METHODS = {
+    "chunk", "clamp", "contiguous", "expand", "flatten", "float", "index_select",
+    "permute", "reshape", "size", "squeeze", "tanh", "to", "transpose", "type_as",
+    "unbind", "unsqueeze", "view", "where",
 }  # fmt: skip
-_METHODS = VIEWS | {"clamp", "float", "index_select", "size", "tanh", "where"}
 # What is evaluated whole, and changes nothing.
 ARITHMETIC = (
     ast.Assign,
@@ -110,7 +109,9 @@ def only_computes(
             new tensor may be called without asking.
     """
     match node:
-        case ast.Call(ast.Attribute(_, name)) if name in _METHODS:
+        case ast.Call(ast.Attribute(owner, name)) if name in _METHODS and not _is_self(
+            owner
+        ):
             parts = ast.iter_child_nodes(node)
         case ast.Call() if may_call(node):
             parts = [*node.args, *node.keywords]
@@ -121,6 +122,11 @@ def only_computes(
         case _:
             return False
     return all(only_computes(part, may_call) for part in parts)
+
+
+def _is_self(node: ast.AST) -> bool:
+    """Whether this is the module, whose methods are no tensor's."""
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 def first_effect(node: ast.AST) -> ast.AST | None:
@@ -137,10 +143,13 @@ def first_effect(node: ast.AST) -> ast.AST | None:
 
 
 def is_plain_test(test: ast.expr, names: set[str]) -> bool:
-    """Whether a condition may be asked at another time: it only computes and does not
+    """Whether a condition may be asked at another time: it calls nothing and does not
     mention the names.
     """
-    return only_computes(test) and not reads(test, names)
+    for node in ast.walk(test):
+        if isinstance(node, (ast.Call, ast.NamedExpr)):
+            return False
+    return not reads(test, names)
 
 
 def is_dead_behind(statement: ast.stmt, name: str, later: Statements) -> bool:

@@ -14,8 +14,13 @@ from typing import NamedTuple
 
 from ...fused.layer import layer_part
 from ...fused.source import CannotRewrite, definition_of, name_of_self
-from .statements import VIEWS
 
+# Methods and attributes whose result may be a view of the tensor, or the tensor itself.
+_VIEWS = {
+    "chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "movedim",
+    "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "to",
+    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+}  # fmt: skip
 _VIEW_ATTRIBUTES = {"data", "mT", "T"}  # the result is a view of the tensor
 
 
@@ -142,6 +147,6 @@ def _viewed(value: ast.expr) -> ast.expr:
         case ast.Attribute(inner, name) if name in _VIEW_ATTRIBUTES:
             return _viewed(inner)
         case ast.Call(ast.Attribute(inner, name)):
-            if name in VIEWS or _is_in_place(name):
+            if name in _VIEWS or _is_in_place(name):
                 return _viewed(inner)
     return value

@@ -320,3 +320,28 @@ def test_nothing_is_left_behind():
     for parameter in model.parameters():
         assert not parameter.requires_grad
         assert parameter.grad is None
+
+
+class Frozen(torch.nn.Module):
+    """A layer whose result has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = torch.nn.Linear(16, 16)
+        self.norm = torch.nn.RMSNorm(16, eps=1e-6)
+
+    def forward(self, x):
+        h = x + self.lin(x)
+        return (self.norm(h) + h).detach()
+
+
+def test_gradients_of_a_layer_that_gives_none_are_no_difference():
+    model = torch.nn.Sequential(Frozen(), torch.nn.Linear(16, 16)).eval()
+    with use_backend("triton"):
+        report = verify_equivalence(
+            model,
+            inputs={"input": torch.randn(2, 5, 16)},
+            max_new_tokens=0,
+            backward=True,
+        )
+    assert report.passed, str(report)

@@ -192,7 +192,39 @@ class InATry(Block):
         return h + self.b(y)
 
 
+class AskedBetween(Block):
+    """By a method of its own, which is no tensor's."""
+
+    seen = False
+
+    def a_seen(self, x):
+        self.seen = True
+        return self.a(x)
+
+    def select(self):
+        return self.seen
+
+    def forward(self, x):
+        h = x + self.a_seen(x)
+        if self.select():
+            h = h * 2
+        return h + self.n2(h)
+
+
+class CalledBetween(Block):
+    def clamp(self):
+        self.n2.eps = 1.0
+        return 1.0
+
+    def forward(self, x):
+        h = x + self.a(x)
+        scale = self.clamp()
+        return self.n2(h) + h * scale
+
+
 REFUSED = [
+    AskedBetween,
+    CalledBetween,
     InAConditionalExpression,
     BehindAnd,
     InALambda,
