@@ -90,6 +90,7 @@ def make_proxy(
     inputs: Callable[[PreTrainedModel], dict] | None = None,
     trained: bool = False,
     to_convert: bool = False,
+    whole_pairs: bool = False,
 ) -> ProxyModel:
     """The proxy of a model folder or a `PretrainedConfig`; the options are those of
     `plan_conversion`.
@@ -98,6 +99,7 @@ def make_proxy(
         trained: also of a model that was trained as RMSNorm; the proxy's own norms are
             LayerNorms all the same.
         to_convert: refuse a model that has nothing to convert, before any is run.
+        whole_pairs: as in `shrunk`.
     """
     config, cls = config_and_class(source, trust_remote_code, model_class, trained)
     try:
@@ -112,7 +114,7 @@ def make_proxy(
     made = ""  # the first error as a model was made
     ran = []  # those as one ran
     work = LimitedWork(MOST_NUMBERS)
-    for factor, narrow in _candidates(cls, config, shapes):
+    for factor, narrow in _candidates(cls, config, shapes, whole_pairs):
         model = None  # the last one goes before the next is made
         try:
             if hasattr(narrow, "validate"):
@@ -259,7 +261,9 @@ def _size(shapes: dict[str, torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes.values())
 
 
-def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
+def _candidates(
+    cls, config, shapes, whole_pairs: bool
+) -> Iterator[tuple[int, PretrainedConfig]]:
     """(divisor, config) of proxy models: the config itself if it is small, else
     narrower ones, cheap ones first.
     """
@@ -271,7 +275,7 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
     if whole <= LARGE:
         later.append((False, whole, 1, config))
     few = (LEAST_ROW,)
-    for factor, narrow in shrunk(config):
+    for factor, narrow in shrunk(config, whole_pairs):
         try:
             here = shapes_of(cls, narrow)
         except MISFITS:  # widths that do not go together: the next style may

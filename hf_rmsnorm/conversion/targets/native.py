@@ -83,7 +83,7 @@ def plan_native(source: Checkpoint) -> PlannedNative:
     pair_of(source.config.get("model_type"))
     config = config_of(source.folder)
     native_target(config)  # refused by the config alone, before a tensor is read
-    proxy = make_proxy(source.folder, trained=True)
+    proxy = make_proxy(source.folder, trained=True, whole_pairs=True)
     target = native_target(config, naming(source.tensors, proxy.model))
     for made in target.tensors.values():
         for key in sorted(made.keys() - source.tensors.keys()):
