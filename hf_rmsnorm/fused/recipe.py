@@ -1,7 +1,7 @@
-"""What was proven of one norm module, and what a patch asks of it.
+"""Two descriptions of one norm module.
 
-A `Recipe` is proven: the formula, and the names under which the module keeps the
-operands. `Asked` says what is to be computed instead, or besides.
+A `Recipe` holds what was proven: the formula, and the names under which the module
+keeps the operands. `Asked` holds what a patch wants of it.
 """
 
 import math

@@ -207,9 +207,10 @@ def conversion_of(model: Module) -> Recorded | None:
             paths = {head + inner: inner for inner, _ in module.named_modules()}
             norms = matching(record["rms_norms"], paths)
             if norms:
+                before = f"{path}." if path else ""
                 eps = {}
                 for name, how in norms.items():
-                    eps[f"{path}.{paths[name]}".lstrip(".")] = how["eps"]
+                    eps[before + paths[name]] = how["eps"]
                 return Recorded(model, module, head, record, eps)
     return None
 

@@ -183,12 +183,12 @@ def _why_not_launched(what: str, norms: list[Module], x) -> str:
     changed = why_not_run(norm, recipe)
     if changed is not None:
         return changed.reason
-    reasons = []
+    reason = ""
     if what != watch.NORM:  # else it was called as a module
-        reasons += map(why_called, norms)
-    if isinstance(x, Tensor):
-        reasons.append(_why_not_served(norm, recipe, x))
-    return next(filter(None, [*reasons, recipe.notes()]), UNKNOWN)
+        reason = next(filter(None, map(why_called, norms)), "")
+    if not reason and isinstance(x, Tensor):
+        reason = _why_not_served(norm, recipe, x)
+    return reason or recipe.notes() or UNKNOWN
 
 
 def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:

@@ -2,7 +2,6 @@
 strided ones.
 """
 
-import contextlib
 from dataclasses import replace
 
 from ...fused.recipe import Recipe
@@ -40,12 +39,15 @@ def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
     for dims in every:
         trial.dims = dims
         rows = trial.normal(2 ** (dims - fewest), trial.size)
-        with contextlib.suppress(Unusable):
-            if not trial.agrees(recipe, rows, dtypes):
-                raise NotInFamily(
-                    f"on {dims}-dimensional input its result is not that of {recipe.spec}"
-                )
-            taken.append(dims)
+        try:
+            agrees = trial.agrees(recipe, rows, dtypes)
+        except Unusable:
+            continue
+        if not agrees:
+            raise NotInFamily(
+                f"on {dims}-dimensional input its result is not that of {recipe.spec}"
+            )
+        taken.append(dims)
     return None if len(taken) == len(every) else tuple(taken)
 
 
