@@ -112,6 +112,24 @@ def test_an_unfinished_conversion_of_something_else_is_kept_until_restart(job):
     assert json.loads(written)["x"] == 1
 
 
+def test_a_restart_keeps_no_shard_that_cannot_be_removed(job, monkeypatch):
+    """A shard of the right size would be taken for one of this conversion."""
+    interrupt(job)
+    _, src, dst = job
+    unlink = os.unlink
+
+    def busy(path, *args, **how):
+        if str(path).endswith(".safetensors"):
+            raise PermissionError("another process uses it")
+        unlink(path, *args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", busy)
+        with pytest.raises(ConversionError, match="another process uses it"):
+            write_plan(CentringPlan(config={"x": 1}), src, dst, restart=True)
+    assert not dst.exists()
+
+
 def test_a_source_that_changed_since_the_kill_is_noticed(job):
     interrupt(job)
     _, src, _ = job
