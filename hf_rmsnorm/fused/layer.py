@@ -17,7 +17,7 @@ _CALL = Module.__call__
 
 
 def operands_ahead(norm, of_any_input: bool = False) -> tuple | None:
-    """(its `PatchedNorm`, launches, weight, bias) of a patched norm that may be computed
+    """(its `NormPatch`, launches, weight, bias) of a patched norm that may be computed
     before it is called.
 
     None if the module is not patched, or has to be called. It has to be called in
@@ -29,7 +29,7 @@ def operands_ahead(norm, of_any_input: bool = False) -> tuple | None:
     if is_compiling():
         return None
     cls = type(norm)
-    patched = getattr(cls, "_hf_rmsnorm_norm", None)
+    patched = getattr(cls, "_hf_rmsnorm_patch", None)
     if patched is None or cls.__call__ is not _CALL:
         return None
     joins = patched.joins_of_any_input if of_any_input else patched.joins

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from ..formula import NormSpec
 from ..kernels.operands import of_norm
-from ..ops import fused_norm, resolve_backend
+from ..ops import compute_norm, resolve_backend
 from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run
@@ -49,16 +49,16 @@ def _made(base: type, forward: Callable, proven: Recipe, asked: Asked) -> type:
     def __repr__(self):
         return f"{base.__repr__(self)} [hf_rmsnorm]"
 
-    kind = PatchedNorm
+    kind = NormPatch
     if asked.rounding is not None:
         kind = asked.rounding.norm_class()
-    norm = kind(base, forward, proven, asked)
-    marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_norm": norm, "__repr__": __repr__}
-    forward = norm.wrapped(_forward_of(norm))
+    patch = kind(base, forward, proven, asked)
+    marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_patch": patch, "__repr__": __repr__}
+    forward = patch.wrapped(_forward_of(patch))
     return derive(base, forward, marks, fused_class, proven, asked)
 
 
-class PatchedNorm:
+class NormPatch:
     """The class and recipe of a patched norm, as its forward reads them.
 
     Attributes:
@@ -118,7 +118,7 @@ class PatchedNorm:
         forward, and that forward other code, as IPython's autoreload does.
         """
         return (
-            getattr(type(module), "_hf_rmsnorm_norm", None) is self
+            getattr(type(module), "_hf_rmsnorm_patch", None) is self
             and self.base.forward is self.forward
             and getattr(self.forward, "__code__", None) is self.code
         )
@@ -189,34 +189,34 @@ class PatchedNorm:
         return self.base.forward(module, *args, **kwargs)
 
 
-def _forward_of(norm: PatchedNorm):
+def _forward_of(patch: NormPatch):
     def forward(self, *args, **kwargs):
         is_compiled = is_compiling()
         if is_compiled and compiles_original():
-            return norm.compute_original(self, args, kwargs)
-        call = read(norm, self, args, kwargs)
+            return patch.compute_original(self, args, kwargs)
+        call = read(patch, self, args, kwargs)
         if call is None:
-            return norm.run_original(self, args, kwargs)
+            return patch.run_original(self, args, kwargs)
         launches, operands = call
         y = None
         if not is_compiled:
-            y = norm.run(self, launches, operands)
+            y = patch.run(self, launches, operands)
         if y is None:
-            y = run_by_backend(norm, launches.spec, operands)
+            y = run_by_backend(patch, launches.spec, operands)
         if y is None:
-            return norm.run_original(self, args, kwargs)
+            return patch.run_original(self, args, kwargs)
         if watchers:
             note(NORM, (self,), operands[0], True)
-        if norm.is_plain:
+        if patch.is_plain:
             return y
-        return norm.returned(operands[0], y)
+        return patch.returned(operands[0], y)
 
-    forward.__doc__ = norm.forward.__doc__
-    forward.__signature__ = norm.signature
+    forward.__doc__ = patch.forward.__doc__
+    forward.__signature__ = patch.signature
     return forward
 
 
-def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple | None:
+def read(patch: NormPatch, module: Module, args: tuple, kwargs: dict) -> tuple | None:
     """The arguments of `run` for a call, (launches, operands); None if `compute_original`
     has to serve it.
 
@@ -227,90 +227,90 @@ def read(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict) -> tuple 
     if len(args) == 1 and not kwargs:
         x = args[0]
     else:
-        x, gate = _inputs(norm, args, kwargs)
+        x, gate = _inputs(patch, args, kwargs)
     if not isinstance(x, Tensor):
         return None
-    if x.is_cpu and left_alone(x) and not norm.replaces:
+    if x.is_cpu and left_alone(x) and not patch.replaces:
         return None
-    held = norm.held_by(module)
+    held = patch.held_by(module)
     if held is None:
         return None
-    if not norm.is_plain:
-        return _read_any(norm, held, x, gate)
+    if not patch.is_plain:
+        return _read_any(patch, held, x, gate)
     launches, weight, bias = held
     return launches, of_norm(x, weight, bias)
 
 
-def _read_any(norm: PatchedNorm, held: tuple, x: Tensor, gate) -> tuple | None:
+def _read_any(patch: NormPatch, held: tuple, x: Tensor, gate) -> tuple | None:
     """`read` of a norm that is not plain."""
     launches, weight, bias = held
-    spec = norm.formula_of(launches.spec, x, weight, gate)
+    spec = patch.formula_of(launches.spec, x, weight, gate)
     if spec is None:
         return None
-    x = norm.recipe.rows_of(x)
+    x = patch.recipe.rows_of(x)
     if x is None:
         return None
-    if norm.recipe.autocast and autocast_anywhere():
-        cast = norm.recipe.under_autocast(x, weight, bias, spec)
+    if patch.recipe.autocast and autocast_anywhere():
+        cast = patch.recipe.under_autocast(x, weight, bias, spec)
         if cast is None:
             return None
         x, weight, bias, spec = cast
-    return norm.launches_for(spec), of_norm(x, weight, bias, gate)
+    return patch.launches_for(spec), of_norm(x, weight, bias, gate)
 
 
-def run_by_backend(norm: PatchedNorm, spec: NormSpec, operands: tuple):
+def run_by_backend(patch: NormPatch, spec: NormSpec, operands: tuple):
     """The norm, by the backend in force; None where `compute_original` is to compute it."""
     x, weight, bias, gate, *_ = operands
     if left_alone(x):
         return None
-    if not norm.recipe.suits(x, weight, bias, gate):
+    if not patch.recipe.suits(x, weight, bias, gate):
         return None
     backend = resolve_backend(x, weight, bias, spec, gate)
     if backend == "original":
         return None
     if backend == "reference" and not shapes_fit(x, weight, bias, gate, spec):
         return None
-    keeps_output = norm.asked.keeps_output
-    return fused_norm(x, weight, bias, spec, backend, gate, keeps_output)
+    keeps_output = patch.asked.keeps_output
+    return compute_norm(x, weight, bias, spec, backend, gate, keeps_output)
 
 
-def _launches(norm: PatchedNorm, spec: NormSpec) -> Launches:
+def _launches(patch: NormPatch, spec: NormSpec) -> Launches:
     return Launches(
         spec,
-        norm.recipe.suits,
-        keeps_output=norm.asked.keeps_output,
-        copies_input=bool(norm.asked.input_written),
-        paths_of=norm.paths_of,
+        patch.recipe.suits,
+        keeps_output=patch.asked.keeps_output,
+        copies_input=bool(patch.asked.input_written),
+        paths_of=patch.paths_of,
     )
 
 
 _launches_of_another_formula = lru_cache(1_024)(_launches)
 
 
-def _by_reference(norm: PatchedNorm, module: Module, args: tuple, kwargs: dict):
-    x, gate = _inputs(norm, args, kwargs)
-    held = norm.held_by(module)
+def _by_reference(patch: NormPatch, module: Module, args: tuple, kwargs: dict):
+    x, gate = _inputs(patch, args, kwargs)
+    held = patch.held_by(module)
     spec = None
     if x is not None and held is not None:
         launches, weight, bias = held
-        spec = norm.formula_of(launches.spec, x, weight, gate)
+        spec = patch.formula_of(launches.spec, x, weight, gate)
     if spec is None:
-        what = f"{type(module).__name__} runs the {norm.asked.instead}"
+        what = f"{type(module).__name__} runs the {patch.asked.instead}"
         how = "on the input alone and with the eps that it had"
         raise TypeError(f"{what}, {how}: unpatch it to call it in another way")
-    y = fused_norm(x, weight, bias, spec, "reference", gate)
-    return norm.returned(x, y)
+    y = compute_norm(x, weight, bias, spec, "reference", gate)
+    return patch.returned(x, y)
 
 
-def _inputs(norm: PatchedNorm, args: tuple, kwargs: dict) -> tuple:
+def _inputs(patch: NormPatch, args: tuple, kwargs: dict) -> tuple:
     """(input, gate) of a call, or (None, None) if it holds anything else."""
-    by_name = dict(zip(norm.names, args, strict=False))
+    by_name = dict(zip(patch.names, args, strict=False))
     by_name.update(kwargs)
     is_whole = len(by_name) == len(args) + len(kwargs)
-    if not is_whole or not by_name.keys() <= set(norm.names):
+    if not is_whole or not by_name.keys() <= set(patch.names):
         return None, None
-    x = by_name.get(norm.names[0])
-    gate = by_name.get(norm.recipe.gate)
+    x = by_name.get(patch.names[0])
+    gate = by_name.get(patch.recipe.gate)
     return x, gate
 
 
@@ -318,34 +318,34 @@ def fused_part(cls: type) -> type | None:
     """The class in cls's ancestry that `fused_class` made, or None; it differs from cls
     where others subclassed it.
     """
-    return marked(cls, "_hf_rmsnorm_norm")
+    return marked(cls, "_hf_rmsnorm_patch")
 
 
-def norm_of(module: Module) -> PatchedNorm | None:
+def patch_of(module: Module) -> NormPatch | None:
     """What the forward of a patched norm reads; None for a module that is none."""
-    return getattr(type(module), "_hf_rmsnorm_norm", None)
+    return getattr(type(module), "_hf_rmsnorm_patch", None)
 
 
 def recipe_of(module: Module) -> Recipe | None:
     """What a patched norm computes; None for a module that is none."""
-    norm = norm_of(module)
-    if norm is None:
+    patch = patch_of(module)
+    if patch is None:
         return None
-    return norm.recipe
+    return patch.recipe
 
 
 def note_path(module: Module, path: str) -> None:
     """Note the path at which a patched module stands, for errors that name it."""
-    norm = norm_of(module)
-    if norm is not None:
-        norm.paths[module] = path
+    patch = patch_of(module)
+    if patch is not None:
+        patch.paths[module] = path
 
 
-def fusible_norm(module: Module) -> PatchedNorm | None:
-    """`norm_of` a norm that may be computed with what surrounds it; None of any other
+def fusible_norm(module: Module) -> NormPatch | None:
+    """`patch_of` a norm that may be computed with what surrounds it; None of any other
     module.
     """
-    norm = norm_of(module)
-    if norm is None or not norm.asked.fuse_residual:
+    patch = patch_of(module)
+    if patch is None or not patch.asked.fuse_residual:
         return None
-    return norm
+    return patch

@@ -281,7 +281,7 @@ class Rounding(Protocol):
     row_major: bool
 
     def norm_class(self) -> type:
-        """The subclass of `fused.norm.PatchedNorm` that computes it."""
+        """The subclass of `fused.norm.NormPatch` that computes it."""
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def make_forward(
     x, weight, bias, gate, *_, residual = operands
     for parameter in present(weight, bias):
         if not parameter.is_contiguous():
-            return None  # `fused_norm` copies them
+            return None  # `compute_norm` copies them
     total = x
     if residual is not None and residual.element_size() > x.element_size():
         total = residual

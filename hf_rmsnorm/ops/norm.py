@@ -94,7 +94,7 @@ def _autocast(spec: NormSpec, operands: tuple) -> tuple | None:
     return x, weight, bias, *others, residual
 
 
-def fused_norm(
+def compute_norm(
     x,
     weight,
     bias,
@@ -127,7 +127,7 @@ def fused_norm(
         return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
-        return fused_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
+        return compute_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
     weight, bias = row_major(weight, bias)
     if not is_compiled:
         # A patched norm tried this before; but not with these rows of groups, or with
@@ -297,12 +297,12 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", centered=
     functional = centered  # as F.layer_norm
     fields = centered, float(eps), *of_parameters, functional
     if is_compiling():
-        return fused_norm(x, weight, bias, NormSpec(*fields))
+        return compute_norm(x, weight, bias, NormSpec(*fields))
     launches = _launches(*fields)
     y = run(launches, of_norm(x, weight, bias))
     if y is not None:
         return y
-    return fused_norm(x, weight, bias, launches.spec)
+    return compute_norm(x, weight, bias, launches.spec)
 
 
 @lru_cache(256)

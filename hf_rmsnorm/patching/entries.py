@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from ..formula import NormSpec
-from ..fused.norm import PatchedNorm
+from ..fused.norm import NormPatch
 from ..fused.recipe import NOTHING, Asked, Recipe
 from .formula.recognise import class_name
 from .formula.refusals import Refusal
@@ -36,7 +36,7 @@ class Entry:
     refusal: Refusal | None = None
     note: str = ""
     asked: Asked = NOTHING
-    before: PatchedNorm | None = None
+    before: NormPatch | None = None
     stays: bool = False
     excluded: bool = False
     required: bool = False

@@ -9,7 +9,7 @@ from functools import cache
 
 from torch.nn import Module
 
-from ..fused.norm import norm_of
+from ..fused.norm import patch_of
 from ..fused.recipe import Asked
 from .converted import follow_conversion
 from .entries import Entry
@@ -98,10 +98,10 @@ def list_norms(model: Module) -> list[Entry]:
         paths.setdefault(module, []).append(path)
     entries = []
     for module, names in paths.items():
-        norm = norm_of(module)
-        if norm is not None:
+        patch = patch_of(module)
+        if patch is not None:
             entries.append(
-                Entry(module, names, norm.proven, asked=norm.asked, before=norm)
+                Entry(module, names, patch.proven, asked=patch.asked, before=patch)
             )
             continue
         verdict = recognise(module)

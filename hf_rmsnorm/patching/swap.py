@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from ..fused.hooks import name_of
 from ..fused.layer import fused_layer_class, layer_part
-from ..fused.norm import fused_class, fused_part, norm_of, note_path
+from ..fused.norm import fused_class, fused_part, note_path, patch_of
 from ..fused.recipe import NOTHING, Asked, Recipe
 from ..fused.subclass import exchanged
 from . import registries
@@ -67,7 +67,7 @@ def set_recipe(
     """
     part = fused_part(type(norm))
     if part is not None:
-        has = part._hf_rmsnorm_norm
+        has = part._hf_rmsnorm_patch
         if (has.proven, has.asked) == (proven, asked):
             return
         _take_off(norm, part, part._hf_rmsnorm_base)
@@ -100,13 +100,13 @@ def own_fusions(modules: Iterable[Module]) -> list[tuple]:
     """Give layers among modules their own classes, as the norms in them may change;
     returns for `restore` what each module was before.
     """
-    return [(module, norm_of(module), unfuse(module)) for module in modules]
+    return [(module, patch_of(module), unfuse(module)) for module in modules]
 
 
 def restore(before: list[tuple]) -> None:
     """Give norms and layers the classes back that they had before."""
-    for module, norm, _ in before:
-        recipe = () if norm is None else (norm.proven, norm.asked)
+    for module, patch, _ in before:
+        recipe = () if patch is None else (patch.proven, patch.asked)
         set_recipe(module, *recipe)
     for module, _, fusion in before:
         unfuse(module)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..fused.norm import norm_of
+from ..fused.norm import patch_of
 from ..ops import use_backend
 from ..patching.swap import own_fusions, restore, set_recipe
 from .context import is_float
@@ -104,7 +104,7 @@ def rounds_otherwise(norm: nn.Module) -> bool:
     """Whether this is a patched norm that rounds as a server does, not as its own
     class.
     """
-    patched = norm_of(norm)
+    patched = patch_of(norm)
     return patched is not None and patched.asked.rounding is not None
 
 
@@ -112,5 +112,5 @@ def keeps_formula(norm: nn.Module) -> bool:
     """Whether this is a patched norm that computes what its own class does; a converted
     checkpoint's does not.
     """
-    patched = norm_of(norm)
+    patched = patch_of(norm)
     return patched is not None and not patched.asked.as_rms

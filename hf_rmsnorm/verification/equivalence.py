@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..fused.layer import layer_part
-from ..fused.norm import norm_of
+from ..fused.norm import patch_of
 from ..ops import backend, chosen_backend
 from ..patching import count_launches, is_patched, patched
 from .calls import keeps_formula, rounds_otherwise, unpatched
@@ -171,7 +171,7 @@ def _check_has_gradients(reference: nn.Module, candidate: nn.Module) -> None:
 def _servers(model: nn.Module) -> str:
     """The servers whose order of rounding the model's norms have."""
     norms = filter(rounds_otherwise, model.modules())
-    servers = {str(norm_of(norm).asked.rounding) for norm in norms}
+    servers = {str(patch_of(norm).asked.rounding) for norm in norms}
     return " and ".join(sorted(servers))
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from hf_rmsnorm.kernels.operands import of_sum
-from hf_rmsnorm.ops import fused_norm
+from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.norm import run
 
@@ -15,4 +15,4 @@ def fused_add_norm(x, residual, weight, bias, spec):
         if both is not None:
             return both
     total = residual + x
-    return total, fused_norm(total, weight, bias, spec)
+    return total, compute_norm(total, weight, bias, spec)

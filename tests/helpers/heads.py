@@ -5,7 +5,7 @@ and then the rotation.
 import torch
 
 from hf_rmsnorm.formula import HALVES, Rotation
-from hf_rmsnorm.ops import chosen_backend, fused_norm
+from hf_rmsnorm.ops import chosen_backend, compute_norm
 from hf_rmsnorm.ops.backend import under_transform
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.qk import run_qk
@@ -29,6 +29,6 @@ def fused_qk_norm(q, k, q_weight, k_weight, spec, cos, sin, way=""):
             return launched
     if chosen_backend() == "reference" or (not compiling and under_transform()):
         return reference_qk_norm(*operands, spec, cos, sin, way)
-    q = fused_norm(q, q_weight, None, spec)
-    k = fused_norm(k, k_weight, None, spec)
+    q = compute_norm(q, q_weight, None, spec)
+    k = compute_norm(k, k_weight, None, spec)
     return rotated(q, cos, sin, way), rotated(k, cos, sin, way)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ...formula import NormSpec
-from ...fused.norm import PatchedNorm
+from ...fused.norm import NormPatch
 from ...fused.recipe import Asked, Recipe, changed
 from ...ops.launches import Launches
 from .summands import norm_of_summands, summands_of
@@ -32,7 +32,7 @@ def reads_unrounded(asked: Asked) -> bool:
     return asked.fuse_residual and rounding is not None and not rounding.rounds_sum
 
 
-class ServerNorm(PatchedNorm):
+class ServerNorm(NormPatch):
     """A norm that may read a residual sum before it is rounded, and may round to the
     dtype of its input at the end.
     """
@@ -95,7 +95,7 @@ class ServerRounding:
     row_major: bool
     returns_dtype_of_x: bool
 
-    def norm_class(self) -> type[PatchedNorm]:
+    def norm_class(self) -> type[NormPatch]:
         return ServerNorm
 
     def __str__(self) -> str:

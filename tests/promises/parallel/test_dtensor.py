@@ -15,7 +15,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import fused_norm
+from hf_rmsnorm.ops import compute_norm
 
 pytestmark = pytest.mark.full
 
@@ -108,15 +108,15 @@ def a_gradient_in_another_placement_moves(mesh):
 
 
 def gated(x, weight, gate):
-    return fused_norm(x, weight, None, GATED, gate=gate)
+    return compute_norm(x, weight, None, GATED, gate=gate)
 
 
 def per_head(x, weight, bias):
-    return fused_norm(x, weight, bias, PER_HEAD)
+    return compute_norm(x, weight, bias, PER_HEAD)
 
 
 def grouped(x, weight):
-    return fused_norm(x, weight, None, GROUPED)
+    return compute_norm(x, weight, None, GROUPED)
 
 
 def gates_heads_and_groups(mesh):

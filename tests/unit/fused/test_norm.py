@@ -11,7 +11,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.norm import fused_class, norm_of
+from hf_rmsnorm.fused.norm import fused_class, patch_of
 from hf_rmsnorm.fused.recipe import Recipe
 from hf_rmsnorm.ops.launches import Launches
 
@@ -247,7 +247,7 @@ def test_channels_come_first_where_that_was_proven():
 
 def test_a_second_call_takes_the_launch_that_the_first_found(monkeypatch):
     norm, x = fused(Norm()), torch.randn(2, D)
-    kept = norm_of(norm).launches.by_key
+    kept = patch_of(norm).launches.by_key
     kept.clear()
     for call, count in ((x, 1), (x, 1), (x[:1], 2), (x.double(), 3), (x.double(), 3)):
         # float64: kept as not served

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.fused.norm import norm_of
+from hf_rmsnorm.fused.norm import patch_of
 from hf_rmsnorm.fused.sums import add_and_norm
 
 D = 16
@@ -228,7 +228,7 @@ def test_the_wider_operand_decides_what_torchs_own_norm_takes(left, right, fused
 
 
 def test_a_launch_is_kept_for_each_layout_of_both_operands(norm, monkeypatch):
-    launches = norm_of(norm).launches
+    launches = patch_of(norm).launches
     kept = launches.by_key
     x = torch.randn(2, 3, D)
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)

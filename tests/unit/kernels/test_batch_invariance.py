@@ -9,7 +9,7 @@ from heads import fused_qk_norm
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.kernels.operands import of_modulation
-from hf_rmsnorm.ops import fused_norm
+from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.ops.norm import modulated_norm
 from hf_rmsnorm.patching.servers.summands import norm_of_summands
 from tests.unit.kernels.test_norm_forward import BF16, FP32, assert_equal, random
@@ -44,7 +44,7 @@ def parameters(spec, size, dtype):
 
 def norm(spec, parameters, x, dy, **options):
     x.requires_grad_()
-    y = fused_norm(x, *parameters, spec, **options)
+    y = compute_norm(x, *parameters, spec, **options)
     gradients = torch.autograd.grad(y, x, dy)
     return y, *gradients
 
@@ -56,7 +56,7 @@ def norm_from_its_output(spec, parameters, x, dy):
 def gated_norm(spec, parameters, x, gate, dy):
     x.requires_grad_()
     gate.requires_grad_()
-    y = fused_norm(x, *parameters, spec, gate=gate)
+    y = compute_norm(x, *parameters, spec, gate=gate)
     gradients = torch.autograd.grad(y, (x, gate), dy)
     return y, *gradients
 
@@ -229,7 +229,7 @@ def test_gradients_of_parameters_are_equal_for_equal_rows(size):
     dy = random(300, size, dtype=BF16, seed=1)
 
     def gradients(shape):
-        y = fused_norm(x.clone().view(shape), weight, bias, spec)
+        y = compute_norm(x.clone().view(shape), weight, bias, spec)
         return torch.autograd.grad(y, (weight, bias), dy.view(shape))
 
     with use_backend("triton"):

@@ -11,7 +11,7 @@ from tolerance import assert_as_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import fused_norm
+from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.reference import reference_norm
 
 parametrize = pytest.mark.parametrize
@@ -145,7 +145,7 @@ def check(spec, x, weight, bias, dy, gate=None):
     tensors = list(operands.values())
     before = dy.clone()
     with use_backend("triton"):
-        fused = run(fused_norm, spec, tensors, dy)
+        fused = run(compute_norm, spec, tensors, dy)
     assert torch.equal(before, dy), "the incoming gradient was overwritten"
     eager = run(reference_norm, spec, tensors, dy)
     exact = run(reference_norm, spec, doubled(*tensors), dy)
@@ -334,7 +334,7 @@ def test_addressable_views_are_read_in_place(layout):
     x = layout((2, 3, 4, 64), BF16, 0)
     weight, _ = parameters(spec, 64, BF16)
     with torch.no_grad(), use_backend("triton"), Record() as record:
-        fused_norm(x, weight, None, spec)
+        compute_norm(x, weight, None, spec)
     copies = record.called - {"aten.permute.default", "aten.empty_like.default"}
     assert not copies
 
@@ -357,7 +357,7 @@ def test_no_rows_need_no_kernel():
     weight, bias = parameters(spec, 64, FP32)
     x = torch.empty((2, 0, 64), requires_grad=True)
     with count_launches() as launches:
-        y = fused_norm(x, weight, bias, spec)
+        y = compute_norm(x, weight, bias, spec)
         dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
     assert y.shape == x.shape
     assert dx.shape == x.shape
@@ -372,7 +372,7 @@ def test_weight_gradient_is_deterministic_and_skipped_when_frozen():
     dy = rows(50, 128, dtype=BF16, seed=7)
 
     def gradients(weight, *wanted):
-        y = fused_norm(x, weight, None, spec)
+        y = compute_norm(x, weight, None, spec)
         return torch.autograd.grad(y, wanted, dy)
 
     with use_backend("triton"):
@@ -391,7 +391,7 @@ def test_many_rows_sum_in_float32():
     x = torch.ones(4000, 8, dtype=BF16)
     weight = torch.ones(8, dtype=BF16, requires_grad=True)
     with use_backend("triton"):
-        y = fused_norm(x, weight, None, SPECS["llama"])
+        y = compute_norm(x, weight, None, SPECS["llama"])
         (dw,) = torch.autograd.grad(y, weight, torch.ones_like(x))
     assert torch.equal(dw, torch.full_like(dw, 4000.0))
 
@@ -405,7 +405,7 @@ def test_nan_inf_and_zero_rows_stay_in_their_row(name):
     x[2, 5] = torch.inf
     x[4] = 0.0
     with torch.no_grad(), use_backend("triton"):
-        y = fused_norm(x, weight, bias, spec)
+        y = compute_norm(x, weight, bias, spec)
     expected = reference_norm(x, weight, bias, spec)
     torch.testing.assert_close(y, expected.detach(), equal_nan=True)
 
@@ -415,7 +415,7 @@ def test_constant_rows_of_layer_norm_are_exactly_zero(hidden_size):
     spec = SPECS["layer_norm_no_affine"]
     x = torch.full((2, hidden_size), 1000.3)
     with use_backend("triton"):
-        y = fused_norm(x, None, None, spec)
+        y = compute_norm(x, None, None, spec)
     assert not y.any()
 
 

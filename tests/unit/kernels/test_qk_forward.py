@@ -20,7 +20,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import fused_norm
+from hf_rmsnorm.ops import compute_norm
 from tests.unit.kernels.test_norm_forward import (
     BF16,
     FP16,
@@ -155,8 +155,8 @@ class Attention:
     def apart(self, q, k, *weights):
         """Both by the kernels of one norm, and rotated by Hugging Face's code."""
         q_weight, k_weight = weights
-        yq = fused_norm(q, q_weight, None, self.spec)
-        yk = fused_norm(k, k_weight, None, self.spec)
+        yq = compute_norm(q, q_weight, None, self.spec)
+        yk = compute_norm(k, k_weight, None, self.spec)
         return ROTARY[self.way](yq, yk, *self.tables)
 
     @torch.no_grad()
@@ -305,8 +305,8 @@ def test_a_part_of_the_columns_is_rotated():
     q_weight, k_weight = made.weights
     with use_backend("triton"):
         outputs = made.forward()
-        q = fused_norm(made.q, q_weight, None, QWEN3)
-        k = fused_norm(made.k, k_weight, None, QWEN3)
+        q = compute_norm(made.q, q_weight, None, QWEN3)
+        k = compute_norm(made.k, k_weight, None, QWEN3)
     assert_equal(outputs, partial_rotary(q, k, *made.tables))
 
 

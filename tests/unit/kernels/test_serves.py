@@ -15,7 +15,7 @@ from processes import python
 
 from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.kernels.serves import SERVES, unserved
-from hf_rmsnorm.ops import fused_norm, input_needed, resolve_backend
+from hf_rmsnorm.ops import compute_norm, input_needed, resolve_backend
 from hf_rmsnorm.ops.operators import spec_args, spec_from
 from hf_rmsnorm.reference import reference_backward, reference_norm, reference_qk_norm
 
@@ -170,13 +170,13 @@ def test_no_family_serves_a_field_that_it_does_not_know(family):
 def test_what_no_kernel_computes_falls_back_to_the_reference(name):
     spec = SPECS[name]
     x, _, _, weight, bias, gate = operands(spec, 2, 64)
-    y = fused_norm(x, weight, bias, spec, None, gate)
+    y = compute_norm(x, weight, bias, spec, None, gate)
     expected = reference_norm(x, weight, bias, spec, gate)
     assert_same([y], [expected])
     if resolve_backend(x, weight, bias, spec, gate) == "triton":
         return
     with use_backend("triton"), pytest.raises(RuntimeError, match="its formula has"):
-        fused_norm(x, weight, bias, spec, None, gate)
+        compute_norm(x, weight, bias, spec, None, gate)
 
 
 @parametrize("name", [name for name, spec in SPECS.items() if spec.gate is None])
@@ -189,7 +189,7 @@ def test_a_sum_and_a_gradient_fall_back_to_the_reference(name):
     served = resolve_backend(x, weight, bias, spec, None) == "triton"
     keep_output = served and not input_needed(weight, bias, spec)
     leaf = x.clone().requires_grad_()
-    y = fused_norm(leaf, weight, bias, spec, keep_output=keep_output)
+    y = compute_norm(leaf, weight, bias, spec, keep_output=keep_output)
     expected = reference_norm(leaf, weight, bias, spec)
     gradients = torch.autograd.grad(y, leaf, dy)
     assert_same(gradients, torch.autograd.grad(expected, leaf, dy))
@@ -208,7 +208,7 @@ def test_operators_take_every_field_of_a_formula(name):
 INVENTED = """
 import torch
 from hf_rmsnorm import NormSpec, count_launches
-from hf_rmsnorm.ops import fused_norm, input_needed
+from hf_rmsnorm.ops import compute_norm, input_needed
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.kernels.operands import of_sum
 from hf_rmsnorm.ops.norm import run
@@ -219,15 +219,15 @@ spec, x, weight = NormSpec(False, 1e-6, doubled=True), torch.randn(3, 64), torch
 expected = reference_norm(x, weight, None, spec)
 assert torch.equal(expected, 2 * reference_norm(x, weight, None, NormSpec(False, 1e-6)))
 with count_launches() as launches:
-    assert torch.equal(fused_norm(x, weight, None, spec), expected)
+    assert torch.equal(compute_norm(x, weight, None, spec), expected)
     assert run(launches_of(spec), of_sum(torch.zeros_like(x), x, weight, None)) is None
     heads, tables = x[None, None], x[None]
     assert run_qk(launches_of(spec), (heads, heads, weight, weight, tables, tables)) is None
-    compiled = torch.compile(lambda t: fused_norm(t, weight, None, spec), backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda t: compute_norm(t, weight, None, spec), backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), expected)
     assert input_needed(weight, None, spec)
 assert not launches, launches
-fused_norm(x, weight.detach(), None, NormSpec(False, 1e-6), "triton")
+compute_norm(x, weight.detach(), None, NormSpec(False, 1e-6), "triton")
 """
 
 

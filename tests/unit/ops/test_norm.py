@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import fused_norm, norm
+from hf_rmsnorm.ops import compute_norm, norm
 from tests.unit.ops.modules import DEVICE, random
 
 BF16 = torch.bfloat16
@@ -65,7 +65,7 @@ def test_an_accelerators_autocast_computes_functional_norms_in_float32(
     assert layer_norm(x, weight).dtype == FP32
     assert rms_norm(x, weight).dtype == BF16
     functional = NormSpec(False, 1e-6, functional=True)
-    y = fused_norm(x, weight, None, functional)
+    y = compute_norm(x, weight, None, functional)
     expected = F.rms_norm(x, (8,), weight)
     assert y.dtype == expected.dtype  # by torch's version
 
@@ -109,7 +109,7 @@ def test_statistics_are_made_for_a_backward_alone(which):
         operands[which].requires_grad_()
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled), use_backend("triton"), Made() as made:
-            y = fused_norm(x, weight, bias, spec, gate=gate)
+            y = compute_norm(x, weight, bias, spec, gate=gate)
         statistics = 0
         if enabled and which is not None:
             statistics = 2
@@ -136,8 +136,8 @@ def test_parameters_with_gaps(strided, has_weight):
         weight_with_gaps = None
     spec = NormSpec(False, 1e-6, has_weight=has_weight, has_bias=True)
     with use_backend("triton"):
-        plain = fused_norm(x, weight, bias, spec)
-        strided = fused_norm(x, weight_with_gaps, bias_with_gaps, spec)
+        plain = compute_norm(x, weight, bias, spec)
+        strided = compute_norm(x, weight_with_gaps, bias_with_gaps, spec)
         assert torch.equal(strided, plain)
         _, plain = fused_add_norm(x, residual, weight, bias, spec)
         _, strided = fused_add_norm(x, residual, weight_with_gaps, bias_with_gaps, spec)
@@ -164,10 +164,10 @@ def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
     bias = random(64, seed=4).bfloat16()
     spec = NormSpec(True, 1e-6, has_bias=True, functional=True)
     with use_backend("triton"):
-        expected = fused_norm(x.float(), weight.float(), bias.float(), spec)
-        y = fused_norm(x, weight, bias, spec)
+        expected = compute_norm(x.float(), weight.float(), bias.float(), spec)
+        y = compute_norm(x, weight, bias, spec)
         assert y.dtype == BF16
         monkeypatch.setattr(norm, "autocasts_functional", lambda *of: True)
-        y = fused_norm(x, weight, bias, spec)
+        y = compute_norm(x, weight, bias, spec)
     assert y.dtype == FP32
     assert torch.equal(y, expected)

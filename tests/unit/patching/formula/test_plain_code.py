@@ -11,7 +11,7 @@ import torch
 from reports import report_on
 
 from hf_rmsnorm import use_backend
-from hf_rmsnorm.fused.norm import norm_of
+from hf_rmsnorm.fused.norm import patch_of
 
 # The file that each class below stands in. `self.norm(x)` is an RMSNorm.
 FILE = """
@@ -287,7 +287,7 @@ def test_what_its_forward_reads_by_name_and_is_set_later_is_obeyed(
     assert report_on(norm).swapped
     x = torch.randn(2, 3, 32, dtype=dtype)
     setattr(norm, attribute, value)
-    expected = norm_of(norm).forward(norm, x)
+    expected = patch_of(norm).forward(norm, x)
     with use_backend("reference"):
         assert torch.equal(norm(x), expected)
 
