@@ -22,7 +22,7 @@ def operands_ahead(norm, of_any_input: bool = False) -> tuple | None:
 
     None if the module is not patched, or has to be called. It has to be called in
     compiled code, if fusion is off, if its class defines `__call__`, for what
-    `why_called` names, or if it is no norm of one input over its last dimension. Unless
+    `why_called` names, or if it is no norm of one input. Unless
     `of_any_input`, it has to be called too if its recipe restricts its input: then the
     caller asks whether it serves this one.
     """
@@ -35,7 +35,7 @@ def operands_ahead(norm, of_any_input: bool = False) -> tuple | None:
     joins = patched.joins_of_any_input if of_any_input else patched.joins
     if not joins or why_called(norm):
         return None
-    if patched.recipe.autocast and autocast_anywhere():
+    if patched.recipe.asks_autocast and autocast_anywhere():
         return None
     held = patched.held_by(norm)
     if held is None:

@@ -137,9 +137,7 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
         return None
     patched, launches, weight, bias = ahead
     recipe = patched.recipe
-    if not recipe.fits(x, weight, bias):
-        return None
-    if recipe.rows_of(x) is not x:
+    if not (recipe.takes(x) and recipe.fits(x, weight, bias)):
         return None
     if recipe.row_major and residual is None:
         # as the norm's result is, whatever the strides of x

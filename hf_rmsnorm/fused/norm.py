@@ -17,7 +17,7 @@ from torch.nn import Module
 from ..formula import NormSpec
 from ..kernels.operands import of_norm
 from ..ops import compute_norm, resolve_backend
-from ..ops.backend import autocast_anywhere, compiles_original, left_alone
+from ..ops.backend import compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run
 from .recipe import NOTHING, Asked, Recipe, changed, parameters_of, shapes_fit
@@ -164,8 +164,6 @@ class NormPatch:
 
     def returned(self, x: Tensor, y: Tensor) -> Tensor:
         """The rows y that were computed of x, as the module returns them."""
-        if self.recipe.layout == "channels_first":
-            y = y.movedim(-1, 1)
         if self.recipe.row_major:
             return y.contiguous()
         return y
@@ -220,8 +218,7 @@ def read(patch: NormPatch, module: Module, args: tuple, kwargs: dict) -> tuple |
     """The arguments of `run` for a call, (launches, operands); None if `compute_original`
     has to serve it.
 
-    x is the input, or a view of it, with its rows along the last dimension. The formula
-    of the launches has the eps that the module holds now.
+    The formula of the launches has the eps that the module holds now.
     """
     gate = None
     if len(args) == 1 and not kwargs:
@@ -247,14 +244,8 @@ def _read_any(patch: NormPatch, held: tuple, x: Tensor, gate) -> tuple | None:
     spec = patch.formula_of(launches.spec, x, weight, gate)
     if spec is None:
         return None
-    x = patch.recipe.rows_of(x)
-    if x is None:
+    if not patch.recipe.takes(x):
         return None
-    if patch.recipe.autocast and autocast_anywhere():
-        cast = patch.recipe.under_autocast(x, weight, bias, spec)
-        if cast is None:
-            return None
-        x, weight, bias, spec = cast
     return patch.launches_for(spec), of_norm(x, weight, bias, gate)
 
 

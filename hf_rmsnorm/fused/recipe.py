@@ -7,7 +7,7 @@ keeps the operands. `Asked` holds what a patch wants of it.
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +16,7 @@ from torch.nn import Module
 from ..formula import NormSpec
 from ..kernels.operands import present
 from ..ops import input_needed
-from ..ops.backend import autocast_enabled, autocasts_functional
-
-InputLayout = Literal["last", "channels_first"]
-AutocastWay = Literal["torch", "off", "lowered", "original"]
+from ..ops.backend import autocast_anywhere, autocasts_functional
 
 
 @dataclass(frozen=True)
@@ -44,17 +41,12 @@ class Recipe:
         one_gate_dtype: proven only for gates of x's dtype.
         other_input: name of a second input that is no known gate; calls that give it
             are not fused.
-        layout: the input normalises over its ``"last"`` dimension, or over its second
-            (``"channels_first"``, as `ConvNextLayerNorm`).
         dims: numbers of dimensions of the input that the formula was proven for; None
             if any.
         only_float32: in half precision the module rounds in an order that no `NormSpec`
             has.
-        autocast: what it computes while autocast is on for a type of device, as (type,
-            way). ``"torch"``: what torch's own norm does. ``"off"``: the formula, as
-            without autocast. ``"lowered"``: the formula of operands that it has cast to
-            autocast's dtype (`NemotronLayerNorm1P`). ``"original"``: unknown, as on all
-            types that are not named. Empty where it is ``"torch"`` on all types.
+        asks_autocast: while autocast is on it may compute something else, as
+            `NemotronLayerNorm1P` does.
         row_major: the output is contiguous whatever the strides of the input.
 
     Calls that do not meet all this run the module's own forward.
@@ -72,10 +64,9 @@ class Recipe:
     gate_optional: bool = False
     one_gate_dtype: bool = False
     other_input: str | None = None
-    layout: InputLayout = "last"
     dims: tuple[int, ...] | None = None
     only_float32: bool = False
-    autocast: tuple[tuple[str, AutocastWay], ...] = ()
+    asks_autocast: bool = False
     row_major: bool = False
 
     def spec_of(self, module: Module) -> NormSpec | None:
@@ -113,51 +104,24 @@ class Recipe:
     @property
     def restricted(self) -> bool:
         """Whether more than the operands' shapes decides if a call can be served."""
-        return self.restricts_input or bool(self.autocast)
+        return self.restricts_input or self.asks_autocast
 
     @property
     def restricts_input(self) -> bool:
         """Whether more than its shape and autocast decides if an input can be served."""
-        is_limited = self.only_float32 or self.dims is not None
-        return self.layout != "last" or is_limited
+        return self.only_float32 or self.dims is not None
 
     @cached_property
     def is_of_rows(self) -> bool:
-        """Whether this is a norm of one input over its last dimension; `rows_of` says
-        of which inputs.
-        """
-        has_more = self.gate or self.other_input or self.spec.group_size
-        return self.layout == "last" and not has_more
+        """Whether this is a norm of one input; `takes` says of which inputs."""
+        return not (self.gate or self.other_input or self.spec.group_size)
 
     @cached_property
     def is_simple(self) -> bool:
-        """Whether this is a norm of one input over its last dimension, and nothing
-        besides; `operands_ahead` asks for autocast.
+        """Whether this is a norm of one input, and nothing besides; `operands_ahead`
+        asks for autocast.
         """
         return self.is_of_rows and not (self.restricts_input or self.row_major)
-
-    def under_autocast(self, x: Tensor, weight, bias, spec: NormSpec) -> tuple | None:
-        """(x, weight, bias, formula) under the autocast that is on now: autocast
-        changes nothing more about them. None if the module itself has to compute it.
-        """
-        device_type = x.device.type
-        ways = dict(self.autocast)
-        way = ways.pop(device_type, "original")
-        if way == "original" or any(map(autocast_enabled, ways)):
-            return None
-        if way == "torch" or not autocast_enabled(device_type):
-            return x, weight, bias, spec
-        if any(t.dtype == torch.float64 for t in present(x, weight, bias)):
-            return None  # some casts leave it alone
-        dtype = None
-        if way == "lowered":
-            dtype = torch.get_autocast_dtype(device_type)
-        x, weight, bias, spec = cast_operands(x, weight, bias, spec, dtype)
-        if spec.functional:
-            # as rows that torch's own norms give; they see autocast, this does not
-            x = x.contiguous()
-            spec = changed(spec, functional=False)
-        return x, weight, bias, spec
 
     def fits(self, x: Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
@@ -181,52 +145,26 @@ class Recipe:
             return True
         return autocasts_functional(self.spec, x.device.type)
 
-    def rows_of(self, x: Tensor) -> Tensor | None:
-        """x as a view (or copy) of rows along its last dimension; None if this call is
-        for the module itself.
+    def takes(self, x: Tensor) -> bool:
+        """Whether the formula is proven for such an x here; else the call is for the
+        module itself.
         """
         if self.dims is not None and x.dim() not in self.dims:
-            return None
+            return False
         if self.only_float32 and x.dtype != torch.float32:
-            return None
-        if self.layout == "channels_first":
-            return x.movedim(1, -1)
-        return x
+            return False
+        return not (self.asks_autocast and autocast_anywhere())
 
     def notes(self) -> str:
-        """The calls that are not fused, and an unusual layout, in words for a report;
-        "" if there are none.
-        """
+        """The calls that are not fused, in words for a report; "" if there are none."""
         notes = []
-        if self.layout == "channels_first":
-            notes.append("over dimension 1")
         if self.only_float32:
             notes.append("in float32 only: in half precision it runs its own forward")
-        if "original" in dict(self.autocast).values():
+        if self.asks_autocast:
             notes.append("under autocast it runs its own forward")
-        elif self.autocast:
-            notes.append("under autocast no sum is fused with it")
         if self.other_input is not None:
             notes.append(f"calls that give {self.other_input!r} run its own forward")
         return "; ".join(notes)
-
-
-def cast_operands(
-    x: Tensor, weight, bias, spec: NormSpec, dtype: torch.dtype | None
-) -> tuple:
-    """(x, weight, bias, formula) of a norm that adds its offset to the weight, and then
-    casts all of them to a dtype; None for no cast.
-    """
-    if spec.weight_offset:
-        weight = weight + spec.weight_offset
-        spec = changed(spec, weight_offset=0.0)
-    if dtype is None:
-        return x, weight, bias, spec
-    if weight is not None:
-        weight = weight.to(dtype)
-    if bias is not None:
-        bias = bias.to(dtype)
-    return x.to(dtype), weight, bias, spec
 
 
 @lru_cache(1_024)

@@ -18,7 +18,6 @@ from ..fused.recipe import Recipe, parameters_of
 from ..kernels.counting import counting_into
 from ..kernels.operands import of_norm, present
 from ..ops import chosen_backend
-from ..ops.backend import autocast_anywhere
 from ..ops.limits import why_not
 from ..paths import fitted
 from .api import check_module
@@ -194,18 +193,15 @@ def _why_not_launched(what: str, norms: list[Module], x) -> str:
 def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
     """Why the kernels do not serve a norm of x; "" if they do, or its recipe does not."""
     spec = recipe.spec_of(norm)
-    rows = recipe.rows_of(x)
     parameters = parameters_of(norm, recipe)
-    if rows is None or parameters is None:
-        return ""
-    if recipe.autocast and autocast_anywhere():
+    if parameters is None or not recipe.takes(x):
         return ""
     gate = None if spec.gate is None else x
-    reason = why_not(spec, of_norm(rows, *parameters, gate))
+    reason = why_not(spec, of_norm(x, *parameters, gate))
     if reason is not None:
         return reason
-    dtypes = {str(t.dtype) for t in present(rows, *parameters)}
-    if len(dtypes) > 1 and not recipe.suits(rows, *parameters, gate):
+    dtypes = {str(t.dtype) for t in present(x, *parameters)}
+    if len(dtypes) > 1 and not recipe.suits(x, *parameters, gate):
         mixture = " and ".join(sorted(dtypes))
         return f"x and its parameters are {mixture}, which is left to torch here"
     return ""

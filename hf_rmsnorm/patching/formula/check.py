@@ -28,8 +28,6 @@ def prove(trial: Trial, recipe: Recipe) -> Recipe:
 
 def _proven_dims(trial: Trial, recipe: Recipe) -> tuple[int, ...] | None:
     """The numbers of dimensions that the module takes; None for any."""
-    if recipe.layout == "channels_first":
-        return (trial.dims,)
     fewest = 1 if trial.head_dim is None else 2
     every = range(fewest, MOST_DIMS + 1)
     taken = []
@@ -58,15 +56,12 @@ def _keeps_strides(trial: Trial, recipe: Recipe) -> bool:
     trial.draw_tensors()
     rows = trial.normal(8, trial.size)
     x = trial.present(rows).contiguous()
-    if recipe.layout == "last":
-        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    x = x.transpose(0, 1).contiguous().transpose(0, 1)
     y = trial.call(x, trial.gate_for(x, recipe))
     expected = x
     if recipe.spec.functional:
         # torch's own norms give row-major rows
-        expected = recipe.rows_of(x).contiguous()
-        if recipe.layout == "channels_first":
-            expected = expected.movedim(-1, 1)
+        expected = x.contiguous()
     # the strides of dimensions with one element do not matter
     if y.squeeze().stride() == expected.squeeze().stride():
         return True

@@ -3,8 +3,6 @@ for bit.
 """
 
 import contextlib
-import functools
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ...formula import GATES, ROUNDINGS, NormSpec
-from ...fused.recipe import AutocastWay, Recipe, cast_operands
+from ...fused.recipe import Recipe
 from ...reference import reference_norm
-from .check import MOST_DIMS, prove
+from .check import prove
 from .closeness import affine, close
 from .inputs import ALL_BF16, ALL_FP32, Dtypes, Trial
 from .plain_code import TORCH_FORWARDS
-from .probe import AUTOCAST_DEVICES, OPEN_GATE, OnDevice, autocast
+from .probe import OPEN_GATE, OnDevice, autocast
 from .refusals import NotInFamily, Unusable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,7 +59,7 @@ class Fit(Trial):
         if recipe.gate is not None:
             takes_both = self._agrees_in(recipe, MIXED_GATES)
             recipe = replace(recipe, one_gate_dtype=not takes_both)
-        recipe = self._find_under_autocast(recipe)
+        recipe = replace(recipe, asks_autocast=self._asks_autocast(recipe))
         recipe = self._with_settings(recipe)
         recipe = prove(self, recipe)
         if self.head_dim is not None:
@@ -114,7 +112,7 @@ class Fit(Trial):
                 has = weight is not None, bias is not None
                 spec = NormSpec(centered, 0.0, *has, offset, **groups)
                 size = self._fixed_size(weight)
-                return Recipe(spec, weight, bias, hidden_size=size, layout=self.layout)
+                return Recipe(spec, weight, bias, hidden_size=size)
         raise NotInFamily("its formula is not one that this package knows")
 
     def _fixed_size(self, weight: str | None) -> int | None:
@@ -231,59 +229,23 @@ class Fit(Trial):
         # a call that gives it runs the module's own forward
         return replace(recipe, other_input=self.gate)
 
-    def _find_under_autocast(self, recipe: Recipe) -> Recipe:
-        """The recipe, with how the module computes under autocast on each type of
-        device.
+    def _asks_autocast(self, recipe: Recipe) -> bool:
+        """Whether the module may compute something else while autocast is on.
+
+        Autocast casts nothing in arithmetic of float32, and the kernels follow it where
+        it casts for torch's own norms.
         """
         if type(self.module).forward in TORCH_FORWARDS:
-            return recipe  # it is torch's own norm
-        if not (recipe.spec.functional or self.code.asks_autocast):
-            return recipe  # autocast casts nothing in arithmetic of float32
-        ways = [self._way_under_autocast(recipe, each) for each in AUTOCAST_DEVICES]
-        if set(ways) == {"torch"}:
-            return recipe
-        return replace(recipe, autocast=tuple(zip(AUTOCAST_DEVICES, ways, strict=True)))
-
-    def _way_under_autocast(self, recipe: Recipe, device_type: str) -> AutocastWay:
-        if recipe.gate is not None or not self.code.is_plain_under_autocast:
-            return "original"
-        dims = self.dims
-        cases = [(ALL_FP32, dims)]
-        if not recipe.only_float32:
-            mixed = Dtypes(BF16, FP32), Dtypes(FP32, BF16), Dtypes(FP16, FP32)
-            cases += [(dtypes, dims) for dtypes in (*SAME_DTYPES, *mixed)]
-        if recipe.layout == "last" and self.head_dim is None:
-            cases += [(ALL_FP32, dims) for dims in range(1, MOST_DIMS + 1)]
-        agreeing = ["original"]
-        for way in ("lowered", "off", "torch"):
-            if self._agrees_under(way, recipe, device_type, cases):
-                agreeing.append(way)
-        self.dims = dims
-        return agreeing[-1]
-
-    def _agrees_under(
-        self, way: AutocastWay, recipe: Recipe, device_type: str, cases: list
-    ) -> bool:
-        """Whether module and formula give the same under autocast, in all these
-        (dtypes, number of dimensions) that the module takes.
-        """
-        for (dtypes, dims), dtype in itertools.product(cases, (BF16, FP16)):
-            self.dims = dims
-            rows = 1 if dims == 1 else 2 ** (MOST_DIMS - 1)
-            x = self.rows(rows * self.size, half=True)[:rows]
-            compute = functools.partial(_under_autocast, way, device_type, dtype)
-            self.device = OnDevice(device_type)
-            try:
-                with autocast(device_type, dtype):
-                    if not self.agrees(recipe, x, [dtypes], compute):
-                        return False
-            except Unusable:
-                continue
-            except RuntimeError:  # torch's own norm takes not every mixture
-                return False
-            finally:
-                self.device = OnDevice("cpu")
-        return True
+            return False
+        if self.code.asks_autocast or not recipe.spec.functional:
+            return self.code.asks_autocast
+        dtypes = [ALL_FP32] if recipe.only_float32 else [ALL_FP32, *SAME_DTYPES]
+        self.device = OnDevice("cuda")
+        try:
+            with autocast("cuda", BF16), OnDevice("cuda"):
+                return not self._agrees_in(recipe, dtypes)
+        finally:
+            self.device = OnDevice("cpu")
 
     def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
         x = self.rows(1024, half=True)
@@ -315,21 +277,6 @@ class Fit(Trial):
                     continue  # a shape of its rows
             settings += ((name, value),)
         return replace(recipe, settings=settings)
-
-
-def _under_autocast(
-    way: AutocastWay, device_type: str, dtype: torch.dtype, *formula
-) -> Tensor:
-    """The norm of x under autocast to a dtype, computed in one of the ways.
-
-    Args:
-        formula: what `reference_norm` takes.
-    """
-    if way == "torch":
-        with OnDevice(device_type):
-            return reference_norm(*formula)
-    to = dtype if way == "lowered" else None
-    return reference_norm(*cast_operands(*formula[:4], to))
 
 
 def with_spec(recipe: Recipe, **changes) -> Recipe:

@@ -46,13 +46,6 @@ LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
 # them under the same names.
 AUTOCAST_QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled")
 AUTOCASTS = (("torch", "autocast"), ("transformers", "maybe_autocast"))
-# What a forward may call where it finds autocast on.
-AUTOCAST_FUNCTIONS = [
-    torch.get_autocast_dtype,
-    torch.get_autocast_gpu_dtype,
-    torch.get_autocast_cpu_dtype,
-    torch.amp.autocast_mode._cast,
-]
 
 
 # The kinds of an expression: what its value depends on.
@@ -79,11 +72,8 @@ class Code:
     Attributes:
         attributes: names of the module's attributes that it reads; they hold its own
             tensors and plain values.
-        asks_autocast: it asks whether autocast is on.
-        is_plain_under_autocast: it is plain arithmetic too where autocast is on, on
-            each type of device by itself.
-        any_autocast: what is read is both that with autocast on and that with it off.
-            Else it counts as off.
+        asks_autocast: it asks whether autocast is on; what is read is that with
+            autocast off.
 
     Raises:
         NotPlain: it is not plain arithmetic, or its source cannot be read.
@@ -93,15 +83,7 @@ class Code:
         self.module = module
         self.attributes: set[str] = set()
         self.asks_autocast = False
-        self.any_autocast = False
-        self.is_plain_under_autocast = True
         self.read_method("forward", type(module).__mro__)
-        if self.asks_autocast:
-            self.any_autocast = True
-            try:
-                self.read_method("forward", type(module).__mro__)
-            except NotPlain:
-                self.is_plain_under_autocast = False
 
     def read_method(self, name: str, classes: Iterable[type]) -> None:
         """Read the method that the first of these classes has under that name."""
@@ -323,7 +305,7 @@ class _Body(ast.NodeVisitor):
         name = ast.unparse(test.func).rpartition(".")[2]
         if name in AUTOCAST_QUESTIONS:
             self.code.asks_autocast = True
-            return None if self.code.any_autocast else False
+            return False
         if called is torch.jit.is_scripting:
             return False
         if text.startswith("is_") and text.endswith("_available()"):
@@ -373,10 +355,7 @@ class _Body(ast.NodeVisitor):
         if node.attr not in FACTS:
             raise _refusal("reads", node)
         self.visit(node.value)
-        kind = FACTS[node.attr]
-        if kind == TENSOR and self.code.any_autocast:
-            return CONSTANT
-        return kind
+        return FACTS[node.attr]
 
     def visit_Subscript(self, node: ast.Subscript) -> int:
         kind = self.visit(node.value)
@@ -393,8 +372,6 @@ class _Body(ast.NodeVisitor):
         function = node.func
         text = ast.unparse(function)
         name = text.rpartition(".")[2]
-        if self.code.any_autocast and name in AUTOCAST_QUESTIONS:
-            return CONSTANT
         arguments = list(node.args)
         for keyword in node.keywords:
             if keyword.arg in REFUSED_KEYWORDS:
@@ -425,12 +402,9 @@ class _Body(ast.NodeVisitor):
         """Refuse a function unless it is one of torch's in the list, or a helper that
         is plain itself; with an owner, it is given the module first.
         """
-        listed = FUNCTIONS
-        if self.code.any_autocast:
-            listed = FUNCTIONS + AUTOCAST_FUNCTIONS
         mro = type(self.code.module).__mro__
         called = self._resolve(function)
-        if called in listed:
+        if called in FUNCTIONS:
             return
         if called is not None:
             self.code.read_function(called, text, owner)

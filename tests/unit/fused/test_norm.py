@@ -233,18 +233,6 @@ def test_strides_of_the_output_are_those_that_were_proven(row_major):
         )
 
 
-def test_channels_come_first_where_that_was_proven():
-    recipe = Recipe(PLAIN.spec, weight="weight", layout="channels_first")
-    norm, x = fused(Norm(), recipe), torch.randn(2, D, 5)
-    y, count = launches(lambda: norm(x))
-    own = Norm()
-    own.weight = norm.weight
-    torch.testing.assert_close(
-        y, own(x.movedim(1, -1)).movedim(-1, 1), rtol=1e-6, atol=1e-6
-    )
-    assert count == 1
-
-
 def test_a_second_call_takes_the_launch_that_the_first_found(monkeypatch):
     norm, x = fused(Norm()), torch.randn(2, D)
     kept = patch_of(norm).launches.by_key

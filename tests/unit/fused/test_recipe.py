@@ -10,7 +10,6 @@ from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.recipe import Recipe, parameters_of, shapes_fit
 
 BF16, FP32 = torch.bfloat16, torch.float32
-OWN = (("cpu", "original"), ("cuda", "original"))
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 RECIPE = Recipe(SPEC, weight="weight", eps="eps", eps_value=1e-6)
 
@@ -43,42 +42,8 @@ def test_there_are_no_parameters_where_one_is_missing():
     assert parameters_of(norm, RECIPE) is None
 
 
-def test_which_rows_a_call_normalises():
-    x = torch.ones(2, 3, 4)
-    assert RECIPE.rows_of(x) is x
-    assert Recipe(SPEC, layout="channels_first").rows_of(x).shape == (2, 4, 3)
-    assert Recipe(SPEC, dims=(2,)).rows_of(x) is None
-    assert Recipe(SPEC, only_float32=True).rows_of(x.half()) is None
-
-
 @pytest.mark.parametrize(
-    "way, dtype",
-    [("torch", FP32), ("off", FP32), ("lowered", BF16), ("original", None)],
-)
-def test_what_autocast_makes_of_a_call(way, dtype):
-    spec = NormSpec(True, 1e-5, weight_offset=1.0, functional=True)
-    recipe = Recipe(
-        spec, weight="weight", autocast=(("cpu", way), ("cuda", "original"))
-    )
-    x, weight = torch.ones(2, 4), torch.full((4,), 0.25)
-    with torch.autocast("cpu", BF16):
-        cast = recipe.under_autocast(x, weight, None, spec)
-    if dtype is None:
-        assert cast is None
-        return
-    x, weight, bias, spec = cast
-    assert x.dtype == weight.dtype == dtype and bias is None
-    assert (weight + spec.weight_offset == 1.25).all()
-    assert spec.functional == (way == "torch")
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        assert recipe.under_autocast(x, weight, None, spec) is None
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-
-
-@pytest.mark.parametrize(
-    "how", [{"layout": "channels_first"}, {"dims": (2,)}, {"only_float32": True}, {"gate": "gate"},
+    "how", [{"dims": (2,)}, {"only_float32": True}, {"gate": "gate"},
             {"other_input": "mask"}, {"row_major": True}],
 )  # fmt: skip
 def test_a_norm_with_anything_besides_is_not_simple(how):
@@ -101,16 +66,17 @@ X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
     [
         ({"dims": (3, 4)}, X, X[0]),
         ({"only_float32": True}, X, HALF),
-        ({"autocast": OWN}, X, None),
-        ({"layout": "channels_first"}, X, None),
+        ({"asks_autocast": True}, X, None),
     ],
-    ids=["dims", "float32", "autocast", "channels first"],
+    ids=["dims", "float32", "autocast"],
 )
 def test_each_restriction_alone_serves_what_it_allows(how, served, refused):
     recipe = Recipe(NormSpec(centered=False, eps=1e-6, group_size=4), **how)
     assert recipe.restricted and not Recipe(SPEC).restricted
-    assert recipe.rows_of(served) is not None
-    assert refused is None or recipe.rows_of(refused) is None
+    assert recipe.takes(served)
+    assert refused is None or not recipe.takes(refused)
+    with torch.autocast("cpu", BF16):
+        assert recipe.takes(served) != recipe.asks_autocast
 
 
 def test_a_norm_of_groups_is_not_simple():
@@ -189,11 +155,9 @@ def test_dtypes_that_torchs_own_operators_take_together(monkeypatch):
     "how, said",
     [
         ({}, ""),
-        ({"layout": "channels_first"}, "over dimension 1"),
         ({"only_float32": True}, "in float32 only"),
         ({"other_input": "mask"}, "calls that give 'mask'"),
-        ({"autocast": OWN}, "under autocast it runs its own forward"),
-        ({"autocast": (("cpu", "off"),)}, "under autocast no sum"),
+        ({"asks_autocast": True}, "under autocast it runs its own forward"),
     ],
 )
 def test_what_a_report_says_of_it(how, said):
