@@ -270,7 +270,6 @@ def _launches(patch: NormPatch, spec: NormSpec) -> Launches:
         spec,
         patch.recipe.suits,
         keeps_output=patch.asked.keeps_output,
-        copies_input=bool(patch.asked.input_written),
         paths_of=patch.paths_of,
     )
 

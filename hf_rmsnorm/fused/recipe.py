@@ -235,8 +235,6 @@ class Asked:
         memory_efficient: the kernels' backward is to read the norm's output instead of
             its input.
         input_needed: why it reads the input all the same; "" where it need not.
-        input_written: whose forward writes to the input in place, once the norm has read
-            it; "" if none is known to. In half precision the backward then reads a copy.
     """
 
     as_rms: bool = False
@@ -244,7 +242,6 @@ class Asked:
     fuse_residual: bool = True
     memory_efficient: bool = False
     input_needed: str = ""
-    input_written: str = ""
 
     @property
     def rounds_as(self) -> str:
@@ -282,16 +279,15 @@ class Asked:
         """Whether the backward reads the norm's output."""
         return self.memory_efficient and not self.input_needed
 
-    def saving_memory(self, module: Module, recipe: Recipe, needed: str) -> "Asked":
+    def saving_memory(self, module: Module, recipe: Recipe) -> "Asked":
         """The same under `memory_efficient`, for a module with the parameters that it
         has now.
 
         Args:
             recipe: what it is to compute.
-            needed: why the input is needed besides; "" for no other reason.
         """
         weight, bias = parameters_of(module, recipe) or (None, None)
-        reason = input_needed(weight, bias, recipe.spec) or needed
+        reason = input_needed(weight, bias, recipe.spec)
         return replace(self, memory_efficient=True, input_needed=reason)
 
     def notes(self) -> str:
@@ -310,13 +306,8 @@ class Asked:
         """
         if self.keeps_output:
             return "keeps its output for backward, but not where one launch rotates or modulates it"
-        needed = self.input_needed
-        if self.input_written:
-            written = f"{self.input_written} writes to its input"
-            needed = " and ".join(filter(None, (needed, written)))
-            return f"keeps a copy of its input for backward in half precision: {needed}"
         if self.memory_efficient:
-            return f"keeps its input for backward: {needed}"
+            return f"keeps its input for backward: {self.input_needed}"
         return ""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..formula import HALF_DTYPES, NormSpec
+from ..formula import NormSpec
 from ..kernels.operands import (
     ONE_PLUS,
     Launch,
@@ -51,10 +51,6 @@ class NormFunction(torch.autograd.Function):
             kept = y
             strides = y.stride()
             mean = None
-        elif launches.copies_input and kept.dtype in HALF_DTYPES:
-            # The unpatched norm saves x in float32: a copy of a half-precision x, and a
-            # float32 x itself.
-            kept = kept.clone()
         ctx.kept = launches, strides, kept is y
         ctx.weight = id(weight)
         ctx.unwatched = unwatched(kept)

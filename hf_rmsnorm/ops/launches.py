@@ -65,8 +65,6 @@ class Launches:
         modulation: what becomes of the scale of a modulation: `ONE_PLUS` or `ALONE`.
         keeps_output: the backward shall read the output, not x, where
             `serves_as_input`.
-        copies_input: the backward shall read a copy of x in half precision, as x may be
-            written to.
         paths_of: ``paths_of(id(weight))`` names the norms that may have a weight, for
             an error.
 
@@ -80,7 +78,6 @@ class Launches:
     suits: Callable | None = None
     modulation: str = ONE_PLUS
     keeps_output: bool = False
-    copies_input: bool = False
     paths_of: Callable | None = None
 
     def __post_init__(self):

@@ -26,8 +26,6 @@ class Entry:
         excluded: its own forward runs, as the globs say.
         required: it may not run its own forward.
         formula: what it computes once it is swapped.
-        input_written, output_written: the class whose forward writes to its input, or to
-            its output, in place once it has run; "" if none is known to.
     """
 
     module: Module
@@ -41,8 +39,6 @@ class Entry:
     excluded: bool = False
     required: bool = False
     formula: NormSpec | None = None
-    input_written: str = ""
-    output_written: str = ""
 
     @property
     def class_name(self) -> str:

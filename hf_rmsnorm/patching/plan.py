@@ -5,7 +5,6 @@ norms.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cache
 
 from torch.nn import Module
 
@@ -16,7 +15,6 @@ from .entries import Entry
 from .formula.probe import neutral_modes
 from .formula.recognise import NOT_A_NORM, recognise
 from .formula.refusals import Refusal
-from .layers.writes import written_in
 from .servers.rounding import rounding_of
 from .swap import why_not_run
 
@@ -51,18 +49,10 @@ class Options:
             fuse_residual=_chosen(self.fuse_residual, before.fuse_residual),
             memory_efficient=False,
             input_needed="",
-            input_written=entry.input_written,
         )
-        computed = asked.of(entry.proven)
-        if computed.spec.functional:
-            # torch's own norm keeps its input too
-            asked = replace(asked, input_written="")
         if not _chosen(self.memory_efficient, before.memory_efficient):
             return asked
-        needed = ""
-        if entry.output_written:
-            needed = f"{entry.output_written} writes to its output"
-        return asked.saving_memory(entry.module, computed, needed)
+        return asked.saving_memory(entry.module, asked.of(entry.proven))
 
 
 def _chosen(named, before):
@@ -80,7 +70,6 @@ def make_plan(
     exclude = _globs("exclude", exclude, model, entries)
     for entry in entries:
         _choose(entry, include, exclude or [])
-    _note_writes(model, entries)
     with neutral_modes():  # in which the values of weights can be read
         follow_conversion(model, entries)
         for entry in entries:
@@ -108,22 +97,6 @@ def list_norms(model: Module) -> list[Entry]:
         if verdict != NOT_A_NORM:
             entries.append(Entry(module, names, *verdict))
     return entries
-
-
-def _note_writes(model: Module, entries: list[Entry]) -> None:
-    """Note of each norm which forward writes to its input or output."""
-    entry_of = {entry.module: entry for entry in entries}
-    writes_of = cache(written_in)  # most layers of a model are alike
-    for module in model.modules():
-        for name, child in module._modules.items():
-            entry = entry_of.get(child)
-            if entry is None or entry.proven is None:
-                continue
-            writes = writes_of(type(module))
-            if name in writes.inputs:
-                entry.input_written = type(module).__name__
-            if name in writes.outputs:
-                entry.output_written = type(module).__name__
 
 
 def _globs(

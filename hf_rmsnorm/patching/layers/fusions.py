@@ -238,8 +238,6 @@ def _norms_of(module: Module) -> Norms:
         recipe = patched.recipe
         if recipe.is_simple:
             simple.add(name)
-        if patched.asked.input_written:  # with a rotation or modulation no copy is kept
-            continue
         if recipe.is_of_rows:
             of_rows.add(name)
         if recipe.is_simple and _is_of_heads(norm, recipe):

@@ -11,8 +11,8 @@ SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 PLAIN = Recipe(SPEC, weight="weight")
 
 
-def saving(norm, recipe=PLAIN, needed=""):
-    return NOTHING.saving_memory(norm, recipe, needed)
+def saving(norm, recipe=PLAIN):
+    return NOTHING.saving_memory(norm, recipe)
 
 
 def test_what_keeps_its_output():
@@ -24,17 +24,11 @@ def test_what_keeps_its_output():
     outside = Recipe(NormSpec(False, 1e-6, eps_outside=True), weight="weight")
     why = "its formula has eps_outside"
     assert saving(norm, outside).notes() == f"keeps its input for backward: {why}"
-    assert not saving(norm, needed="Block writes to its output").keeps_output
     with torch.no_grad():
         norm.weight[0] = 0.0
     assert not saving(norm).keeps_output
     norm.weight = None
     assert saving(norm).keeps_output
-
-
-def test_a_norm_whose_input_is_written_keeps_a_copy():
-    written = Asked(input_written="Block")
-    assert written.notes().endswith("in half precision: Block writes to its input")
 
 
 def test_what_was_proven_is_computed_as_it_was_asked():
