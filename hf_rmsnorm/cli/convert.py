@@ -3,8 +3,8 @@ the same logits.
 
 A small random model of the same classes shows which tensors write to the residual
 stream, and proves the plan in float64. The plan is printed. The tensors are centred
-while the checkpoint streams through, and DST appears whole once it is verified. The
-same command goes on with a run that was killed. Exits with 3 if the result fails
+while the checkpoint streams through, and DST appears whole once it is verified. After a
+kill it is not there, and the same command begins anew. Exits with 3 if the result fails
 verification. A hub id is downloaded first.
 """
 
@@ -20,7 +20,7 @@ from .common import CliError, Result, progress_bar, say
 OPTIONS = {
     "allow_pickle=True": "--allow-pickle",
     "inputs=...": "--inputs FILE",
-    "restart=True": "--restart",
+    "max_shard_size=": "--max-shard-size ",
     'target="native"': "--target native",
     "trust_remote_code=True": "--trust-remote-code",
     "verify='full'": "--full-verify",
@@ -79,9 +79,10 @@ def add_arguments(parser) -> None:
         "where one computes the same",
     )
     add(
-        "--restart",
-        action="store_true",
-        help="drop an unfinished conversion of something else",
+        "--max-shard-size",
+        default="2GB",
+        metavar="SIZE",
+        help="of a file of weights: a number of bytes, or as 500MB (default: 2GB)",
     )
     add(
         "--allow-pickle",
@@ -107,6 +108,7 @@ def run(args) -> Result:
     options = {
         "allow_pickle": args.allow_pickle,
         "trust_remote_code": args.trust_remote_code,
+        "max_shard_size": args.max_shard_size,
         "inputs": None if tensors is None else lambda model: dict(tensors),
     }
     try:
@@ -126,7 +128,8 @@ def _as_options(text):
 
 def _convert(args, options: dict) -> Result:
     from .. import conversion
-    from ..conversion.folders import destination, source_of
+    from ..conversion.destination import destination
+    from ..conversion.folders import source_of
 
     if args.dst is not None:  # refused before anything is downloaded
         destination(source_of(args.src), args.dst)
@@ -163,7 +166,6 @@ def _carry_out(args, **options) -> Result:
                 args.dst,
                 prompts=args.prompt,
                 verify="full" if args.full_verify else not args.no_verify,
-                restart=args.restart,
                 progress=progress,
                 **options,
             )

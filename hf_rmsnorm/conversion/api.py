@@ -1,6 +1,5 @@
 """The way into conversion: `plan_conversion` and `convert_checkpoint`."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -10,14 +9,15 @@ from ..paths import fitted
 from .checkpoint.layout import Layout
 from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from .checkpoint.write import write_checkpoint
-from .folders import destination, downloaded, source_of
+from .destination import destination, publish, working_folder
+from .folders import downloaded, source_of
 from .options import ConversionOptions
-from .plan import ConversionError, ConversionRefused
+from .plan import ConversionError, ConversionRefused, clear_errors
 from .proxy.model import make_proxy
 from .proxy.run import and_more
 from .targets.centred import PlannedConversion, plan_centring
 from .targets.native import plan_native
-from .tensors import is_narrower, one_thread
+from .tensors import is_narrower, nbytes_of, one_thread
 from .verify.folder import NOT_RUN, Verification, VerificationFailed, verify_folder
 from .verify.pair import class_of, missing_parameters, tokenizer_of
 
@@ -31,7 +31,6 @@ class Written:
         unused: tensors of the source that no tensor of the result is made from.
         not_copied: files and folders of the source that the result does not have, and
             why.
-        resumed: how many shards an earlier run had written.
     """
 
     dst: Path
@@ -40,12 +39,15 @@ class Written:
     bytes: int
     unused: tuple[str, ...]
     not_copied: dict[str, str]
-    resumed: int
 
     @classmethod
-    def of(cls, dst, source: Checkpoint, layout: Layout, resumed: int) -> "Written":
+    def of(cls, dst: Path, source: Checkpoint, layout: Layout) -> "Written":
         """The summary of a layout that was made of a source."""
-        shards = {name: shard.nbytes for name, shard in layout.shards.items()}
+        sizes = {n: nbytes_of(made, source) for n, made in layout.tensors.items()}
+        shards = {
+            file: sum(sizes[name] for name in names)
+            for file, names in layout.shards.items()
+        }
         used = set().union(*(tensor.keys() for tensor in layout.tensors.values()))
         return cls(
             dst=dst,
@@ -54,7 +56,6 @@ class Written:
             bytes=sum(shards.values()),
             unused=tuple(sorted(source.tensors.keys() - used)),
             not_copied=source.not_copied,
-            resumed=resumed,
         )
 
     def to_dict(self) -> dict:
@@ -63,11 +64,6 @@ class Written:
 
     def __str__(self) -> str:
         lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
-        if self.resumed:
-            lines.append(
-                f"{self.resumed} of {len(self.shards)} shards were there from an "
-                "earlier run"
-            )
         if self.unused:
             lines.append(
                 f"tensors that the result does not need: {', '.join(self.unused)}"
@@ -160,7 +156,6 @@ def convert_checkpoint(
     dst: str | os.PathLike,
     *,
     planned: PlannedConversion | None = None,
-    restart: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
     **options,
 ) -> Conversion:
@@ -175,10 +170,9 @@ def convert_checkpoint(
 
     Args:
         src: as in `plan_conversion`.
-        dst: the folder to make. It appears whole, at the end. The same call goes on
-            with a run that was killed.
+        dst: the folder to make. It appears whole, at the end. After a kill it is not
+            there, and the same call begins anew.
         planned: what `plan_conversion` returned for this source, instead of target.
-        restart: drop the unfinished conversion of something else into the same DST.
         progress: called as ``progress(tensors, bytes, total_bytes)`` with the tensors
             and bytes written so far.
         options: those of `ConversionOptions`.
@@ -190,51 +184,50 @@ def convert_checkpoint(
         VerificationFailed: the result does not pass; it stays unpublished.
     """
     how = ConversionOptions(**options)
-    if not isinstance(planned, PlannedConversion | None):
-        raise ConversionRefused(
-            f"planned is of type {type(planned).__name__}: pass what plan_conversion "
-            "returned"
-        )
-    if planned is not None and how.is_native:
-        raise ConversionRefused("planned says how to convert: leave out target")
+    _check_plan(planned, how)
     where = source_of(src)
     home = destination(where, dst)  # refused before anything is downloaded or planned
     folder = downloaded(where, how.allow_pickle)
     source = open_checkpoint(folder, allow_pickle=how.allow_pickle)
     planned = planned or _planned(source, how)
-    verdict = NOT_RUN
     if how.verify:
-        # which a run made that was killed while it cleaned up
-        verdict = Verification(True, "verified by the run that wrote it")
-        if planned.missing:
-            # a new random value for it would differ between source and result
-            raise ConversionError(
-                f"{folder}: has no {and_more(planned.missing)}: add what is missing, or "
-                "pass verify=False"
-            )
-        if how.inputs is None:  # refused if it does not load
-            tokenizer_of(folder, class_of(folder, how), how)
-
-    def check(written: Path) -> None:
-        nonlocal verdict
-        if how.verify:
-            verdict = verify_folder(folder, written, how)
+        _check_can_run(folder, planned, how)
+    layout, config = planned.result(source, how.shard_size)
+    with clear_errors(home), working_folder(home) as made:
+        with one_thread():
+            write_checkpoint(source, layout, config, made, progress)
+        source.check_unchanged()
+        verdict = verify_folder(folder, made, how) if how.verify else NOT_RUN
         if not verdict.passed:
             raise VerificationFailed(
                 f"{dst}: not published, the result fails verification\n{verdict}",
                 verdict,
             )
-        planned.describe(written, verdict)
+        planned.describe(made, verdict)
+        publish(made, home)
+    return Conversion(planned, Written.of(home, source, layout), verdict)
 
-    layout, config = planned.result(source)
-    resumed = write_checkpoint(
-        source,
-        home,
-        layout,
-        config,
-        plan=json.dumps(planned.to_dict()),
-        check=check,
-        restart=restart,
-        progress=progress or (lambda *_: None),
-    )
-    return Conversion(planned, Written.of(home, source, layout, resumed), verdict)
+
+def _check_plan(planned: PlannedConversion | None, options: ConversionOptions) -> None:
+    """Refuse what is no plan, and a plan with another way to convert."""
+    if not isinstance(planned, PlannedConversion | None):
+        raise ConversionRefused(
+            f"planned is of type {type(planned).__name__}: pass what plan_conversion "
+            "returned"
+        )
+    if planned is not None and options.is_native:
+        raise ConversionRefused("planned says how to convert: leave out target")
+
+
+def _check_can_run(
+    folder: Path, planned: PlannedConversion, options: ConversionOptions
+) -> None:
+    """Refuse a source that could not be compared with its result."""
+    if planned.missing:
+        # a new random value for it would differ between source and result
+        raise ConversionError(
+            f"{folder}: has no {and_more(planned.missing)}: add what is missing, or "
+            "pass verify=False"
+        )
+    if options.inputs is None:  # refused if it does not load
+        tokenizer_of(folder, class_of(folder, options), options)

@@ -1,9 +1,10 @@
-"""A checkpoint as a folder on this disk, and the folder of the result. Each file is one
-of the weights, is copied, or is left out.
+"""A checkpoint as a folder on this disk. Each file is one of the weights, is copied, or
+is left out.
 """
 
 import json
 import os
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -48,6 +49,9 @@ NOT_COPIED = {
     **dict.fromkeys((*WEIGHTS, *OTHER_FORMATS), OLD),
     **dict.fromkeys(("*.bin", "*.pt", "*.pth"), UNKNOWN),
 }
+# in the cache of the hub, whose snapshots are links
+CACHED = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/[^/]+")
+MOST_NESTED = 50
 MERGE = (
     "merge it into its base by PEFT's merge_and_unload, and convert the merged model"
 )
@@ -78,36 +82,6 @@ def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:
         return (*patterns, *WEIGHTS)
     pickles = () if allow_pickle else ("*.bin",)
     return (*patterns, *pickles, "*/*.safetensors")  # in folders: of earlier steps
-
-
-def destination(source: Source, dst: str | os.PathLike) -> Path:
-    """DST as an absolute path; refused inside of the source, and if it exists or cannot
-    be made.
-    """
-    dst = Path(os.path.abspath(dst))
-    if source.is_local and dst.parent.resolve().is_relative_to(
-        Path(source.where).resolve()
-    ):
-        raise ConversionError(
-            f"{dst}: lies inside of the source, which is only read: choose another DST"
-        )
-    if os.path.lexists(dst) and not os.path.lexists(f"{dst}.converting"):
-        raise exists_already(dst)
-    home = next(parent for parent in dst.parents if os.path.lexists(parent))
-    if not home.is_dir():
-        raise ConversionError(f"{dst}: {home} is no folder: choose another DST")
-    if not os.access(home, os.W_OK | os.X_OK):
-        raise ConversionError(
-            f"{dst}: {home} is read-only, or gives no permission to write: choose "
-            "another DST"
-        )
-    return dst
-
-
-def exists_already(dst: Path) -> ConversionError:
-    return ConversionError(
-        f"{dst}: exists already: choose another DST, or move it away"
-    )
 
 
 def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -146,39 +120,47 @@ def config_of_folder(folder: Path, files: list[str]) -> dict:
 
 def weights_of(
     folder: Path, files: list[str], allow_pickle: bool
-) -> tuple[dict | None, list[str], list[str]]:
-    """The index, the files of the weights, and all of these files, which are not
+) -> tuple[list[str], list[str]]:
+    """The files of the weights, and all of these files with their index, which are not
     copied; refused if the index is broken, or names others than those of the folder.
     """
     main = next((name for name in MODEL_FILES if name in files), None)
+    if main is None:
+        _refuse_incomplete(folder, files)
+        return [], []
     if main in PICKLES and not allow_pickle:
         raise ConversionError(
             f"{folder}: the weights are pickles: save the model as safetensors, or "
             "pass allow_pickle=True"
         )
-    if main is None:
-        for name in files:
-            if not os.path.dirname(name) and name.endswith((".safetensors", ".bin")):
-                raise ConversionError(
-                    f"{folder}: neither model.safetensors nor {INDEX} beside {name}: "
-                    "download what is missing, or rename a variant"
-                )
-        return None, [], []
-    if not main.endswith(".json"):
-        return None, [main], [main]
-    path = folder / main
-    index = read_json(path)
-    names = index.get("weight_map")
+    shards = [main]
+    if main.endswith(".json"):
+        shards = _shards_of(folder / main, files)
+    return shards, [main, *shards]
+
+
+def _refuse_incomplete(folder: Path, files: list[str]) -> None:
+    """Refuse a folder with weights that Transformers does not look for."""
+    for name in files:
+        if not os.path.dirname(name) and name.endswith((".safetensors", ".bin")):
+            raise ConversionError(
+                f"{folder}: neither model.safetensors nor {INDEX} beside {name}: "
+                "download what is missing, or rename a variant"
+            )
+
+
+def _shards_of(index: Path, files: list[str]) -> list[str]:
+    """The files that an index names, which are in its folder."""
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise ConversionError(f"{path}: no weight_map: download it again")
+        raise ConversionError(f"{index}: no weight_map: download it again")
     for key, name in names.items():
         if name not in files:
             raise ConversionError(
-                f"{path}: {key} is in {name!r}, which is missing in its folder: "
+                f"{index}: {key} is in {name!r}, which is missing in its folder: "
                 "download that file, or the index again"
             )
-    shards = sorted(set(names.values()))
-    return index, shards, [main, *shards]
+    return sorted(set(names.values()))
 
 
 def copied_of(files: list[str], weights: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -203,13 +185,51 @@ def _why_not_copied(name: str) -> str:
     return ""
 
 
+def refuse_elsewhere(folder: Path, name: str) -> None:
+    """Refuse a file that is not of its folder: a link that leads out of it, or to
+    nothing, and a pipe or a device. Links of the hub's cache lead to its ``blobs``.
+    """
+    path = folder / name
+    content = Path(os.path.realpath(path))
+    homes = [Path(os.path.realpath(folder))]
+    if cached := CACHED.match(homes[0].as_posix()):
+        homes.append(Path(os.path.realpath(cached["repository"])) / "blobs")
+    if not any(content.is_relative_to(home) for home in homes):
+        raise ConversionError(
+            f"{path}: a link out of the checkpoint, to {content}: put that file itself "
+            "there, or remove the link"
+        )
+    if not content.is_file():
+        raise ConversionError(
+            f"{path}: a link to nothing, or no plain file: put the file itself there, "
+            "or remove this"
+        )
+
+
 def read_json(path: Path) -> dict:
+    """The object in a JSON file of a checkpoint."""
+    refuse_elsewhere(path.parent, path.name)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConversionError(
             f"{path}: not JSON ({error}): download it again"
         ) from error
     if not isinstance(data, dict):
         raise ConversionError(f"{path}: a JSON object is wanted: download it again")
+    if _depth(data) > MOST_NESTED:
+        raise ConversionError(
+            f"{path}: nested more than {MOST_NESTED} deep: download it again"
+        )
     return data
+
+
+def _depth(data: dict) -> int:
+    """How many objects and lists contain each other."""
+    depth = 0
+    level: list = [data]
+    while level:
+        depth += 1
+        held = [inner.values() if isinstance(inner, dict) else inner for inner in level]
+        level = [x for inner in held for x in inner if isinstance(x, dict | list)]
+    return depth

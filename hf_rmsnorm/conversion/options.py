@@ -1,5 +1,6 @@
 """The options of a conversion."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,6 +9,8 @@ import torch
 from .plan import ConversionRefused
 
 TARGETS = ("same", "native")
+VERIFY = (True, False, "full")
+SIZE = re.compile(r"[1-9]\d*|\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class ConversionOptions:
         prompts: texts to verify on, if there is a tokenizer.
         verify: run source and result after writing, and publish only what passes. Of a
             large checkpoint a few tokens are run; ``"full"`` runs all texts.
+        max_shard_size: of a file of weights, in bytes or as ``"2GB"``; as of
+            `save_pretrained`.
     """
 
     target: str = "same"
@@ -36,6 +41,7 @@ class ConversionOptions:
     inputs: Callable[[torch.nn.Module], dict] | None = None
     prompts: list[str] | None = None
     verify: bool | str = True
+    max_shard_size: int | str = "2GB"
 
     def __post_init__(self):
         if self.target not in TARGETS:
@@ -46,12 +52,27 @@ class ConversionOptions:
                 "target='native' takes causal language models alone: leave out "
                 "model_class and inputs"
             )
+        if self.verify not in VERIFY:
+            raise ConversionRefused(
+                f"verify={self.verify!r}: choose one of True, False, 'full'"
+            )
         texts = () if self.prompts is None else self.prompts
         if isinstance(texts, str) or not all(map(str.strip, texts)):
             raise ConversionRefused(
                 f"prompts={texts!r}: pass a list of texts, none of them empty"
             )
+        if not SIZE.fullmatch(str(self.max_shard_size)):
+            raise ConversionRefused(
+                f"max_shard_size={self.max_shard_size!r}: pass a number of bytes, or a "
+                "size such as '500MB' or '2GB'"
+            )
 
     @property
     def is_native(self) -> bool:
         return self.target == "native"
+
+    @property
+    def shard_size(self) -> int | str:
+        """`max_shard_size` as a number, or with its unit."""
+        size = str(self.max_shard_size)
+        return int(size) if size.isdecimal() else size

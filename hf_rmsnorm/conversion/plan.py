@@ -21,11 +21,7 @@ class ConversionError(Exception):
     """An error and its cure, in one line. DST does not exist and SRC is as it was."""
 
 
-class BadTensor(ConversionError):
-    """A tensor of the source holds what cannot be converted."""
-
-
-AGAIN = "convert again, it goes on where it stopped"
+AGAIN = "convert again"
 PERMISSION = "give permission to it, or choose another DST"
 CURES = {
     errno.ENOSPC: f"free some space and {AGAIN}",

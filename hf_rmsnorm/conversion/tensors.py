@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
 from ..record import RECORD_KEY, centre_, is_centred
 from .checkpoint.source import FLOATS, Checkpoint
-from .plan import BadTensor, Centre, CentringPlan, ConversionError
+from .plan import Centre, CentringPlan, ConversionError
 
 OTHER = "the plan is of another checkpoint, plan this one"
 ROWS = 1 << 10  # of a matrix that are in float64 at a time
@@ -73,11 +74,11 @@ class Stored:
         if _is_finite(x):
             return x
         if not _is_finite(self.read(source)):
-            raise BadTensor(
+            raise ConversionError(
                 f"NaN or infinity in {self.like!r}, as in the source: repair that"
             )
         kind = str(x.dtype).removeprefix("torch.")
-        raise BadTensor(
+        raise ConversionError(
             f"centring takes '{self.like} ({kind})' past the largest number of its "
             "dtype: convert a bfloat16 copy"
         )
@@ -145,6 +146,11 @@ class Made:
 
 
 Lazy = Stored | Made  # a tensor of a result, made when it is written
+
+
+def nbytes_of(tensor: Lazy, source: Checkpoint) -> int:
+    """The bytes that a tensor of a result will have."""
+    return prod(tensor.shape(source)) * tensor.dtype(source).itemsize
 
 
 def filled(of: Stored, number: float, axis: int = 0) -> Made:

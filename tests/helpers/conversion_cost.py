@@ -1,24 +1,17 @@
 """What a conversion costs: a script, so that a fresh process is measured.
 
-``python conversion_cost.py memory FOLDER MEBIBYTES SHARDS`` converts a checkpoint of
+``python conversion_cost.py FOLDER MEBIBYTES SHARDS`` converts a checkpoint of
 zeros, stored sparsely, and prints as JSON the peak of the resident set (VmHWM) when
-everything is imported and at the end, in bytes. ``python conversion_cost.py time FOLDER
-MEBIBYTES SHARDS ROUNDS`` converts a checkpoint of random values and copies it with
-safetensors, in turns, and prints the seconds of each.
+everything is imported and at the end, in bytes.
 """
 
 import json
-import os
 import re
-import shutil
 import struct
 import sys
-import time
 from pathlib import Path
 
-import torch
 from checkpoints import write_plan
-from safetensors.torch import load_file, save_file
 
 from hf_rmsnorm.conversion.plan import Centre, CentringPlan, Copy
 
@@ -48,7 +41,7 @@ def plan_for(names):
     return CentringPlan(centre=tuple(centre), copy=(Copy("head", "wte"),))
 
 
-def make(folder, mebibytes, count, fill):
+def make(folder, mebibytes, count):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     weights = {}
@@ -64,10 +57,6 @@ def make(folder, mebibytes, count, fill):
         text = json.dumps(header).encode()
         with open(folder / name, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
-            piece = torch.randn(1 << 20) * 0.02 + 0.01
-            piece = piece.bfloat16()
-            for _ in range(0, at if fill else 0, piece.nbytes):
-                file.write(piece.view(torch.uint8).numpy())
             file.truncate(8 + len(text) + at)
     index = json.dumps({"metadata": {}, "weight_map": weights})
     (folder / "model.safetensors.index.json").write_text(index)
@@ -80,41 +69,13 @@ def peak():
 
 
 def memory(folder, mebibytes, count):
-    plan = make(folder / "src", mebibytes, count, fill=False)
+    plan = make(folder / "src", mebibytes, count)
     before = peak()
-    write_plan(plan, folder / "src", folder / "dst")
+    write_plan(plan, folder / "src", folder / "dst", max_shard_size="128MB")
     largest = max(path.stat().st_size for path in (folder / "dst").iterdir())
     return {"before": before, "after": peak(), "largest_shard": largest}
 
 
-def seconds(folder, mebibytes, count, rounds):
-    plan = make(folder / "src", mebibytes, count, fill=True)
-
-    def convert():
-        write_plan(plan, folder / "src", folder / "dst")
-
-    def copy():
-        (folder / "dst").mkdir()
-        for shard in (folder / "src").glob("*.safetensors"):
-            path = folder / "dst" / shard.name
-            save_file(load_file(shard), path)
-            with open(path) as file:
-                os.fsync(file.fileno())
-
-    times = {"convert": [], "copy_to_disk": []}
-    for _ in range(rounds):
-        for name, run in (("convert", convert), ("copy_to_disk", copy)):
-            os.sync()  # what the run before left to write is not on this one's bill
-            # A virtual machine takes memory from its host page by page when it is first
-            # touched: done for both alike.
-            torch.ones(3 * mebibytes << 18, dtype=torch.float32)
-            start = time.perf_counter()
-            run()
-            times[name].append(round(time.perf_counter() - start, 3))
-            shutil.rmtree(folder / "dst")
-    return times
-
-
 if __name__ == "__main__":
-    measure = {"memory": memory, "time": seconds}[sys.argv[1]]
-    print(json.dumps(measure(Path(sys.argv[2]), *map(int, sys.argv[3:]))))
+    folder, *sizes = sys.argv[1:]
+    print(json.dumps(memory(Path(folder), *map(int, sizes))))

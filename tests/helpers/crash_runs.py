@@ -1,8 +1,7 @@
-"""Kill conversions at named boundaries and finish them: a script, so that what is
+"""Kill conversions at named boundaries and run them again: a script, so that what is
 forked has no threads.
 
-``python crash_runs.py FOLDER`` prints a JSON line: for each boundary, what went wrong
-and how many shards were resumed.
+``python crash_runs.py FOLDER`` prints a JSON line: what went wrong at each boundary.
 """
 
 import json
@@ -15,7 +14,10 @@ from pathlib import Path
 import torch
 from checkpoints import contents, tiny, write_checkpoint, write_plan
 
+from hf_rmsnorm.conversion import ConversionError
+
 SHARDS, PLAN = tiny(torch.bfloat16, hidden=96, vocabulary=3000)
+MANY = "100KB"  # a shard; so there are several
 
 
 def die(*_):
@@ -41,84 +43,91 @@ def killed_at(call, number, after):
     setattr(os, call, counted)
 
 
-def within_a_shard(tensors, done, total):
-    if tensors == 5:
-        die()
+def killed_within(tensors):
+    """A progress function that dies once so many tensors are made."""
+    return lambda made, *_: made == tensors and die()
 
 
-BOUNDARIES = {  # the journal is the first file that gets its name
-    "before the journal": ("replace", 1, False),
-    "after the journal": ("replace", 1, True),
-    "before the first shard has its name": ("replace", 2, False),
-    "between the shards": ("replace", 2, True),
-    "within the second shard": None,
-    "after the last shard": ("replace", 3, True),
+# of a first run, and of what cleans up behind one that was killed
+BOUNDARIES = {
+    "as its folder appears": ("mkdir", 2, True),
+    "within the first shard": 1,
+    "within a later shard": 6,
+    "while it flushes": ("fsync", 2, False),
     "before DST appears": ("rename", 1, False),
     "after DST appears": ("rename", 1, True),
     "while it cleans up": ("rmdir", 1, False),
+    "before the lock goes": ("unlink", 1, False),
+    "after the lock went": ("unlink", 1, True),
+}
+CLEANING = {
+    "as a file of a killed run is removed": ("unlink", 2, True),
+    "as a folder of a killed run is removed": ("rmdir", 1, True),
 }
 
 
-def forked(work):
-    """(wait status, number that `work` returned) of a child that does it."""
-    read, write = os.pipe()
+def convert(src, dst, place=None):
+    """Convert; with a place, be killed there."""
+    progress = None
+    if isinstance(place, int):
+        progress = killed_within(place)
+    elif place is not None:
+        killed_at(*place)
+    write_plan(PLAN, src, dst, progress=progress, max_shard_size=MANY)
+
+
+def is_killed(work, *args):
+    """Whether a child that does this is killed."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            os.write(write, str(work()).encode())
+            work(*args)
             code = 0
         finally:
             os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        text = pipe.read()
-    return os.waitpid(child, 0)[1], int(text or 0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def faults(src, dst, whole, place):
-    """(what went wrong, how many shards were resumed) where a conversion is killed at a
-    place and then done again.
+def faults(src, dst, whole, places):
+    """What went wrong where conversions are killed at places, one after another, and
+    then done once more.
     """
-    before = contents(src)
-    staging = dst.with_name("dst.converting")
-
-    def dying():
-        if place is not None:
-            killed_at(*place)
-        write_plan(PLAN, src, dst, progress=None if place else within_a_shard)
-
-    status, _ = forked(dying)
-    wrong = ["it was not killed"]
-    if os.WIFSIGNALED(status):
-        wrong = []
-    if dst.exists() and contents(dst) != whole:
+    wrong = [
+        f"not killed at {p}" for p in places if not is_killed(convert, src, dst, p)
+    ]
+    appeared = dst.exists()
+    if appeared and contents(dst) != whole:
         wrong.append("DST was there and not whole")
-    resumed = 0
-    if not dst.exists() or any(staging.iterdir()):
-        status, resumed = forked(lambda: write_plan(PLAN, src, dst).resumed)
-        if status:
-            wrong.append("it did not resume")
-        if staging.exists():
-            wrong.append("the staging folder is left")
-    if contents(src) != before:
-        wrong.append("the source changed")
+    try:
+        convert(src, dst)
+    except ConversionError as error:
+        if not (appeared and "exists already" in str(error)):
+            wrong.append(str(error))
     if not dst.exists() or contents(dst) != whole:
         wrong.append("the result differs from an undisturbed one")
-    for path in (dst, staging):
-        shutil.rmtree(path, ignore_errors=True)
-    return {"wrong": wrong, "resumed": resumed}
+    shutil.rmtree(dst, ignore_errors=True)
+    left = {path.name for path in dst.parent.iterdir()}
+    for name in left - {"src", "whole"}:
+        wrong.append(f"left: {name}")
+        shutil.rmtree(dst.parent / name)
+    return wrong
 
 
 def main(folder):
     torch.set_num_threads(1)
     src = write_checkpoint(folder / "src", SHARDS, metadata={"format": "pt"})
     (src / "README.md").write_text("read me\n" * 1000)
-    write_plan(PLAN, src, folder / "whole")
+    before = contents(src)
+    convert(src, folder / "whole")
     whole = contents(folder / "whole")
+    runs = {name: [place] for name, place in BOUNDARIES.items()}
+    runs |= {name: [6, place] for name, place in CLEANING.items()}
     report = {}
-    for name, place in BOUNDARIES.items():
-        report[name] = faults(src, folder / "dst", whole, place)
+    for name, places in runs.items():
+        report[name] = faults(src, folder / "dst", whole, places)
+    if contents(src) != before:
+        report["afterwards"] = ["the source changed"]
     print(json.dumps(report))
 
 

@@ -19,6 +19,7 @@ FRAMES = {
         "conversion/checkpoint/source.py",
         "_open_pickle",
     ): "a reason, for 'a pickle that'",
+    ("conversion/checkpoint/write.py", "_save"): "what the system says",
     ("conversion/folders.py", "downloaded"): "a SourceError",
     ("conversion/folders.py", "source_of"): "a SourceError",
     ("conversion/plan.py", "clear_errors"): "what the system says, with its cure",

@@ -1,83 +1,58 @@
-"""The files of a result and the tensors in them, in shards like those of the source."""
+"""The files of a result, and which tensors are in each."""
 
-import json
+from __future__ import annotations
+
 from dataclasses import dataclass, field
-from math import prod
 
-from ..tensors import Lazy
-from .source import CODES, Checkpoint
+from huggingface_hub import split_state_dict_into_shards_factory
 
+from ..tensors import Lazy, nbytes_of
+from .source import Checkpoint
 
-@dataclass
-class Shard:
-    """A file of a result: its header, its tensors, and how many bytes these have."""
-
-    header: dict
-    tensors: dict[str, Lazy] = field(default_factory=dict, repr=False)
-    nbytes: int = 0
-
-    def add(self, name: str, tensor: Lazy, source: Checkpoint) -> None:
-        """Put a tensor behind the others."""
-        dtype = tensor.dtype(source)
-        shape = tensor.shape(source)
-        end = self.nbytes + prod(shape) * dtype.itemsize
-        offsets = [self.nbytes, end]
-        entry = {"dtype": CODES[dtype], "shape": shape, "data_offsets": offsets}
-        self.header[name] = entry
-        self.tensors[name] = tensor
-        self.nbytes = end
-
-    def head(self) -> bytes:
-        """Length and JSON of the header."""
-        text = json.dumps(self.header)
-        text += " " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text.encode()
+PATTERN = "model{suffix}.safetensors"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The shards of a result by file name, its index, where it has one, and the tensors
-    of all shards.
+    """The shards of a result.
+
+    Args:
+        tensors: of all shards, in the order in which the source has them.
+        shards: file -> names of its tensors.
+        metadata: ``__metadata__`` of each shard.
+        index: of the shards; None if there is one file.
     """
 
-    shards: dict[str, Shard]
-    index: dict | None
     tensors: dict[str, Lazy] = field(repr=False)
+    shards: dict[str, list[str]]
+    metadata: dict[str, str]
+    index: dict | None
 
 
 def lay_out(
-    tensors: dict[str, Lazy], source: Checkpoint, metadata: dict[str, str]
+    tensors: dict[str, Lazy],
+    source: Checkpoint,
+    metadata: dict[str, str],
+    max_shard_size: int | str,
 ) -> Layout:
-    """The shards of the source, with `metadata` added; a new tensor is in the shard of
-    the one that it is like.
+    """Shards of at most a size, as `save_pretrained` makes them. They keep the metadata
+    of the source's, and have `metadata` besides.
     """
-    shards = {}
-    for file, kept in source.metadata.items():
-        # Safetensors notes there which tensor a tied one is saved as: one that is saved
-        # itself is not tied.
-        kept = {key: text for key, text in kept.items() if key not in tensors}
-        noted = {"format": "pt"} | kept | metadata
-        shards[_name_of(file)] = Shard({"__metadata__": noted})
-
-    def place(name: str) -> tuple:
-        # as safetensors does, larger elements first, so that all are aligned
-        return -tensors[name].dtype(source).itemsize, name
-
-    files = {}
-    for name in sorted(tensors, key=place):
-        files[name] = _name_of(source.tensors[tensors[name].like].file)
-        shards[files[name]].add(name, tensors[name], source)
-    index = source.index
-    if index is not None:
-        sizes = {
-            "total_size": sum(shard.nbytes for shard in shards.values()),
-            "total_parameters": sum(prod(t.shape(source)) for t in tensors.values()),
-        }
-        noted = (index.get("metadata") or {}) | sizes
-        index = {**index, "metadata": noted, "weight_map": dict(sorted(files.items()))}
-    return Layout(shards, index, tensors)
-
-
-def _name_of(file: str) -> str:
-    """The file of a result with the tensors of a file of the source."""
-    return file.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+    places = {name: place for place, name in enumerate(source.tensors)}
+    ordered = sorted(tensors.items(), key=lambda item: places[item[1].like])
+    tensors = dict(ordered)
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: nbytes_of(tensor, source),
+        filename_pattern=PATTERN,
+        max_shard_size=max_shard_size,
+    )
+    # Safetensors notes there which tensor a tied one is saved as: one that is saved
+    # itself is not tied.
+    kept = {k: text for k, text in source.metadata.items() if k not in tensors}
+    noted = {"format": "pt"} | kept | metadata
+    index = None
+    if split.is_sharded:
+        weights = dict(sorted(split.tensor_to_filename.items()))
+        index = {"metadata": split.metadata, "weight_map": weights}
+    return Layout(tensors, split.filename_to_tensors, noted, index)

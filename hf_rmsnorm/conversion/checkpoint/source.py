@@ -34,7 +34,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class Checkpoint:
     folder: Path
     config: dict
     tensors: dict[str, StoredTensor]
-    metadata: dict[str, dict[str, str]]  # shard -> ``__metadata__`` of its header
-    index: dict | None  # if the weights are in shards
+    metadata: dict[str, str]  # ``__metadata__`` of all shards
     others: list[str]  # files to copy
     not_copied: dict[str, str]  # file or folder -> why
     fingerprints: dict[str, list[int]]  # of every file that is read
@@ -71,7 +69,7 @@ class Checkpoint:
         for name, data in tensors.items():
             shape = tuple(data.shape)
             held[name] = StoredTensor("", data.dtype, shape, data.nbytes, data=data)
-        return cls(Path(), {}, held, {}, None, [], {}, {})
+        return cls(Path(), {}, held, {}, [], {}, {})
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -100,7 +98,7 @@ class Checkpoint:
             if not path.exists() or _fingerprint(path) != before:
                 raise ConversionError(
                     f"{path}: changed while it was read: let nothing write to the "
-                    "source, and convert again with restart=True"
+                    "source, and convert again"
                 )
 
 
@@ -122,19 +120,19 @@ def open_checkpoint(
     with clear_errors(folder):
         files, not_copied = folders.files_of(folder)
         config = folders.config_of_folder(folder, files)
-        index, shards, of_weights = folders.weights_of(folder, files, allow_pickle)
+        shards, of_weights = folders.weights_of(folder, files, allow_pickle)
         if weights and not shards:
             raise ConversionError(
                 f"{folder}: no model.safetensors: download the weights, or write them "
                 "by save_pretrained"
             )
         others, left_out = folders.copied_of(files, of_weights)
+        for name in (*of_weights, *others):
+            folders.refuse_elsewhere(folder, name)
         not_copied |= left_out
         read = sorted({*files} - left_out.keys())
         fingerprints = {name: _fingerprint(folder / name) for name in read}
-        source = Checkpoint(
-            folder, config, {}, {}, index, others, not_copied, fingerprints
-        )
+        source = Checkpoint(folder, config, {}, {}, others, not_copied, fingerprints)
         for name in shards:
             _open_shard(source, name)
     return source
@@ -159,7 +157,7 @@ def _open_shard(source: Checkpoint, name: str) -> None:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    source.metadata[name] = header.pop("__metadata__", {})
+    source.metadata.update(header.pop("__metadata__", {}))
     for key, entry in header.items():
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
@@ -176,11 +174,10 @@ def _open_pickle(source: Checkpoint, name: str) -> None:
     """Add the tensors of a file of `torch.save`, read without running code."""
     path = source.folder / name
     is_zip = zipfile.is_zipfile(path)
-    source.metadata[name] = {}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         for key, tensor in state.items():
-            if tensor.dtype not in CODES:
+            if tensor.dtype not in DTYPES.values():
                 raise TypeError(f"{key} is {tensor.dtype}")
             sizes = tensor.dtype, tuple(tensor.shape), tensor.nbytes
             source.tensors[key] = StoredTensor(name, *sizes, data=tensor)

@@ -52,7 +52,9 @@ class PlannedConversion(ABC):
         """Plain values for JSON."""
 
     @abstractmethod
-    def result(self, source: Checkpoint) -> tuple[Layout, str]:
+    def result(
+        self, source: Checkpoint, max_shard_size: int | str
+    ) -> tuple[Layout, str]:
         """The tensors and the text of config.json that are made of an open checkpoint."""
 
     @abstractmethod
@@ -87,11 +89,11 @@ class PlannedCentring(PlannedConversion):
         ]
         return "\n".join([str(self.proof), *_grouped(pairs), *copies, *plan.notes])
 
-    def result(self, source):
+    def result(self, source, max_shard_size):
         tensors = planned_tensors(self.centring, source, source.folder)
         config = {**source.config, **self.centring.config}
         text = json.dumps(config, indent=2) + "\n"
-        return lay_out(tensors, source, self.metadata), text
+        return lay_out(tensors, source, self.metadata, max_shard_size), text
 
     def describe(self, folder: Path, verdict: Verification) -> None:
         plan = self.centring

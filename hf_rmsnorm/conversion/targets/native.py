@@ -63,8 +63,9 @@ class PlannedNative(PlannedConversion):
             "tensors"
         )
 
-    def result(self, source: Checkpoint):
-        layout = lay_out(self.target.tensors, source, self.metadata)
+    def result(self, source, max_shard_size):
+        tensors = self.target.tensors
+        layout = lay_out(tensors, source, self.metadata, max_shard_size)
         return layout, self.target.config.to_json_string()
 
     def describe(self, folder: Path, verdict: Verification) -> None:

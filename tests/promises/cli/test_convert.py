@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -111,31 +112,34 @@ def test_options_reach_every_way(way, tmp_path, capsys, monkeypatch):
         "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]},
     }
     (src / "tokenizer_config.json").write_text(json.dumps(own))
-    staging = tmp_path / "dst.converting"
-    staging.mkdir()
-    other = {"plan": "of another", "source": {}}
-    (staging / "journal.json").write_text(json.dumps(other))
 
     options = [src, dst, *way.split(), "--prompt", "abcabc"]
     given: list[str] = []
-    for _ in range(3):
+    for _ in range(2):
         code, _, err = run(capsys, *options, *given)
         assert code == 2 and err.count("\n") == 1, err
         assert not mark.exists() or "--trust-remote-code" in given
         given += [
             cure
-            for cure in ("--allow-pickle", "--restart", "--trust-remote-code")
+            for cure in ("--allow-pickle", "--trust-remote-code")
             if cure in err
         ]
-    assert len(set(given)) == 3 and not dst.exists()
-    code, out, err = run(
-        capsys, *options, "--allow-pickle", "--restart", "--trust-remote-code"
-    )
+    assert len(set(given)) == 2 and not dst.exists()
+    options += ["--max-shard-size", "10KB"]
+    code, out, err = run(capsys, *options, "--allow-pickle", "--trust-remote-code")
     assert code == 0, err
     assert "abcabc" in mark.read_text() and "not copied" not in out.replace(
         "pytorch_model", ""
     )
     assert (dst / "README.md").is_file()
+    assert (dst / "model.safetensors.index.json").is_file()
+
+
+def test_a_size_that_is_none_is_refused_before_anything_is_planned(tmp_path, capsys):
+    size = "--max-shard-size"
+    code, out, err = run(capsys, "demo:gpt2", tmp_path / "dst", size, "lots")
+    assert code == 2 and not out
+    assert "error: --max-shard-size 'lots': pass a number of bytes" in err
 
 
 @pytest.mark.parametrize("way", [*WAYS, "--plan"])
@@ -287,7 +291,9 @@ def test_an_interrupt_is_one_line(tmp_path, capsys, monkeypatch):
     assert err == "hf-rmsnorm: interrupted\n"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", ""])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "", '{"a":' * 60 + "1" + "}" * 60, '{"a":' + "[" * 100_000]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_broken_config_is_named(way, text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
@@ -302,12 +308,14 @@ def test_a_broken_config_is_named(way, text, tmp_path, capsys):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub that has the demo GPT-2 as org/gpt2, downloaded as links into a cache."""
+    """A hub that has the demo GPT-2 as org/gpt2, downloaded as links to a cache's blobs."""
 
     def download(repository, *, ignore_patterns, local_files_only):
         assert repository == "org/gpt2" and local_files_only
-        cache = tmp_path / "cache"
-        cache.mkdir(exist_ok=True)
+        repository = tmp_path / "models--org--gpt2"
+        cache = repository / "snapshots" / "0a1b"
+        cache.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(demo_path("gpt2"), repository / "blobs", dirs_exist_ok=True)
         files = [
             path
             for path in demo_path("gpt2").iterdir()
@@ -315,7 +323,7 @@ def hub(monkeypatch, tmp_path):
         ]
         for path in files:
             if not (cache / path.name).exists():
-                (cache / path.name).symlink_to(path)
+                (cache / path.name).symlink_to(f"../../blobs/{path.name}")
         asked.append({path.name for path in files})
         return str(cache)
 

@@ -383,6 +383,7 @@ def no_plan(monkeypatch):
         ),
         ({"prompts": [""]}, "none of them empty"),
         ({"target": "bogus"}, "choose one of same, native"),
+        ({"verify": "ful"}, "verify='ful': choose one of True, False, 'full'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_anything_is_planned(

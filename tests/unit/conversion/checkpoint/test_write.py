@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_rmsnorm import convert_checkpoint, patch_model, plan_conversion
-from hf_rmsnorm.conversion import CentringPlan
+from hf_rmsnorm.conversion import CentringPlan, ConversionError, ConversionRefused
 from hf_rmsnorm.conversion.plan import Centre, Copy
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -86,30 +86,46 @@ def test_every_file_of_the_checkpoint(src, dst):
     assert contents(src) == before
     assert sorted(src.parent.iterdir()) == [dst, src]
     after = contents(dst)
-    assert after.keys() == before.keys() | ADDED
+    weights = {name for name in before if name.startswith("model")}
+    assert after.keys() == (before.keys() - weights) | ADDED | {"model.safetensors"}
     for name in ("tokenizer.json", "1_Pooling/config.json"):
         assert after[name] == before[name]
     config = read(dst / "config.json")
     changes = {"tie_word_embeddings": False, "hf_rmsnorm": {"version": 1}}
     assert config == CONFIG | changes
     assert list(config) == [*CONFIG, "hf_rmsnorm"]
-    for path in src.glob("model-*"):
-        metadata = metadata_of(dst / path.name)
-        made = metadata.pop("hf_rmsnorm")
-        assert "converted_by" in made
-        assert metadata == {"format": "pt", "who": "\u00e9"}
+    metadata = metadata_of(dst / "model.safetensors")
+    made = metadata.pop("hf_rmsnorm")
+    assert "converted_by" in made
+    assert metadata == {"format": "pt", "who": "\u00e9"}
 
 
-def test_the_index_counts_a_new_tensor(src, dst):
-    convert(src, dst)
-    expected = read(src / INDEX)
-    head = load(src)["wte.weight"]
-    totals = expected["metadata"]
-    totals["total_size"] += head.nbytes
-    totals["total_parameters"] += head.numel()
-    files = expected["weight_map"]
-    files["lm_head.weight"] = files["wte.weight"]
-    assert read(dst / INDEX) == expected
+@pytest.mark.parametrize("size", [700, "0.7KB", "1KB"])
+def test_shards_are_at_most_of_a_size(src, dst, size):
+    """A tensor that is larger has one of its own."""
+    summary = convert(src, dst, max_shard_size=size)
+    tensors = load(dst)
+    assert_same(tensors, expected_of(load(src)))
+    limit = 1000 if size == "1KB" else 700
+    held = {}
+    for name, file in read(dst / INDEX)["weight_map"].items():
+        held.setdefault(file, []).append(tensors[name].nbytes)
+    for file, sizes in held.items():
+        assert len(sizes) == 1 or sum(sizes) <= limit
+        assert summary.shards[file] == sum(sizes)
+        assert metadata_of(dst / file)["format"] == "pt"
+    total = read(dst / INDEX)["metadata"]["total_size"]
+    assert total == sum(map(sum, held.values()))
+
+
+@pytest.mark.parametrize("size", [0, -1, "2", "2GB, or so", "lots", 1.5, None])
+def test_sizes_of_shards_that_are_none(src, dst, size):
+    if size == "2":
+        assert convert(src, dst, max_shard_size=size).shards
+        return
+    with pytest.raises(ConversionRefused, match="max_shard_size=.*: pass a number"):
+        convert(src, dst, max_shard_size=size)
+    assert not dst.exists()
 
 
 def test_progress_and_summary_count_what_is_written(src, dst):
@@ -125,11 +141,10 @@ def test_progress_and_summary_count_what_is_written(src, dst):
     assert result.bytes == size
     assert seen == sorted(seen)
     assert seen[-1] == (len(tensors), size, size)
-    assert result.resumed == 0
     assert result.unused == ()
 
 
-def test_shards_in_a_subfolder_stay_there(src, dst):
+def test_shards_in_a_subfolder_are_read(src, dst):
     """Transformers loads them from where the index says that they are."""
     expected = expected_of(load(src))
     index = read(src / INDEX)
@@ -142,9 +157,7 @@ def test_shards_in_a_subfolder_stay_there(src, dst):
     for path in src.glob("model-*"):
         path.rename(parts / path.name)
     convert(src, dst)
-    converted = read(dst / INDEX)["weight_map"]
-    assert set(converted.values()) == set(files.values())
-    assert_same(load(dst / "parts"), expected)
+    assert_same(load(dst), expected)
 
 
 OLD = "weights of the model before the conversion"
@@ -165,7 +178,6 @@ NOT_COPIED = {
 
 
 def test_what_is_not_copied_is_named_with_its_reason(src, dst):
-    names = {path.name for path in src.iterdir()}
     for name in (*NOT_COPIED, "2_Dense/pytorch_model.bin", ".cache/x"):
         path = src / name
         path.parent.mkdir(exist_ok=True)
@@ -175,21 +187,101 @@ def test_what_is_not_copied_is_named_with_its_reason(src, dst):
     result = convert(src, dst)
     assert result.not_copied == NOT_COPIED
     carried = {"2_Dense/pytorch_model.bin"}
-    assert set(contents(dst)) == names | carried | ADDED
+    whole = {"config.json", "model.safetensors"}
+    assert set(contents(dst)) == whole | carried | ADDED
     training = "checkpoint-5/optimizer.pt, training_args.bin"
     assert f"not copied: {training} (state of the training" in str(result)
 
 
-def test_links_of_a_download_cache_are_followed(src, dst, tmp_path):
-    blobs = src.rename(tmp_path / "blobs")
-    src.mkdir()
+def linked(src):
+    """The same checkpoint as a snapshot in the hub's cache, whose files are links."""
+    repository = src.parent / "hub" / "models--org--name"
+    blobs = repository / "blobs"
+    snapshot = repository / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    src.rename(blobs)
     for path in blobs.iterdir():
-        link = src / path.name
-        link.symlink_to(path)
-    convert(src, dst)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    return snapshot
+
+
+def test_links_of_the_hubs_cache_are_followed(src, dst):
+    snapshot = linked(src)
+    expected = expected_of(load(snapshot))
+    convert(snapshot, dst)
     for path in dst.iterdir():
         assert not path.is_symlink()
-    assert_same(load(dst), expected_of(load(blobs)))
+    assert_same(load(dst), expected)
+
+
+def to_a_sibling(src, path):
+    """A link to a blob of another repository."""
+    other = src.parents[2] / "models--org--other" / "blobs" / "x"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    path.symlink_to("../../../models--org--other/blobs/x")
+
+
+def to_a_file(src, path):
+    (src.parent / "outside").write_text("{}")
+    path.symlink_to(src.parent / "outside")
+
+
+def to_a_link(src, path):
+    """A chain that begins within."""
+    to_a_file(src, src / "middle.json")
+    path.symlink_to("middle.json")
+
+
+LINKS = {
+    "a file": to_a_file,
+    "a chain": to_a_link,
+    "a device": lambda src, path: path.symlink_to("/dev/zero"),
+    "nothing": lambda src, path: path.symlink_to(src / "nowhere"),
+    "a circle": lambda src, path: path.symlink_to(path),
+    "a pipe": lambda src, path: os.mkfifo(path),
+    "a folder": lambda src, path: path.symlink_to(src.parent),
+}
+PLACES = ["notes.txt", "config.json", INDEX, "model-00001-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("kind", LINKS)
+def test_what_is_no_file_of_the_source_is_not_read(src, dst, kind, name):
+    """One line that names it, and nothing is written; of a folder the result says that
+    it is not copied.
+    """
+    (src / name).unlink(missing_ok=True)
+    LINKS[kind](src, src / name)
+    if (kind, name) == ("a folder", "notes.txt"):
+        done = convert(src, dst)
+        assert done.not_copied == {name: "a link to a folder: copy it by hand"}
+        return
+    with pytest.raises(ConversionError) as error:
+        convert(src, dst)
+    assert name in str(error.value) or "middle.json" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not dst.exists()
+
+
+def test_a_sibling_in_the_cache_is_not_read(src, dst):
+    snapshot = linked(src)
+    to_a_sibling(snapshot, snapshot / "notes.txt")
+    with pytest.raises(
+        ConversionError, match="notes.txt: a link out of the checkpoint"
+    ):
+        convert(snapshot, dst)
+
+
+def test_links_within_the_source_are_followed(src, dst):
+    (src / "notes.txt").write_text("notes")
+    (src / "again.txt").symlink_to(src / "notes.txt")
+    (src / "sub").mkdir()
+    (src / "sub" / "config.json").symlink_to("../config.json")
+    convert(src, dst)
+    assert (dst / "again.txt").read_text() == "notes"
+    assert read(dst / "sub" / "config.json") == read(src / "config.json")
+    assert not (dst / "again.txt").is_symlink()
 
 
 def test_a_header_keeps_no_stale_tie(tmp_path, dst):
@@ -248,9 +340,6 @@ def test_allowed_pickles_become_safetensors(src, dst, zipped):
         tensors |= shard
     convert(src, dst, allow_pickle=True)
     assert_same(load(dst), expected_of(tensors))
-    weights = read(dst / INDEX)["weight_map"]
-    assert weights["h.0.scale"] == "model-00002-of-00002.safetensors"
-    assert set(weights) == {*tensors, "lm_head.weight"}
     assert not list(dst.glob("*.bin*"))
     for path in dst.glob("*.safetensors"):
         metadata = metadata_of(path)
