@@ -17,7 +17,6 @@ def reference_norm(
     bias: OptionalTensor,
     spec: NormSpec,
     gate: OptionalTensor = None,
-    residual: OptionalTensor = None,
 ) -> Tensor:
     """Normalise x over its last dimension exactly as the layer that `spec` describes
     does.
@@ -31,8 +30,6 @@ def reference_norm(
         weight, bias: (hidden_size,) or None; or (heads, hidden_size) where x is (...,
             heads, hidden_size).
         gate: x's shape, where the spec has one.
-        residual: x's shape and dtype: added to x in float32, and their sum is
-            normalised before it is rounded.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype(x.dtype, weight.dtype)``.
@@ -46,10 +43,7 @@ def reference_norm(
         return _functional_norm(x, weight, bias, spec)
     weight_dtype = dtype_of(weight)
     compute = compute_dtype(x.dtype)
-    total = x
-    if residual is not None:
-        total = x.to(compute) + residual.to(compute)
-    h, square, _ = _normalised(total, spec, gate, compute)
+    h, square, _ = _normalised(x, spec, gate, compute)
     h = _over_root(h, square, spec, x.dtype)
     h = h.to(spec.hat_dtype(x.dtype, weight_dtype))
     if weight is not None:

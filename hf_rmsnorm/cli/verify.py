@@ -54,12 +54,6 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--no-backward", action="store_true", help="do not check gradients"
     )
-    parser.add_argument(
-        "--numerics",
-        metavar="NAME",
-        default="model",
-        help="the order of rounding: model, vllm, sglang or torch (default: model)",
-    )
     add_device(parser)
     add_plot(parser, "the error behind each layer beside the original's own")
     parser.add_argument(
@@ -125,7 +119,7 @@ def _verify(args, source, dtype: str, device, bar) -> tuple:
     pair = (model, None)
     if trained:  # its own forward computes LayerNorm
         pair = (as_recorded(model), model)
-    patch_model(model, numerics=args.numerics)
+    patch_model(model)
     inputs = _inputs(args, source, model)
     step("layers")
     layers = errors_by_layer(*pair, inputs) if args.plot else []

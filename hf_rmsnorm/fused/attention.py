@@ -192,12 +192,10 @@ def _launched_heads(
     norms: Waiting, rotate: Callable, called: RotaryCall, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""
-    patched, launches, q_weight, _ = norms.ahead[0]
+    _, launches, q_weight, _ = norms.ahead[0]
     _, k_launches, k_weight, _ = norms.ahead[-1]
     spec = launches.spec
     if spec != k_launches.spec or spec.functional or spec.has_bias:
-        return None
-    if patched.formula_of(spec, q, q_weight, None) is not spec:
         return None
     normed_dtype = spec.output_dtype(q.dtype, dtype_of(q_weight))
     way = _proven_way(rotate, called, q, normed_dtype, cos)

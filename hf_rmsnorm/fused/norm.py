@@ -49,13 +49,9 @@ def _made(base: type, forward: Callable, proven: Recipe, asked: Asked) -> type:
     def __repr__(self):
         return f"{base.__repr__(self)} [hf_rmsnorm]"
 
-    kind = NormPatch
-    if asked.rounding is not None:
-        kind = asked.rounding.norm_class()
-    patch = kind(base, forward, proven, asked)
+    patch = NormPatch(base, forward, proven, asked)
     marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_patch": patch, "__repr__": __repr__}
-    forward = patch.wrapped(_forward_of(patch))
-    return derive(base, forward, marks, fused_class, proven, asked)
+    return derive(base, _forward_of(patch), marks, fused_class, proven, asked)
 
 
 class NormPatch:
@@ -146,21 +142,13 @@ class NormPatch:
         weight, bias = parameters
         return launches, weight, bias
 
-    def formula_of(self, spec: NormSpec, x: Tensor, weight, gate) -> NormSpec | None:
+    def formula_of(self, spec: NormSpec, gate) -> NormSpec | None:
         """The formula of a call; None if the module's own forward has to serve it."""
         if gate is not None and not isinstance(gate, Tensor):
             return None
         if self.recipe.gate is not None and gate is None:
             return changed(spec, gate=None) if self.recipe.gate_optional else None
         return spec
-
-    def wrapped(self, forward: Callable) -> Callable:
-        """The forward of the patched class, of this one."""
-        return forward
-
-    def run(self, module: Module, launches: Launches, operands: tuple):
-        """`ops.norm.run`."""
-        return run(launches, operands)
 
     def returned(self, x: Tensor, y: Tensor) -> Tensor:
         """The rows y that were computed of x, as the module returns them."""
@@ -198,7 +186,7 @@ def _forward_of(patch: NormPatch):
         launches, operands = call
         y = None
         if not is_compiled:
-            y = patch.run(self, launches, operands)
+            y = run(launches, operands)
         if y is None:
             y = run_by_backend(patch, launches.spec, operands)
         if y is None:
@@ -241,7 +229,7 @@ def read(patch: NormPatch, module: Module, args: tuple, kwargs: dict) -> tuple |
 def _read_any(patch: NormPatch, held: tuple, x: Tensor, gate) -> tuple | None:
     """`read` of a norm that is not plain."""
     launches, weight, bias = held
-    spec = patch.formula_of(launches.spec, x, weight, gate)
+    spec = patch.formula_of(launches.spec, gate)
     if spec is None:
         return None
     if not patch.recipe.takes(x):
@@ -283,7 +271,7 @@ def _by_reference(patch: NormPatch, module: Module, args: tuple, kwargs: dict):
     spec = None
     if x is not None and held is not None:
         launches, weight, bias = held
-        spec = patch.formula_of(launches.spec, x, weight, gate)
+        spec = patch.formula_of(launches.spec, gate)
     if spec is None:
         what = f"{type(module).__name__} runs the {patch.asked.instead}"
         how = "on the input alone and with the eps that it had"

@@ -7,7 +7,7 @@ keeps the operands. `Asked` holds what a patch wants of it.
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,23 +205,6 @@ def shapes_fit(x, weight, bias, gate, spec: NormSpec) -> bool:
     return are_rows or all(p.shape == x.shape[-2:] for p in parameters)
 
 
-class Rounding(Protocol):
-    """An order of rounding that is not the model's own; hashable.
-
-    Attributes:
-        name: whose it is.
-        spec: the formula in this order.
-        row_major: the output is contiguous whatever the strides of the input.
-    """
-
-    name: str
-    spec: NormSpec
-    row_major: bool
-
-    def norm_class(self) -> type:
-        """The subclass of `fused.norm.NormPatch` that computes it."""
-
-
 @dataclass(frozen=True)
 class Asked:
     """What a patch asks of one norm.
@@ -229,7 +212,6 @@ class Asked:
     Args:
         as_rms: to compute RMSNorm, as a converted checkpoint says, where the module's
             own forward is a LayerNorm.
-        rounding: in whose order of rounding to compute it; None for the model's.
         fuse_residual: one launch may compute the norm with what surrounds it: a sum, a
             rotation, a modulation.
         memory_efficient: the kernels' backward is to read the norm's output instead of
@@ -238,30 +220,15 @@ class Asked:
     """
 
     as_rms: bool = False
-    rounding: Rounding | None = None
     fuse_residual: bool = True
     memory_efficient: bool = False
     input_needed: str = ""
 
-    @property
-    def rounds_as(self) -> str:
-        """The name of the order of rounding; ``"model"`` for the model's own."""
-        return "model" if self.rounding is None else self.rounding.name
-
     def of(self, proven: Recipe) -> Recipe:
         """What a norm of this recipe is to compute."""
-        spec = self.formula(proven.spec)
-        row_major = proven.row_major
-        if self.rounding is not None:
-            spec = self.rounding.spec
-            row_major = row_major or self.rounding.row_major
-        return replace(proven, spec=spec, row_major=row_major)
-
-    def formula(self, spec: NormSpec) -> NormSpec:
-        """The formula of a module, in the model's own order of rounding."""
         if self.as_rms:
-            return replace(spec, centered=False)
-        return spec
+            return replace(proven, spec=replace(proven.spec, centered=False))
+        return proven
 
     @property
     def instead(self) -> str:
@@ -270,8 +237,6 @@ class Asked:
         """
         if self.as_rms:
             return "RMSNorm that its converted checkpoint records"
-        if self.rounding is not None:
-            return f"norm of {self.rounding.name}"
         return ""
 
     @property
@@ -295,8 +260,6 @@ class Asked:
         notes = []
         if self.as_rms:
             notes.append("as the converted checkpoint says")
-        if self.rounding is not None:
-            notes.append(f"as {self.rounding} rounds")
         notes.append(self._memory_note())
         return "; ".join(filter(None, notes))
 

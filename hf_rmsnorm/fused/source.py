@@ -151,18 +151,6 @@ def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
     return stepping_aside
 
 
-def exchangeable(forward: Callable, base: type) -> Callable:
-    """A forward that runs the class's own one if that was exchanged."""
-    is_exchanged = _exchange_of(base)
-
-    @functools.wraps(forward)
-    def stepping_aside(self, *args, **kwargs):
-        runs = base.forward if is_exchanged() else forward
-        return runs(self, *args, **kwargs)
-
-    return stepping_aside
-
-
 def _exchange_of(base: type) -> Callable[[], bool]:
     """Asks whether a class has another forward than now, or that forward other code, as
     autoreload gives it.
@@ -245,8 +233,7 @@ def compiled_again(
 
 
 def wrappers(forward: Callable) -> list:
-    """The code of each function around the innermost one, but for those of `guarded`
-    and `exchangeable`.
+    """The code of each function around the innermost one, but for those of `guarded`.
 
     Each counts once: what `__init_subclass__` wraps around the forward of every subclass
     is around a guarded forward twice.

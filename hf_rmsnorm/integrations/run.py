@@ -15,13 +15,11 @@ from importlib.util import find_spec
 
 from transformers.trainer import DEFAULT_CALLBACKS
 
-from ..patching.api import CHOICES
 from .trainer import OPTIONS, EndingCallback
 
 GLOBS = ("include", "exclude")
 VALUES = dict.fromkeys(OPTIONS, "True or False")
 VALUES |= dict.fromkeys(GLOBS, "globs with commas between")
-VALUES |= {name: f"one of {', '.join(names)}" for name, names in CHOICES.items()}
 
 
 def usage() -> str:

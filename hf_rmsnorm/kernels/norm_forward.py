@@ -119,11 +119,10 @@ def norm_forward(
             operands then; or None.
         MULTIPLIER: rows by which x is multiplied before it is added to RES; or None.
         RES: rows of the residual, or None. With it the norm is that of H = residual +
-            x; or, where H is None, of that sum before it is rounded. With a SCALE, RES
-            is contiguous.
+            x. With a SCALE, RES is contiguous.
         other_len, other_outer, other_inner: address of G, of SCALE, SHIFT and
             MULTIPLIER, or else of RES, as x_len, x_outer, x_inner of X.
-        H: (rows_total, N), contiguous, in the dtype of that sum; or None.
+        H: (rows_total, N), contiguous, in the dtype of that sum; None without RES.
         Y: (rows_total, N), contiguous.
         RSTD, MEAN: (rows_total,) float32, or None where no backward follows (MEAN also
             where not CENTERED).
@@ -158,10 +157,9 @@ def norm_forward(
             x = rounded(x * load32(MULTIPLIER + other_at, mask, DENSE), X)
         res_at = other_at if G is None else first + y_at
         h = load32(RES + res_at, mask, DENSE) + x
-        if H is not None:  # else the sum is not rounded
-            h = h.to(H.dtype.element_ty)
-            store(H + first + y_at, h, mask, DENSE)
-            X = H  # its dtype is that of the normalised tensor
+        h = h.to(H.dtype.element_ty)
+        store(H + first + y_at, h, mask, DENSE)
+        X = H  # its dtype is that of the normalised tensor
         x = h.to(tl.float32)
     if G is not None:
         factor, _ = activation(load32(G + other_at, mask, DENSE), G, GATE)
@@ -175,9 +173,8 @@ def norm_forward(
         # Sums of equal values are exact where 24 bits hold N times as many as x has; so
         # are those of values about as large, as the elements of a row are where its
         # mean is large.
-        ROUNDED: tl.constexpr = RES is None or H is not None
         SPARE: tl.constexpr = 1 << (23 - X.dtype.element_ty.fp_mantissa_width)
-        if GATE == "silu_before" or not ROUNDED or SPARE < N:
+        if GATE == "silu_before" or SPARE < N:
             # The mean of the rest corrects the rounding of a large mean; a constant row
             # becomes exactly zero.
             x, rest = less_mean(x, col_mask, N, BLOCK)

@@ -81,8 +81,6 @@ class NormForward:
         operands: `NormOperands`.
         aligned: the operands start at multiples of 16 bytes.
         stats: also return rstd and mean for the backward.
-        keep_sum: round h to its dtype first, and return it; else normalise it as
-            float32 holds it.
         modulation: what a scale becomes: `ONE_PLUS` or `ALONE`.
 
     Attributes:
@@ -95,7 +93,6 @@ class NormForward:
         operands: tuple,
         aligned: bool,
         stats: bool = True,
-        keep_sum: bool = True,
         modulation: str = ONE_PLUS,
     ):
         operands = NormOperands(*operands)
@@ -116,7 +113,7 @@ class NormForward:
         self.order = row_order(total, spec, heads)
         self.empty_y = allocator(x, y)
         self.empty_h = allocator(x, total)
-        self.keeps_sum = keep_sum and residual is not None
+        self.keeps_sum = residual is not None
         self.blank = blank(x.device, rows)
         self.stats = stats
         self.has_mean = stats and spec.centered

@@ -99,13 +99,13 @@ class NormFunction(torch.autograd.Function):
 apply = super(torch.autograd.Function, NormFunction).apply
 
 
-def forward_kind(stats: bool, keep_sum: bool = True) -> tuple:
-    """The kind of launch of a forward; `stats` and `keep_sum` as of `NormForward`."""
-    return make_forward, stats, keep_sum
+def forward_kind(stats: bool) -> tuple:
+    """The kind of launch of a forward; `stats` as of `NormForward`."""
+    return make_forward, stats
 
 
 def make_forward(
-    launches: Launches, operands: tuple, aligned: bool, stats: bool, keep_sum: bool
+    launches: Launches, operands: tuple, aligned: bool, stats: bool
 ) -> Launch | None:
     """The launch for `NormOperands`; None where no kernel serves them."""
     spec = launches.spec
@@ -121,7 +121,7 @@ def make_forward(
     if launches.suits is not None and not launches.suits(total, weight, bias, gate):
         return None
     make = kernels().NormForward
-    return make(spec, operands, aligned, stats, keep_sum, launches.modulation)
+    return make(spec, operands, aligned, stats, launches.modulation)
 
 
 def needs_operators() -> bool:

@@ -14,14 +14,11 @@ from .entries import Entry
 from .layers.fusions import fuse_layers
 from .plan import Globs, Options, make_plan
 from .report import PatchReport, report_on
-from .servers.rounding import NUMERICS
-from .servers.sums import finder_for, missed_sums
 from .swap import carry_out, own_fusions, restore, set_recipe, unfuse, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
 _changing = threading.RLock()
-CHOICES = {"numerics": NUMERICS}  # what an option may be that is one of some names
 
 
 def patch_model(
@@ -31,7 +28,6 @@ def patch_model(
     strict: bool = False,
     fuse_residual: bool | None = None,
     memory_efficient: bool | None = None,
-    numerics: str | None = None,
 ) -> PatchReport:
     """Swap every norm with a known formula for the fused kernels, in place.
 
@@ -64,11 +60,6 @@ def patch_model(
             the report lists them. A write through ``.data`` to the output or the
             weight, between forward and backward, goes unnoticed and gives wrong
             gradients.
-        numerics: the order of rounding of norms and of the residual adds in front of
-            them, on every device. By default ``"model"``. ``"vllm"`` and ``"sglang"``
-            train a model in the numbers of its server; ``"torch"`` rounds as
-            `F.rms_norm`. With ``fuse_residual=False`` sums are always rounded first.
-            See docs/correctness.md.
 
     Returns:
         The report: the swapped norms with their formulas, and the skipped ones with the
@@ -77,13 +68,11 @@ def patch_model(
     Raises:
         TypeError: model is not a module, a glob is not a string, or a flag is not a
             bool.
-        ValueError: a glob matches no norm; numerics is unknown, or has no formula that
-            a norm of the model computes; or, under strict, a norm cannot be swapped or
-            there is none, or there are sums to warn of.
+        ValueError: a glob matches no norm; or, under strict, a norm cannot be swapped
+            or there is none.
 
     Warns:
-        UserWarning: no norm was swapped; or `numerics` reads sums unrounded, and those
-            of some layers are not found.
+        UserWarning: no norm was swapped.
 
     Example:
         >>> import torch, hf_rmsnorm
@@ -91,7 +80,7 @@ def patch_model(
         >>> hf_rmsnorm.patch_model(model).swapped[0].text
         'LayerNorm(eps=1e-05, one rounding, bias)'
     """
-    options = Options(fuse_residual, memory_efficient, numerics)
+    options = Options(fuse_residual, memory_efficient)
     report, _ = _patch(model, include, exclude, strict, options)
     return report
 
@@ -142,7 +131,7 @@ def patched(
     include: Globs = None,
     exclude: Globs = None,
     strict: bool = False,
-    **options: bool | str | None,
+    **options: bool | None,
 ) -> Iterator[PatchReport]:
     """`patch_model` for the length of a ``with``, which gives the report. The end, or
     an exception, undoes it.
@@ -171,12 +160,9 @@ def _patch(
         for entry in entries:
             carry_out(entry)
         _check_served(model, entries, strict)
-        layers = fuse_layers(model, finder_for(entries))
-        missed = missed_sums(entries, layers)
-        if missed and strict:
-            raise ValueError(f"strict: {missed}")
+        layers = fuse_layers(model)
         report = report_on(model, entries, layers)
-        warning = missed or _no_change(model, entries)
+        warning = _no_change(model, entries)
         if warning:
             # where warnings are errors the changes are undone
             warnings.warn(warning, stacklevel=stacklevel)
@@ -211,16 +197,11 @@ def _no_change(model: Module, entries: list[Entry]) -> str:
     return f"patch_model changed no norm of this {type(model).__name__}: {why}"
 
 
-def check_options(
-    numerics: str | None = None, include=None, exclude=None, **flags
-) -> None:
+def check_options(include=None, exclude=None, **flags) -> None:
     """Raise the errors of `patch_model` that do not depend on the model."""
     for name, flag in flags.items():
         if not isinstance(flag, bool) and (flag is not None or name == "strict"):
             raise TypeError(f"patch_model's {name} is {flag!r}: pass True or False")
-    if numerics is not None and numerics not in NUMERICS:
-        known = ", ".join(NUMERICS)
-        raise ValueError(f"numerics is {numerics!r}: choose one of {known}")
 
 
 def check_module(function: str, model) -> None:

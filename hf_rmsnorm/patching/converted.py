@@ -242,4 +242,4 @@ def follow_conversion(model: Module, entries: list[Entry]) -> None:
             if as_rms and conversion.trained:
                 entry.note = TRAINED
         if as_rms != entry.asked.as_rms:
-            entry.asked = replace(entry.asked, as_rms=as_rms, rounding=None)
+            entry.asked = replace(entry.asked, as_rms=as_rms)

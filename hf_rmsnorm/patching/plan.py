@@ -15,7 +15,6 @@ from .entries import Entry
 from .formula.probe import neutral_modes
 from .formula.recognise import NOT_A_NORM, recognise
 from .formula.refusals import Refusal
-from .servers.rounding import rounding_of
 from .swap import why_not_run
 
 Globs = str | Iterable[str] | None
@@ -29,23 +28,14 @@ class Options:
 
     fuse_residual: bool | None = None
     memory_efficient: bool | None = None
-    numerics: str | None = None
 
     def applied(self, entry: Entry) -> Asked:
         """What is asked of a norm with the options of this call. Others stay as they
         are.
         """
         before = entry.asked
-        numerics = _chosen(self.numerics, before.rounds_as)
-        formula = before.formula(entry.proven.spec)
-        try:
-            rounding = rounding_of(numerics, entry.proven, formula)
-        except ValueError as error:
-            what = f"numerics={numerics!r}: {error}, as {entry.paths[0]!r} is"
-            raise ValueError(f"{what}: list it in exclude") from None
         asked = replace(
             before,
-            rounding=rounding,
             fuse_residual=_chosen(self.fuse_residual, before.fuse_residual),
             memory_efficient=False,
             input_needed="",

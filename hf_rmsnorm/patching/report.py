@@ -28,7 +28,6 @@ class Swapped:
         notes: which calls still run the module's own forward, and an unusual layout; ""
             if there are none.
         converted: a converted checkpoint says that this LayerNorm computes RMSNorm.
-        numerics: the order of rounding, as `patch_model` was asked.
     """
 
     path: str
@@ -36,7 +35,6 @@ class Swapped:
     formula: NormSpec
     notes: str = ""
     converted: bool = False
-    numerics: str = "model"
 
     @property
     def text(self) -> str:
@@ -117,8 +115,6 @@ class PatchReport:
         names = [record["device"] for record in self.devices]
         if "triton" in backends:
             compiled = WHILE_COMPILING[settings.while_compiling]
-            if any(record.numerics != "model" for record in self.swapped):
-                compiled = "torch.compile keeps this order of rounding"
             lines.append(f"  compiled  {compiled}")
         elif names == ["cpu"]:
             lines[-1] += "; on an NVIDIA GPU the norms run fused"
@@ -140,9 +136,9 @@ def report_on(
             if entry.proven is None:
                 skipped.append(Skipped(path, name, *entry.refusal))
                 continue
-            asked = entry.asked
-            how = asked.as_rms, asked.rounds_as
-            swapped.append(Swapped(path, name, entry.formula, _notes(entry), *how))
+            notes = _notes(entry)
+            as_rms = entry.asked.as_rms
+            swapped.append(Swapped(path, name, entry.formula, notes, as_rms))
     devices = []
     if swapped:
         devices = [runs_on(device) for device in _devices(model)]

@@ -59,14 +59,8 @@ class Call:
 
     @contextmanager
     def original(self) -> Iterator[nn.Module]:
-        """The module to compare with: that of the reference, or this one unpatched.
-
-        A norm that rounds as a server does is compared with its formula in plain torch.
-        """
-        if rounds_otherwise(self.module):
-            with use_backend("reference"):
-                yield self.module
-        elif self.reference is not None:
+        """The module to compare with: that of the reference, or this one unpatched."""
+        if self.reference is not None:
             yield self.reference
         else:
             with unpatched(self.module):
@@ -98,14 +92,6 @@ def unpatched(*modules: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore(before)
-
-
-def rounds_otherwise(norm: nn.Module) -> bool:
-    """Whether this is a patched norm that rounds as a server does, not as its own
-    class.
-    """
-    patched = patch_of(norm)
-    return patched is not None and patched.asked.rounding is not None
 
 
 def keeps_formula(norm: nn.Module) -> bool:

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from ..fused.layer import layer_part
-from ..fused.norm import patch_of
 from ..ops import backend, chosen_backend
 from ..patching import count_launches, is_patched, patched
-from .calls import keeps_formula, rounds_otherwise, unpatched
+from .calls import keeps_formula, unpatched
 from .checks import Check, judge_layer, judge_norm
 from .context import evaluating, leaves_of
 from .float64 import in_float64
@@ -44,9 +43,6 @@ def verify_equivalence(
       do not show;
     - each fused layer of the candidate with the same layer unfused;
     - greedy generation: the same tokens, up to a tie within the rounding error.
-
-    Norms that were patched to round as a server does are compared with that order of
-    rounding in plain PyTorch, not with their originals.
 
     The kernels run where they can; ``with use_backend("reference"):`` compares the
     formulas in plain PyTorch on any machine.
@@ -129,8 +125,7 @@ def verify_equivalence(
         # while the candidate is patched, which may end here
         norm_checks = by_norm.checks()
         layer_checks = by_layer.checks()
-        servers = _servers(candidate)
-        nothing_ran = "" if launches or servers else why_nothing_ran(candidate)
+        nothing_ran = "" if launches else why_nothing_ran(candidate)
         stack.enter_context(unpatched(*reference.modules()))
         progress("original")
         own_outputs = outputs_of(reference, batches)
@@ -154,7 +149,6 @@ def verify_equivalence(
         greedy=greedy,
         launches=dict(launches),
         nothing_ran=nothing_ran,
-        rounding=servers,
         quantised=dict(quantised),
     )
 
@@ -166,13 +160,6 @@ def _check_has_gradients(reference: nn.Module, candidate: nn.Module) -> None:
             "backward=True compares the gradients of patched norms, and the candidate "
             "has none: patch it, or compare its outputs by backward=False"
         )
-
-
-def _servers(model: nn.Module) -> str:
-    """The servers whose order of rounding the model's norms have."""
-    norms = filter(rounds_otherwise, model.modules())
-    servers = {str(patch_of(norm).asked.rounding) for norm in norms}
-    return " and ".join(sorted(servers))
 
 
 def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:

@@ -36,8 +36,6 @@ class EquivalenceReport:
             none ran.
         nothing_ran: the reason and the cure where no kernel served the candidate, which
             is the reference patched: it was compared with itself.
-        rounding: the server whose order of rounding the candidate's norms have, with
-            its version; "" if none.
         quantised: how many modules of each class have quantised weights. The float64
             run calls these in their own dtype, so their arithmetic is not judged.
     """
@@ -52,7 +50,6 @@ class EquivalenceReport:
     fused: tuple[Check, ...] = ()
     gradients: tuple[Check, ...] = ()
     nothing_ran: str = ""
-    rounding: str = ""
     quantised: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -96,10 +93,9 @@ class EquivalenceReport:
     def _parts(self) -> list["_Part"]:
         """The comparisons, in the order of the table."""
         floor = Check("", self.noise_floor.passed, self.noise_floor.text, 1)
-        order = self.rounding and f"{self.rounding}'s order of rounding"
         parts = [
             _Part("error to float64", [floor]),
-            _Part("norms", self.norms, f"match {order or 'the originals'}"),
+            _Part("norms", self.norms, "match the originals"),
             _Part("fused layers", self.fused, "match the unfused ones"),
             _Part("gradients", self.gradients, "as accurate as the original's"),
             _Part("generated tokens", [self.greedy]),

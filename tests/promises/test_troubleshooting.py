@@ -33,10 +33,6 @@ FRAMES = {
     ("patching/formula/fit.py", "recipe"): "an error of NormSpec",
     ("patching/formula/plain_code.py", "_refusal"): "a verb and its object",
     ("patching/formula/plain_code.py", "read_function"): "another reason",
-    (
-        "patching/servers/rounding.py",
-        "rounding_of",
-    ): "a reason, for 'list it in exclude'",
 }
 # Those whose messages only the package's own code can meet.
 INTERNAL = {

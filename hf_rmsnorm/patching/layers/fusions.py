@@ -77,19 +77,10 @@ class Fusion:
         """
         fusion = self
         if base.forward is not self.forward:
-            fusion = self.found_in(base)
+            fusion = find_fusion(base, self.norms)
         if fusion != self:
             raise CannotRewrite("its forward is another now")
-        return compiled_again(base, fusion.definition, self.helpers)
-
-    def found_in(self, cls: type) -> "Fusion | None":
-        """What would be found in a class with these norms."""
-        return find_fusion(cls, self.norms)
-
-    @property
-    def helpers(self) -> dict[str, Callable]:
-        """The functions that the changed definition calls, by name."""
-        return FUNCTIONS
+        return compiled_again(base, fusion.definition, FUNCTIONS)
 
 
 def find_fusion(cls: type, norms: Norms) -> Fusion | None:
@@ -124,22 +115,7 @@ def _in_words(pieces: list[str], in_one_launch: bool) -> str:
     return f"{words} in one launch"
 
 
-class Finder(NamedTuple):
-    """How the fusions of a model are found.
-
-    Args:
-        find: gives the `Fusion` of a class with these `Norms`, as `find_fusion` does.
-        in_all_layers: also in the layers without a norm of their own.
-    """
-
-    find: Callable = find_fusion
-    in_all_layers: bool = False
-
-
-FINDER = Finder()
-
-
-def fuse_layers(model: Module, finder: Finder = FINDER) -> tuple[FusedLayer, ...]:
+def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     """Compile the forwards of a patched model again where they show what surrounds a
     norm, or a rotation of q and k; none is fused yet. Nothing is, unless a norm may be.
 
@@ -147,7 +123,7 @@ def fuse_layers(model: Module, finder: Finder = FINDER) -> tuple[FusedLayer, ...
         For each module that repeats in the model, and for its parts: what was fused, or
         the reason for no fusion.
     """
-    find = functools.cache(finder.find)  # most layers of a model are alike
+    find = functools.cache(find_fusion)  # most layers of a model are alike
     modules = dict(model.named_modules())
     if not any(map(fusible_norm, modules.values())):
         return ()
@@ -158,11 +134,7 @@ def fuse_layers(model: Module, finder: Finder = FINDER) -> tuple[FusedLayer, ...
         is_layer = module in repeated
         norms = _norms_of(module)
         fusion, reason = None, ""
-        if (
-            any(norms)
-            or may_rotate(type(module))
-            or (finder.in_all_layers and is_layer)
-        ):
+        if any(norms) or may_rotate(type(module)):
             fusion, reason = _fused(module, find, norms)
         name = type(module).__name__
         if fusion is not None:

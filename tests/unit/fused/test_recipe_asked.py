@@ -5,7 +5,6 @@ from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.recipe import NOTHING, Asked, Recipe
-from hf_rmsnorm.patching.servers.rounding import rounding_of
 
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 PLAIN = Recipe(SPEC, weight="weight")
@@ -37,7 +36,3 @@ def test_what_was_proven_is_computed_as_it_was_asked():
     converted = Asked(as_rms=True)
     assert not converted.of(layer).spec.centered and layer.spec.centered
     assert converted.notes() == "as the converted checkpoint says"
-    served = Asked(rounding=rounding_of("vllm", PLAIN, SPEC))
-    assert served.of(PLAIN).spec.rounding == "before_weight"
-    assert served.notes() == "as vLLM 0.33.0 rounds"
-    assert served.instead == "norm of vllm"

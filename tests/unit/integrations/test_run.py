@@ -100,7 +100,7 @@ def test_help_says_how_to_call_it_and_names_every_option(run):
     code, said, told = run("strict=True", "--help")
     assert (code, told) == (0, "") and "[NAME=VALUE ...] -m MODULE ARGUMENTS" in said
     for line in ("include          = globs with commas", "strict           = True or False",
-                 "numerics         = one of model, vllm, sglang", "recentre         = True or False"):  # fmt: skip
+                 "recentre         = True or False"):  # fmt: skip
         assert line in said
     assert not [
         name
@@ -114,11 +114,11 @@ def test_an_option_is_typed_as_patch_model_takes_it(run, script, monkeypatch):
     monkeypatch.setattr(
         EndingCallback, "__init__", lambda self, **options: taken.append(options)
     )
-    words = "include=*.a,*.b exclude=*.c strict=True fuse_residual=False memory_efficient=True numerics=vllm recentre=x"
+    words = "include=*.a,*.b exclude=*.c strict=True fuse_residual=False memory_efficient=True recentre=x"
     run(*words.split(), script(""))
     assert taken == [
         {"include": ["*.a", "*.b"], "exclude": ["*.c"], "strict": True, "fuse_residual": False,
-         "memory_efficient": True, "numerics": "vllm", "recentre": "x"}
+         "memory_efficient": True, "recentre": "x"}
     ]  # fmt: skip
 
 

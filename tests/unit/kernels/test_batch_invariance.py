@@ -11,7 +11,6 @@ from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.kernels.operands import of_modulation
 from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.ops.norm import modulated_norm
-from hf_rmsnorm.patching.servers.summands import norm_of_summands
 from tests.unit.kernels.test_norm_forward import BF16, FP32, assert_equal, random
 
 parametrize = pytest.mark.parametrize
@@ -79,14 +78,6 @@ def modulated(spec, parameters, x, residual, multiplier, scale, shift, dh, dy):
     return *outputs, *gradients
 
 
-def norm_of_unrounded_sum(spec, parameters, left, right, dy):
-    total = left + right
-    total.requires_grad_()
-    y = norm_of_summands(total, left, right, *parameters, spec)
-    gradients = torch.autograd.grad(y, total, dy)
-    return y, *gradients
-
-
 def split(rows):
     """Four heads of q and as many of k, of rows that are tokens."""
     *_, length, size = rows.shape
@@ -121,7 +112,6 @@ OPERANDS = {
     gated_norm: 3,
     sum_and_norm: 4,
     modulated: 7,
-    norm_of_unrounded_sum: 3,
     heads: 3,
 }
 
@@ -198,11 +188,6 @@ def test_a_gated_sum_and_its_modulated_norm(name, size):
 @parametrize("name", BOTH)
 def test_a_residual_sum_and_its_norm(name, size):
     check(sum_and_norm, name, size)
-
-
-@parametrize("size", [96, 4096])
-def test_a_norm_of_a_sum_before_it_is_rounded(size):
-    check(norm_of_unrounded_sum, "RMSNorm", size)
 
 
 @parametrize("size", [256, 4096])
