@@ -12,7 +12,6 @@ from torch.nn import Module
 
 from ..fused import watch
 from ..fused.hooks import why_called
-from ..fused.layer import layer_part
 from ..fused.norm import recipe_of
 from ..fused.recipe import Recipe, parameters_of
 from ..kernels.counting import counting_into
@@ -21,6 +20,7 @@ from ..ops import chosen_backend
 from ..ops.limits import why_not
 from ..paths import fitted
 from .api import check_module
+from .layers.layer_class import layer_part
 from .report import alike, group_lines
 from .swap import why_not_run
 

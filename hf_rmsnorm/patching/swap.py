@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from torch.nn import Module
 
 from ..fused.hooks import name_of
-from ..fused.layer import fused_layer_class, layer_part
 from ..fused.norm import fused_class, fused_part, note_path, patch_of
 from ..fused.recipe import NOTHING, Asked, Recipe
 from ..fused.subclass import exchanged
 from . import registries
 from .entries import Entry
 from .formula.refusals import Refusal
+from .layers.layer_class import fused_layer_class, layer_part
 
 
 def replaced_forward(module: Module) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formula import HALF_DTYPES
-from ..fused.layer import layer_part
+from ..patching.layers.layer_class import layer_part
 from .calls import Call
 from .context import one_line
 from .noise import NoiseFloor, noise_floor

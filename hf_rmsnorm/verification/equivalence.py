@@ -7,9 +7,9 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from ..fused.layer import layer_part
 from ..ops import backend, chosen_backend
 from ..patching import count_launches, is_patched, patched
+from ..patching.layers.layer_class import layer_part
 from .calls import keeps_formula, unpatched
 from .checks import Check, judge_layer, judge_norm
 from .context import evaluating, leaves_of

@@ -6,8 +6,8 @@ from functools import partial
 
 from torch import nn
 
-from ..fused.layer import layer_part
 from ..fused.norm import recipe_of
+from ..patching.layers.layer_class import layer_part
 from .calls import Call, keeps_formula
 from .checks import NOT_COMPARED, Check, Judge, check_outputs, worst
 from .context import is_float

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from ...fused.source import CannotRewrite, definition_of
+from ..source import CannotRewrite, definition_of
 from .probe import is_plain, own_values
 from .refusals import NotPlain
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from ...fused.recipe import Recipe
-from ...fused.source import CannotRewrite
 from ...kernels.sizes import MAX_HIDDEN_SIZE
+from ..source import CannotRewrite
 from .fit import Fit
 from .probe import neutral_modes, own_values, true_shape
 from .refusals import NotInFamily, NotPlain, Refusal, Refused

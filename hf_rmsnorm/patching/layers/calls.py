@@ -3,7 +3,8 @@
 import ast
 from collections.abc import Callable
 
-from ...fused import attention, modulated, source, sums
+from ...fused import attention, modulated, sums
+from .. import source
 
 _PREFIX = "_hf_rmsnorm_"
 _CALLED = (

@@ -11,11 +11,12 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn import Module
 
+from ...fused.layer import guarded
 from ...fused.norm import fusible_norm
 from ...fused.recipe import Recipe
-from ...fused.source import CannotRewrite, compiled_again, forward_source, guarded
 from ...kernels.sizes import MAX_HEAD_DIM
 from ..entries import FusedLayer
+from ..source import CannotRewrite, compiled_again, forward_source
 from ..swap import fuse, replaced_forward
 from .calls import FUNCTIONS
 from .qk import fuse_qk

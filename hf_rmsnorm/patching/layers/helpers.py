@@ -10,7 +10,7 @@ import inspect
 from types import FunctionType
 
 from ...fused.modulated import HELPERS
-from ...fused.source import CannotRewrite, definition_of
+from ..source import CannotRewrite, definition_of
 from .statements import is_product, is_sum, names_in, only_computes
 
 

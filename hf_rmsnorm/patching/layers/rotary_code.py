@@ -8,7 +8,7 @@ from types import FunctionType
 
 import torch
 
-from ...fused.source import CannotRewrite, definition_of
+from ..source import CannotRewrite, definition_of
 
 # Functions of torch and methods of a tensor that it may call, and what it may read.
 _CALLS = {

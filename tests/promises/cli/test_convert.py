@@ -120,9 +120,7 @@ def test_options_reach_every_way(way, tmp_path, capsys, monkeypatch):
         assert code == 2 and err.count("\n") == 1, err
         assert not mark.exists() or "--trust-remote-code" in given
         given += [
-            cure
-            for cure in ("--allow-pickle", "--trust-remote-code")
-            if cure in err
+            cure for cure in ("--allow-pickle", "--trust-remote-code") if cure in err
         ]
     assert len(set(given)) == 2 and not dst.exists()
     options += ["--max-shard-size", "10KB"]

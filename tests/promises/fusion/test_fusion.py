@@ -11,7 +11,7 @@ import torch
 from fusion_models import IDS, INSIDE, build, layers_of
 
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
-from hf_rmsnorm.fused.layer import layer_part
+from hf_rmsnorm.patching.layers.layer_class import layer_part
 
 QK = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
 APART = "no sum in its forward is followed directly by a patched norm of its own"

@@ -42,8 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from hf_rmsnorm import patch_model, unpatch_model
-from hf_rmsnorm.fused.layer import layer_part
 from hf_rmsnorm.fused.norm import fused_part
+from hf_rmsnorm.patching.layers.layer_class import layer_part
 
 BF16 = torch.bfloat16
 

@@ -17,12 +17,9 @@ import threading
 from collections.abc import Callable, Mapping
 from types import CodeType
 
-from torch.compiler import is_compiling
-
-from ..ops.backend import left_alone
+from ..fused.layer import GUARD
 
 _FACTORY = "_hf_rmsnorm_make"
-_GUARD = "stepping_aside"
 # these would see the names that a rewritten forward has besides its own
 _LOOKS_AT_VARIABLES = {"locals", "eval", "exec"}
 # Python 3.11 raises SystemError where two threads make syntax trees at once
@@ -128,39 +125,6 @@ def _gist(code) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
-def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
-    """A forward that runs the class's own one under `torch.compile`, if it was
-    exchanged, or if no kernel serves x.
-
-    Args:
-        owner: will hold the subclass of base that gets this forward.
-    """
-    is_exchanged = _exchange_of(base)
-
-    @functools.wraps(forward)
-    def stepping_aside(self, *args, **kwargs):
-        if is_compiling():
-            # Dynamo does not trace `base.forward` of a class that is allowed in graphs,
-            # as many of diffusers' are.
-            return super(owner[0], self).forward(*args, **kwargs)
-        x = args[0] if args else next(iter(kwargs.values()), None)
-        is_unserved = getattr(x, "is_cpu", False) and left_alone(x)
-        runs = base.forward if is_exchanged() or is_unserved else forward
-        return runs(self, *args, **kwargs)
-
-    return stepping_aside
-
-
-def _exchange_of(base: type) -> Callable[[], bool]:
-    """Asks whether a class has another forward than now, or that forward other code, as
-    autoreload gives it.
-    """
-    original = base.forward
-    inner = inspect.unwrap(original)
-    code = inner.__code__
-    return lambda: base.forward is not original or inner.__code__ is not code
-
-
 def name_of_self(function: Callable) -> str:
     """The first parameter of a forward, mostly "self"; "" if it has no parameters."""
     return next(iter(inspect.signature(function).parameters), "")
@@ -241,7 +205,7 @@ def wrappers(forward: Callable) -> list:
     codes = {}
     while hasattr(forward, "__wrapped__"):
         code = getattr(forward, "__code__", type(forward))
-        if getattr(code, "co_name", "") != _GUARD:
+        if getattr(code, "co_name", "") != GUARD:
             codes[code] = None
         forward = forward.__wrapped__
     return list(codes)

@@ -15,7 +15,8 @@ from fusion_models import Block, fused, row
 from torch import nn
 
 from hf_rmsnorm import patch_model, use_backend
-from hf_rmsnorm.fused import source
+from hf_rmsnorm.fused.layer import guarded
+from hf_rmsnorm.patching import source
 
 ODD = '''
 import functools
@@ -346,7 +347,7 @@ def test_a_guarded_forward_steps_aside_for_another():
         def forward(self, x):
             return x
 
-    forward = source.guarded(lambda self, x: "rewritten", Guarded, [])
+    forward = guarded(lambda self, x: "rewritten", Guarded, [])
     assert forward(Guarded(), 1) == "rewritten"
     own = Guarded.forward
     Guarded.forward = lambda self, x: "another"
