@@ -104,7 +104,8 @@ class NormSpec:
 
     Raises:
         ValueError: eps is negative, NaN or infinite; rounding or gate is unknown; an
-            offset without a weight.
+            offset without a weight; a `functional` norm with its eps outside the root,
+            or with another rounding than ``"once"`` and ``"before_weight"``.
     """
 
     centered: bool
@@ -219,6 +220,10 @@ def _wrong_combination(spec: NormSpec) -> str | None:
         return "a gated norm does not round by 'rstd'"
     if spec.rounding == "rstd" and (spec.centered or spec.eps_outside):
         return "a rounded rstd is that of an RMSNorm with its eps inside the root"
+    if spec.functional and (
+        spec.eps_outside or spec.rounding in ("weight_dtype", "rstd")
+    ):
+        return "torch's own norms have their eps inside the root, and round once or before a weight"
     reads_weight = spec.rounding in ("before_weight", "weight_dtype")
     if not spec.has_weight and (spec.weight_offset or reads_weight):
         return "a norm without weight has no weight_offset, and no rounding that depends on a weight"

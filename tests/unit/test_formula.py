@@ -19,6 +19,8 @@ BAD = [
     ({"eps": float("nan")}, "eps is nan"),
     ({"eps": 1e-6, "rounding": "twice"}, "rounding is 'twice'"),
     ({"eps": 1e-6, "has_weight": False, "weight_offset": 1.0}, "without weight"),
+    ({"eps": 1e-6, "functional": True, "eps_outside": True}, "inside the root"),
+    ({"eps": 1e-6, "functional": True, "rounding": "rstd"}, "before a weight"),
 ]
 
 

@@ -20,23 +20,6 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return bool((error <= tolerance * largest).all())
 
 
-def affine(
-    hat: Tensor, y: Tensor, tensors: dict[str, Tensor]
-) -> tuple[str | None, str | None, float] | None:
-    """(weight, bias, offset) with which ``hat * (offset + weight) + bias`` is close to
-    y: names of tensors, or None; all are float64.
-    """
-    scales = {(None, 0.0): 1.0}
-    for name, tensor in tensors.items():
-        scales |= {(name, 0.0): tensor, (name, 1.0): tensor + 1.0}
-    shifts = {None: 0.0, **tensors}
-    for (weight, offset), scale in scales.items():
-        for bias, shift in shifts.items():
-            if close(hat * scale + shift, y, 2e-5):
-                return weight, bias, offset
-    return None
-
-
 def nearly(y: Tensor, expected: Tensor, x, bias, spec: NormSpec) -> bool:
     """Whether y is the formula's result but for roundings of float32, measured against
     the largest terms that were summed in a row.

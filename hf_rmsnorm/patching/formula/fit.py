@@ -1,9 +1,7 @@
-"""From a module's answers to crafted inputs to the one formula that reproduces them bit
-for bit.
-"""
+"""Tries one formula after the other until one reproduces a module's results bit for bit."""
 
 import contextlib
-import math
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -12,49 +10,41 @@ from torch import Tensor
 
 from ...formula import GATES, ROUNDINGS, NormSpec
 from ...fused.recipe import Recipe
-from ...reference import reference_norm
 from .check import prove
-from .closeness import affine, close
-from .inputs import ALL_BF16, ALL_FP32, Dtypes, Trial
+from .inputs import ALL_BF16, ALL_FP32, Dtypes, Trial, is_formula
 from .plain_code import TORCH_FORWARDS
-from .probe import OPEN_GATE, OnDevice, autocast
+from .probe import OnDevice, autocast
 from .refusals import NotInFamily, Unusable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# Room for a float32 square root and its reciprocal, each rounded, when eps is read back
-# from an output.
-EPS_READING = 2e-6
 SAME_DTYPES = (ALL_BF16, Dtypes(FP16, FP16, FP16))
 MIXED_DTYPES = (Dtypes(FP32, BF16, FP32), Dtypes(BF16, FP32, BF16))
 MIXED_GATES = (Dtypes(FP32, FP32, BF16), Dtypes(BF16, BF16, FP32))
-EPS_OF_TORCH = torch.finfo(FP32).eps  # that of F.rms_norm, where none is given
+# None at all, and what `F.layer_norm` and `F.rms_norm` take where none is given.
+DEFAULT_EPS = (0.0, 1e-5, torch.finfo(FP32).eps)
 
 
 class Fit(Trial):
     """Finds the recipe of one probed module, or raises why there is none."""
 
     def recipe(self) -> Recipe:
-        self.find_input()
+        with OnDevice("cpu") as device:
+            self.find_input()
+        calls_norm = device.calls_norm and not self.gate_required
         try:
-            return self._find_formula()
+            return self._find_formula(calls_norm)
         except Unusable as error:
             # it normalises, so it is a norm, if one that fails on some inputs
             raise NotInFamily(str(error)) from error
 
-    def _find_formula(self) -> Recipe:
+    def _find_formula(self, calls_norm: bool) -> Recipe:
         if self.head_dim is not None and self.group != self.head_dim:
             raise NotInFamily(
                 "it normalises over more than the last dimension, or a part of it"
             )
-        gate = self._find_needed_gate()
-        recipe = self._find_operands()
-        functional = self.device.calls_norm and not self.gate_required
-        recipe = with_spec(recipe, functional=functional)
-        recipe = self._find_eps(recipe)
-        if gate is not None:
-            recipe = replace(with_spec(recipe, gate=gate), gate=self.gate)
-        recipe = self._find_rounding(recipe)
-        if gate is None and self.gate is not None:
+        recipe = self._first_that_agrees(calls_norm)
+        recipe = replace(recipe, hidden_size=self._fixed_size(recipe))
+        if recipe.gate is None and self.gate is not None:
             recipe = self._find_optional_gate(recipe)
         if recipe.gate is not None:
             takes_both = self._agrees_in(recipe, MIXED_GATES)
@@ -66,155 +56,141 @@ class Fit(Trial):
             recipe = replace(with_spec(recipe, group_size=None), hidden_size=None)
         return recipe
 
-    # One step of `recipe` each
+    # The formula
 
-    def _find_needed_gate(self) -> str | None:
-        """Which gate, where one must be given; it is open in the runs until then."""
-        if not self.gate_required:
-            return None
-        x = self.large_rows()
-        gate = 3.0 * self.normal(*x.shape)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid / OPEN_GATE
-        ungated = self.run(x)
-        results = {
-            "silu_after": ungated * silu,
-            "sigmoid_after": ungated * sigmoid,
-            # their product is normalised, so a constant gate changes nothing
-            "silu_before": self.run(x * silu),
-        }
+    def _first_that_agrees(self, calls_norm: bool) -> Recipe:
+        """The first recipe with the module's results; limited to float32 where one has
+        them in that alone.
+        """
+        limited = None
+        reason = "its formula is not one that this package knows"
+        if self.gate_required:
+            reason = f"its second input, {self.gate!r}, is no gate that this package knows, or {reason}"
+        for orders in self._near_in_float32(calls_norm):
+            for recipe in orders:
+                dtypes = *SAME_DTYPES, *_mixed_dtypes(recipe)
+                if not self._agrees_in_float32(recipe):
+                    break
+                if self._agrees_in(recipe, dtypes, 4096):
+                    return recipe
+            limited = limited or self._limited(orders[0])
+            reason = f"it rounds to half precision in an order of its own; in float32 it is {orders[0].spec}"
+        if limited is None:
+            raise NotInFamily(reason)
+        self._agrees_in_float32(limited)
+        return limited
+
+    def _limited(self, recipe: Recipe) -> Recipe | None:
+        """The recipe for float32 alone, whatever the dtype of the weight; None if it
+        does not agree there.
+        """
+        mixed = _mixed_dtypes(recipe)[:1]
+        if self._agrees_in_float32(recipe) and self._agrees_in(recipe, mixed):
+            return replace(recipe, only_float32=True)
+        return None
+
+    def _near_in_float32(self, calls_norm: bool) -> Iterator[list[Recipe]]:
+        """Each recipe, in all its rounding orders, whose results on a few rows are the
+        module's but for roundings of float32.
+        """
+        self.draw_tensors(uneven=True)
+        tensors = dict(self.tensors)
+        x = self.rows(512)
+        gate = self.gates(x) if self.gate_required else None
         y = self.run(x, gate)
-        for kind, result in results.items():
-            if close(y, result, 1e-4):
-                self.gate_kind = kind
-                return kind
-        raise NotInFamily(
-            f"its second input, {self.gate!r}, is no gate that this package knows"
+        # what casts around torch's own norm may round as plain arithmetic does
+        for functional in dict.fromkeys((calls_norm, False)):
+            for recipe in self._candidates(functional):
+                orders = _rounding_orders(recipe)
+                is_near = is_formula(y, orders[0], x, tensors, gate)
+                if is_near and self._is_eps(orders[0]):
+                    yield orders
+
+    def _candidates(self, functional: bool) -> Iterator[Recipe]:
+        """Every recipe, but for rounding, that a module with these tensors and numbers
+        may have, the commonest first.
+        """
+        group = {} if self.group == self.size else {"group_size": self.group}
+        gates = GATES if self.gate_required else (None,)
+        own = [(n, getattr(self.module, n, None)) for n in self.attributes]
+        eps = [(n, value) for n, value in own if type(value) in (int, float)]
+        numbers = {*self.code.numbers, *[value for _, value in eps]}
+        offsets = (0.0, 1.0) if 1.0 in numbers else (0.0,)
+        small = [number for number in self.code.numbers if number < 1]
+        eps += [(None, number) for number in dict.fromkeys((*small, *DEFAULT_EPS))]
+        formulas = itertools.product(
+            (False, True), self._operands(), (False, True), offsets, gates, eps
         )
+        for outside, operands, centered, offset, gate, (name, value) in formulas:
+            weight, bias = operands
+            with contextlib.suppress(ValueError):  # some exclude each other
+                spec = NormSpec(
+                    centered=centered,
+                    eps=float(value),
+                    has_weight=weight is not None,
+                    has_bias=bias is not None,
+                    weight_offset=offset,
+                    functional=functional,
+                    eps_outside=outside,
+                    gate=gate,
+                    **group,
+                )
+                yield Recipe(
+                    spec,
+                    weight=weight,
+                    bias=bias,
+                    eps=name,
+                    eps_value=None if name is None else value,
+                    gate=None if gate is None else self.gate,
+                )
 
-    def _find_operands(self) -> Recipe:
-        """The recipe but for eps and rounding."""
-        x = self.large_rows()
-        y = self.run(x).double()
-        tensors = {}
+    def _operands(self) -> list[tuple[str | None, str | None]]:
+        """Every (weight, bias) among the tensors that its forward reads."""
+        rows = []
         for name, tensor in self.tensors.items():
-            if len(tensor) == self.size:
-                tensors[name] = tensor.double()
-        groups = {}
-        if self.group != self.size:
-            groups["group_size"] = self.group
-        for centered in (False, True):
-            spec = NormSpec(centered, 0.0, has_weight=False, **groups)
-            hat = reference_norm(x.double(), None, None, spec)
-            operands = affine(hat, y, tensors)
-            if operands is not None:
-                weight, bias, offset = operands
-                has = weight is not None, bias is not None
-                spec = NormSpec(centered, 0.0, *has, offset, **groups)
-                size = self._fixed_size(weight)
-                return Recipe(spec, weight, bias, hidden_size=size)
-        raise NotInFamily("its formula is not one that this package knows")
+            if name in self.attributes and len(tensor) == self.size:
+                rows.append(name)
+        return [*itertools.permutations((*rows, None), 2), (None, None)]
 
-    def _fixed_size(self, weight: str | None) -> int | None:
+    def _is_eps(self, recipe: Recipe) -> bool:
+        """Whether the attribute is its eps: with another value there it has another."""
+        if recipe.eps is None:
+            return True
+        other = 2.0 * recipe.eps_value + 1e-3
+        self.exact = False
+        self.set(**{recipe.eps: other})
+        is_eps = self._agrees_in(with_spec(recipe, eps=other), [ALL_FP32])
+        self.set(**{recipe.eps: recipe.eps_value})
+        return is_eps
+
+    def _agrees_in_float32(self, recipe: Recipe) -> bool:
+        """Whether it agrees there; settles whether to the last bit."""
+        x = self.rows(4096)
+        self.exact = True
+        self.exact = self.agrees(recipe, x)
+        return self.exact or self.agrees(recipe, x)
+
+    def _agrees_in(
+        self, recipe: Recipe, dtypes: Iterable[Dtypes], elements: int = 1024
+    ) -> bool:
+        x = self.rows(elements, half=True)
+        with contextlib.suppress(Unusable):
+            return self.agrees(recipe, x, dtypes)
+        return False
+
+    # What else decides about a call
+
+    def _fixed_size(self, recipe: Recipe) -> int | None:
+        """The only length of its rows; None if any is."""
         if self.group != self.size:
             # longer rows may have larger groups, or more of them
             return self.size
-        if weight is None:
+        if recipe.weight is None:
             try:
                 self.run(self.normal(4, self.size + 8))
             except Unusable:
                 return self.size
         return None
-
-    def _read_eps(self, recipe: Recipe, scale: float = 1e-12) -> float:
-        """eps as the module's own output on rows of about that magnitude tells it, to
-        about `EPS_READING`.
-        """
-        one = 1.0 - recipe.spec.weight_offset
-        neutral = {recipe.weight: one, recipe.bias: 0.0}
-        for name, tensor in self.tensors.items():
-            value = neutral.get(name)
-            if value is not None:
-                tensor = torch.full_like(tensor, value)
-            self.set(**{name: tensor})
-        x = scale * (1.0 + self.normal(4, self.size))
-        y = self.run(x)[0, : self.group].double()
-        h = x[0, : self.group].double()
-        if recipe.spec.centered:
-            h = h - h.mean()
-        without_eps = h.square().mean().item()
-        rstd = (y * h).mean().item() / without_eps
-        with_eps = rstd**-2
-        if recipe.spec.eps_outside:
-            without_eps = math.sqrt(without_eps)
-            with_eps = 1 / rstd
-        eps = with_eps - without_eps
-        return 0.0 if abs(eps) <= 1e-5 * without_eps else eps
-
-    def _find_eps(self, recipe: Recipe) -> Recipe:
-        recipe, reading = self._place_eps(recipe)
-        for name in self.attributes:
-            value = getattr(self.module, name, None)
-            if type(value) not in (int, float) or not _reads_as(reading, value):
-                continue
-            other = 2.0 * value + 1e-3
-            self.set(**{name: other})
-            is_eps = _reads_as(self._read_eps(recipe), other)
-            self.set(**{name: value})
-            if is_eps:
-                recipe = with_spec(recipe, eps=float(value))
-                return replace(recipe, eps=name, eps_value=value)
-        in_short = float(f"{reading:.3g}")
-        for value in (in_short, EPS_OF_TORCH):
-            if _reads_as(reading, value):
-                return with_spec(recipe, eps=value)
-        raise NotInFamily(
-            f"its eps, about {reading:.6g}, is fixed in its code and cannot be read exactly"
-        )
-
-    def _place_eps(self, recipe: Recipe) -> tuple[Recipe, float]:
-        """(the recipe, with eps inside the root or beside it; eps as the output shows
-        it, the same on rows of another magnitude).
-        """
-        for eps_outside in (False, True):
-            recipe = with_spec(recipe, eps_outside=eps_outside)
-            reading = self._read_eps(recipe)
-            scale = reading if eps_outside else math.sqrt(abs(reading))
-            if reading == 0.0:
-                return recipe, reading
-            again = self._read_eps(recipe, 0.5 * scale)
-            if abs(again - reading) <= 1e-3 * reading:
-                return recipe, reading
-        raise NotInFamily("its eps is neither inside the root nor beside it")
-
-    def _find_rounding(self, recipe: Recipe) -> Recipe:
-        """The recipe with its rounding order; settles whether the module's results are
-        to be equal to the last bit.
-        """
-        x = self.rows(4096)
-        half_rows = self.rows(4096, half=True)
-        dtypes = SAME_DTYPES
-        if recipe.weight is not None and not recipe.spec.functional:
-            dtypes += MIXED_DTYPES
-        for candidate in _roundings(recipe):
-            self._settle_exactness(candidate, x)
-            if not self.exact and not self.agrees(candidate, x):
-                raise NotInFamily(
-                    f"its float32 results are not those of the formula it is closest to, {recipe.spec}"
-                )
-            if self.agrees(candidate, half_rows, dtypes):
-                return candidate
-        self._settle_exactness(recipe, x)
-        mixed = dtypes[len(SAME_DTYPES) :]
-        if not self.agrees(recipe, x, mixed[:1]):
-            raise NotInFamily(
-                f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}"
-            )
-        return replace(recipe, only_float32=True)
-
-    def _settle_exactness(self, recipe: Recipe, x: Tensor) -> None:
-        self.exact = True
-        self.exact = self.agrees(recipe, x)
 
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
         """Whether a second input that need not be given is a gate, and of which kind."""
@@ -240,18 +216,8 @@ class Fit(Trial):
         if self.code.asks_autocast or not recipe.spec.functional:
             return self.code.asks_autocast
         dtypes = [ALL_FP32] if recipe.only_float32 else [ALL_FP32, *SAME_DTYPES]
-        self.device = OnDevice("cuda")
-        try:
-            with autocast("cuda", BF16), OnDevice("cuda"):
-                return not self._agrees_in(recipe, dtypes)
-        finally:
-            self.device = OnDevice("cpu")
-
-    def _agrees_in(self, recipe: Recipe, dtypes: Iterable[Dtypes]) -> bool:
-        x = self.rows(1024, half=True)
-        with contextlib.suppress(Unusable):
-            return self.agrees(recipe, x, dtypes)
-        return False
+        with autocast("cuda", BF16), OnDevice("cuda"):
+            return not self._agrees_in(recipe, dtypes)
 
     def _with_settings(self, recipe: Recipe) -> Recipe:
         """The recipe with what else the forward reads of the module: plain values,
@@ -283,19 +249,22 @@ def with_spec(recipe: Recipe, **changes) -> Recipe:
     return replace(recipe, spec=replace(recipe.spec, **changes))
 
 
-def _roundings(recipe: Recipe) -> Iterator[Recipe]:
+def _rounding_orders(recipe: Recipe) -> list[Recipe]:
     """The recipe with every rounding order that its formula may have, the commonest
     first.
     """
-    orders = ROUNDINGS
-    if recipe.spec.functional and recipe.spec.group_size and recipe.weight is not None:
-        # torch's own norms take no weight for each group
-        orders = ("before_weight",)
-    for rounding in orders:
+    spec = recipe.spec
+    # torch's own norms take no weight for each group
+    is_behind = spec.functional and spec.group_size and spec.has_weight
+    orders = []
+    for rounding in ("before_weight",) if is_behind else ROUNDINGS:
         with contextlib.suppress(ValueError):
-            yield with_spec(recipe, rounding=rounding)
+            orders.append(with_spec(recipe, rounding=rounding))
+    return orders
 
 
-def _reads_as(reading: float, value: float) -> bool:
-    is_near = abs(reading - value) <= EPS_READING * abs(value)
-    return math.isfinite(value) and is_near
+def _mixed_dtypes(recipe: Recipe) -> tuple[Dtypes, ...]:
+    """Those of x and weight that the module has to take."""
+    if recipe.weight is None or recipe.spec.functional:
+        return ()
+    return MIXED_DTYPES

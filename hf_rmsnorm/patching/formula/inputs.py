@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ...formula import NormSpec
 from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HIDDEN_SIZE
 from ...reference import reference_norm
 from .closeness import close, nearly
 from .plain_code import Code
-from .probe import OnDevice, Probe
+from .probe import Probe
 from .refusals import NotInFamily, Unusable
 
 # (scale, mean) of the rows that a formula is tried on: some plain, some with a large
@@ -53,9 +52,10 @@ class Trial(Probe):
         exact: whether results are to be equal to the last bit, or only `nearly`.
     """
 
-    def __init__(self, module: Module):
+    def __init__(self, module: Module, code: Code):
         super().__init__(module)
-        self.code = Code(module)
+        code.read()
+        self.code = code
         self.attributes = sorted(self.code.attributes)
         self.generator = torch.Generator().manual_seed(0)
         self.size = self.group = 0
@@ -81,13 +81,9 @@ class Trial(Probe):
         x[:, 0, self.size // 2] = 300.0
         return x.flatten(0, 1)
 
-    def gate_for(
-        self, x: Tensor, recipe: Recipe, dtype: torch.dtype = torch.float32
-    ) -> Tensor | None:
-        """Gates from closed to wide open; None where the recipe has none."""
-        if recipe.gate is None:
-            return None
-        return (8.0 * self.normal(*x.shape) ** 3).to(dtype)
+    def gates(self, x: Tensor) -> Tensor:
+        """Gates for x, from closed to wide open."""
+        return 8.0 * self.normal(*x.shape) ** 3
 
     def draw_tensors(self, uneven: bool = False) -> None:
         """Give the module other tensors; if `uneven`, with elements that are large,
@@ -156,7 +152,6 @@ class Trial(Probe):
         """Scaling a row must not change its result, other rows must not matter, the
         row's own elements must.
         """
-        self.device = OnDevice("cpu")
         self.draw_tensors()
         x = self.large_rows()
         y = self.run(x)
@@ -180,22 +175,25 @@ class Trial(Probe):
         for each in dtypes:
             self.draw_tensors(uneven=True)
             rows = x.to(each.x)
-            gate = self.gate_for(rows, recipe, each.gate)
+            gate = None if recipe.gate is None else self.gates(x).to(each.gate)
             tensors = self.in_dtype(each.weight)
             y = self.run(rows, gate)
-            weight = tensors.get(recipe.weight)
-            bias = tensors.get(recipe.bias)
-            expected = reference_norm(rows, weight, bias, recipe.spec, gate)
-            if not self.is_equal(y, expected, rows, bias, recipe.spec):
+            if not is_formula(y, recipe, rows, tensors, gate, self.exact):
                 return False
         return True
 
-    def is_equal(
-        self, y: Tensor, expected: Tensor, x: Tensor, bias, spec: NormSpec
-    ) -> bool:
-        """Whether the module's result is the formula's, which has this bias."""
-        if y.dtype != expected.dtype:
-            return False
-        if torch.allclose(y, expected, rtol=0.0, atol=0.0, equal_nan=True):
-            return True
-        return not self.exact and nearly(y, expected, x, bias, spec)
+
+def is_formula(
+    y: Tensor, recipe: Recipe, x: Tensor, tensors: dict, gate, exact: bool = False
+) -> bool:
+    """Whether a module's result is the formula's of these operands, to the last bit or
+    `nearly`.
+    """
+    weight = tensors.get(recipe.weight)
+    bias = tensors.get(recipe.bias)
+    expected = reference_norm(x, weight, bias, recipe.spec, gate)
+    if y.dtype != expected.dtype:
+        return False
+    if torch.allclose(y, expected, rtol=0.0, atol=0.0, equal_nan=True):
+        return True
+    return not exact and nearly(y, expected, x, bias, recipe.spec)

@@ -10,37 +10,31 @@ word that is not on them is refused, and the word is the reason in the report.
 import ast
 import inspect
 import re
-import types
 from collections.abc import Iterable
+from types import FunctionType, MappingProxyType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
+from ..arithmetic import ALL_ELEMENTS
 from ..source import CannotRewrite, definition_of
 from .probe import is_plain, own_values
 from .refusals import NotPlain
 
-# Functions of torch and methods of a tensor that a norm may call.
-ARITHMETIC = {
-    "abs", "add", "bfloat16", "contiguous", "div", "double", "expand", "expand_as",
-    "flatten", "float", "half", "layer_norm", "mean", "movedim", "mul", "neg", "norm",
-    "normalize", "permute", "pow", "reciprocal", "reshape", "rms_norm", "rsqrt",
-    "sigmoid", "silu", "sqrt", "square", "squeeze", "sub", "sum", "to", "transpose",
-    "type_as", "unflatten", "unsqueeze", "var", "var_mean", "vector_norm", "view",
-    "view_as",
-}  # fmt: skip
 PLACES = (torch, F, torch.linalg)
 FUNCTIONS = [
     getattr(place, name)
     for place in PLACES
-    for name in ARITHMETIC.intersection(dir(place))
+    for name in ALL_ELEMENTS.intersection(dir(place))
 ]
 TAKE_SHAPES = ("view", "reshape", "expand")  # they may be given any size of the input
 # `**arguments`, and what has a function write to a tensor
 REFUSED_KEYWORDS = (None, "out", "inplace")
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
+READ_BY_TORCH = {"normalized_shape", "weight", "bias", "eps"}
 LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
 # Answered for all types of device, or for one, by functions of torch; some files wrap
 # them under the same names.
@@ -65,31 +59,74 @@ FACTS = {
 SIZES = {"dim()": CONSTANT, "size(-1)": LENGTH}
 
 
+class Read(NamedTuple):
+    """What was found under a name while a forward was read.
+
+    Args:
+        place: a namespace, a class with its bases, a function or a module.
+    """
+
+    place: object
+    name: str
+    value: object
+
+    def still_holds(self) -> bool:
+        return look_up(self.place, self.name) is self.value
+
+
+def look_up(place, name: str):
+    """What a place has under a name; None if nothing."""
+    if isinstance(place, (dict, MappingProxyType)):
+        return place.get(name)
+    if isinstance(place, type):
+        return inspect.getattr_static(place, name, None)
+    return getattr(place, name, None)
+
+
 class Code:
     """The forward of one module, with the helpers of its class and its file that it
     calls.
 
     Attributes:
+        reads: all that was looked up, in this order, but for what the module's instance
+            holds. While it holds, the forward is plain arithmetic, or is not for the
+            same reason.
         attributes: names of the module's attributes that it reads; they hold its own
             tensors and plain values.
+        numbers: those from 0 on that its source and its defaults have, in order.
         asks_autocast: it asks whether autocast is on; what is read is that with
             autocast off.
-
-    Raises:
-        NotPlain: it is not plain arithmetic, or its source cannot be read.
     """
 
     def __init__(self, module: Module):
         self.module = module
+        self.reads: list[Read] = []
         self.attributes: set[str] = set()
+        self.numbers: dict[float, None] = {}
         self.asks_autocast = False
-        self.read_method("forward", type(module).__mro__)
+
+    def read(self) -> None:
+        """Read the forward.
+
+        Raises:
+            NotPlain: it is not plain arithmetic, or its source cannot be read.
+        """
+        self.read_method("forward", type(self.module).__mro__)
+
+    def look_up(self, place, name: str):
+        """What a place has under a name, which is noted; None if nothing."""
+        value = look_up(place, name)
+        self.reads.append(Read(place, name, value))
+        return value
 
     def read_method(self, name: str, classes: Iterable[type]) -> None:
         """Read the method that the first of these classes has under that name."""
-        for owner in classes:
-            if name in vars(owner):
-                return self.read_function(vars(owner)[name], f"self.{name}", owner)
+        # A forward on the instance is another matter: accelerate wraps the class's own.
+        if name == "forward" or name not in vars(self.module):
+            for owner in classes:
+                method = self.look_up(vars(owner), name)
+                if method is not None:
+                    return self.read_function(method, f"self.{name}", owner)
         raise NotPlain(f"its forward calls self.{name}")
 
     def read_function(self, function, text: str, owner: type | None = None) -> None:
@@ -97,29 +134,42 @@ class Code:
         method it is, so that its first argument is the module.
         """
         if function in TORCH_FORWARDS:
-            self.attributes |= {"normalized_shape", "eps"}
+            self.attributes |= READ_BY_TORCH
             return
-        is_python = isinstance(function, types.FunctionType)
+        is_python = isinstance(function, FunctionType)
         if not is_python or function.__module__.startswith("torch."):
             raise NotPlain(f"its forward calls {text}")
+        code = self.look_up(function, "__code__")
+        self._read_defaults(function)
         try:
-            definition = definition_of(function.__code__)
+            definition = definition_of(code)
         except CannotRewrite as error:
             raise NotPlain(f"{error}: {function.__name__}") from error
         body = _Body(self, function, definition.args, owner)
         body.read(definition.body)
+
+    def _read_defaults(self, function: FunctionType) -> None:
+        defaults = self.look_up(function, "__defaults__") or ()
+        named = self.look_up(function, "__kwdefaults__") or {}
+        for value in (*defaults, *[self.look_up(named, name) for name in named]):
+            self.note_number(value)
+
+    def note_number(self, value) -> None:
+        if type(value) in (int, float) and value >= 0:
+            self.numbers[float(value)] = None
 
     def read_attribute(self, name: str) -> int:
         """Note that the forward reads an attribute; refuse any but a plain value or a
         tensor of the module.
         """
         self.attributes.add(name)
-        of_class = inspect.getattr_static(type(self.module), name, None)
+        of_class = self.look_up(type(self.module), name)
         value = own_values(self.module).get(name, of_class)
-        if isinstance(value, Tensor):
-            return TENSOR
         is_other = value is None and getattr(self.module, name, None) is not None
-        if is_other or not is_plain(value):
+        if isinstance(value, Tensor) and of_class is None:
+            return TENSOR
+        # what its class computes, as a property does, comes before what it holds
+        if is_other or not (is_plain(value) and is_plain(of_class)):
             raise NotPlain(
                 f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
             )
@@ -134,7 +184,7 @@ class _Body(ast.NodeVisitor):
     def __init__(
         self,
         code: Code,
-        function: types.FunctionType,
+        function: FunctionType,
         parameters: ast.arguments,
         owner: type | None,
     ):
@@ -289,8 +339,8 @@ class _Body(ast.NodeVisitor):
                 ast.Name(name),
                 [ast.Is() | ast.IsNot() as operator],
                 [ast.Constant(None)],
-            ) if name not in self.local:
-                if self.function.__globals__.get(name, name) is None:
+            ) if name not in self.local and name in self.function.__globals__:
+                if self._resolve(test.left) is None:
                     return isinstance(operator, ast.Is)
         return answer if isinstance(answer, bool) else None
 
@@ -315,6 +365,7 @@ class _Body(ast.NodeVisitor):
     # Expressions
 
     def visit_Constant(self, node: ast.Constant) -> int:
+        self.code.note_number(node.value)
         return CONSTANT
 
     def visit_Tuple(self, node: ast.Tuple | ast.List) -> int:
@@ -369,32 +420,31 @@ class _Body(ast.NodeVisitor):
     # Calls
 
     def visit_Call(self, node: ast.Call) -> int:
-        function = node.func
-        text = ast.unparse(function)
+        text = ast.unparse(node.func)
         name = text.rpartition(".")[2]
-        arguments = list(node.args)
-        for keyword in node.keywords:
-            if keyword.arg in REFUSED_KEYWORDS:
-                raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
-            arguments.append(keyword.value)
+        arguments = _arguments(node)
         if text in ("len", "int"):
-            kind = self._visit_all(arguments)
-            if kind == TENSOR:
-                raise _refusal("calls", node)
-            return CONSTANT if text == "len" else kind
-        if isinstance(function, ast.Attribute) and name in ("dim", "size"):
-            self._visit_all((function.value, *arguments))
+            return self._visit_number(node, arguments)
+        if isinstance(node.func, ast.Attribute) and name in ("dim", "size"):
+            self._visit_all((node.func.value, *arguments))
             question = ast.unparse(node).rpartition(".")[2]
             return SIZES.get(question, SHAPE)
         owner = None
         if node.args and self._is_self(node.args[0]):
             owner = type(self.code.module)  # `nn.LayerNorm.forward(self, x)`
             del arguments[0]
-        self._check_function(function, text, owner)
+        self._check_function(node.func, text, owner)
         visit = self.visit if name in TAKE_SHAPES else self._number
         for argument in arguments:
             visit(argument)
         return TENSOR
+
+    def _visit_number(self, node: ast.Call, arguments: list[ast.expr]) -> int:
+        """The kind of ``len(...)`` or ``int(...)``."""
+        kind = self._visit_all(arguments)
+        if kind == TENSOR:
+            raise _refusal("calls", node)
+        return CONSTANT if ast.unparse(node.func) == "len" else kind
 
     def _check_function(
         self, function: ast.expr, text: str, owner: type | None
@@ -402,22 +452,23 @@ class _Body(ast.NodeVisitor):
         """Refuse a function unless it is one of torch's in the list, or a helper that
         is plain itself; with an owner, it is given the module first.
         """
-        mro = type(self.code.module).__mro__
         called = self._resolve(function)
         if called in FUNCTIONS:
             return
         if called is not None:
             self.code.read_function(called, text, owner)
             return
+        mro = type(self.code.module).__mro__
         match function:
             case ast.Attribute(ast.Call(ast.Name("super"), []), name) if self.owner:
                 self.code.read_method(name, mro[mro.index(self.owner) + 1 :])
             case ast.Attribute(ast.Name(self.itself), name):
                 self.code.read_method(name, mro)
-            case ast.Attribute(value, name) if name in ARITHMETIC:
+            case ast.Attribute(value, name) if name in ALL_ELEMENTS:
                 self._number(value)
-            case ast.Subscript(ast.Name("ACT2FN"), key):
+            case ast.Subscript(ast.Name("ACT2FN") as table, key):
                 # Transformers' table of gates, of which the module names one
+                self._resolve(table)
                 self._check_condition(key)
             case _:
                 raise _refusal("calls", function)
@@ -428,13 +479,25 @@ class _Body(ast.NodeVisitor):
         """
         match node:
             case ast.Attribute(value, name):
-                return getattr(self._resolve(value), name, None)
+                owner = self._resolve(value)
+                return None if owner is None else self.code.look_up(owner, name)
             case ast.Name(name) if name not in self.local:
-                return self.function.__globals__.get(name)
+                return self.code.look_up(self.function.__globals__, name)
         return None
 
     def _is_self(self, node: ast.expr) -> bool:
         return isinstance(node, ast.Name) and node.id == self.itself
+
+
+def _arguments(node: ast.Call) -> list[ast.expr]:
+    """Those of a call, by place and by name."""
+    arguments = list(node.args)
+    for keyword in node.keywords:
+        if keyword.arg in REFUSED_KEYWORDS:
+            text = ast.unparse(node.func)
+            raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
+        arguments.append(keyword.value)
+    return arguments
 
 
 def _is_autocast(called) -> bool:

@@ -25,7 +25,7 @@ PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 MODULE_STATE = set(vars(Module()))  # what every module's instance holds
 TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 AUTOCAST_DEVICES = ("cpu", "cuda")  # that norms are tried on
-OPEN_GATE = 64.0  # there silu is the identity, sigmoid one
+OPEN_GATE = 64.0  # one number for all elements; silu and sigmoid are far from zero
 
 
 class Probe:
@@ -38,9 +38,7 @@ class Probe:
         absent: parameters that the module has a place for and does not hold.
         gate: name of the forward's second input, None if it has none.
         gate_required: whether that must be given; it is open in a run that names none.
-        gate_kind: of which kind it is, as far as is known.
         layout, dims: how rows are put to the module, and in how many dimensions.
-        device: on which it finds them.
     """
 
     def __init__(self, module: Module):
@@ -56,10 +54,8 @@ class Probe:
         held = module._parameters.items()
         self.absent = tuple(name for name, value in held if value is None)
         self.gate, self.gate_required = second_input(type(module))
-        self.gate_kind: str | None = None
         self.layout = "last"
         self.dims = 3
-        self.device = OnDevice("cpu")
 
     def set(self, **values) -> None:
         """Set tensors (as rows) or plain attributes of the copy."""
@@ -72,15 +68,9 @@ class Probe:
         """The output for rows; `Unusable` if that is anything but one tensor of their
         shape.
         """
-        before = after = 1.0
         if gate is None and self.gate_required:
             gate = torch.full_like(x, OPEN_GATE)
-            # what undoes it
-            if self.gate_kind == "silu_before":
-                before = 1 / OPEN_GATE
-            elif self.gate_kind == "silu_after":
-                after = 1 / OPEN_GATE
-        rows = self.present(x * before)
+        rows = self.present(x)
         if gate is not None:
             gate = self.present(gate)
         y = self.call(rows, gate)
@@ -88,7 +78,7 @@ class Probe:
             raise Unusable("it does not return one tensor of its input's shape")
         if self.layout == "channels_first":
             y = y.movedim(1, -1)
-        return y.reshape(x.shape) * after
+        return y.reshape(x.shape)
 
     def call(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """The module's own output for an input of the shape and strides that it is
@@ -96,8 +86,7 @@ class Probe:
         """
         gates = {} if gate is None else {self.gate: gate}
         try:
-            with self.device:
-                return type(self.module).forward(self.module, x, **gates)
+            return type(self.module).forward(self.module, x, **gates)
         except Exception as error:  # a user's forward may raise anything
             line = str(error).strip().split("\n")[0]
             raise Unusable(
@@ -105,15 +94,15 @@ class Probe:
             ) from error
 
     def present(self, rows: Tensor) -> Tensor:
-        """Rows as the module takes them; each dimension but the first and the row's own
-        has two.
+        """Rows as the module takes them: each dimension but the first and the row's own
+        has two, or one where there is one row.
         """
         row = rows.shape[1:]
         if self.head_dim is not None:
-            row = (-1, self.head_dim)
-        leading = [2] * (self.dims - len(row))
+            row = (rows.shape[1] // self.head_dim, self.head_dim)
+        leading = [min(2, len(rows))] * (self.dims - len(row))
         if leading:
-            leading[0] = len(rows) // 2 ** (len(leading) - 1)
+            leading[0] = -1
         x = rows.reshape(*leading, *row)
         if self.layout == "channels_first":
             x = x.movedim(-1, 1)

@@ -13,7 +13,8 @@ from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HIDDEN_SIZE
 from ..source import CannotRewrite
 from .fit import Fit
-from .probe import neutral_modes, own_values, true_shape
+from .plain_code import Code, Read
+from .probe import MODULE_STATE, neutral_modes, own_values, true_shape
 from .refusals import NotInFamily, NotPlain, Refusal, Refused
 
 # A name only makes a module worth a line in the report when it is not swapped.
@@ -32,7 +33,8 @@ class Verdict(NamedTuple):
 
 
 NOT_A_NORM = Verdict()
-_known: dict[tuple, Verdict] = {}
+# what was found of modules alike, and all that was read for it
+_known: dict[tuple, tuple[Verdict, list[Read]]] = {}
 
 
 def recognise(module: Module) -> Verdict:
@@ -46,11 +48,13 @@ def recognise(module: Module) -> Verdict:
         is_norm = is_named and refusal.reason
         return Verdict(None, refusal) if is_norm else NOT_A_NORM
     key = _signature(module, values)
-    if key in _known:
-        return _known[key]
-    verdict, is_proven = _examine(module, is_named)
+    verdict, reads = _known.get(key, (None, ()))
+    if verdict is not None and all(read.still_holds() for read in reads):
+        return verdict
+    code = Code(module)
+    verdict, is_proven = _examine(module, code, is_named)
     if is_proven:
-        _known[key] = verdict
+        _known[key] = verdict, code.reads
     return verdict
 
 
@@ -65,14 +69,14 @@ def class_name(module: Module) -> str:
     return getattr(module, "original_name", type(module).__name__)
 
 
-def _examine(module: Module, is_named: bool) -> tuple[Verdict, bool]:
+def _examine(module: Module, code: Code, is_named: bool) -> tuple[Verdict, bool]:
     """(the verdict, whether another try would give the same). An exception that is not
     this package's may have a reason that passes.
     """
     is_norm = is_named
     try:
         with neutral_modes():
-            return Verdict(Fit(module).recipe()), True
+            return Verdict(Fit(module, code).recipe()), True
     except Refused as error:
         cause = error
         refusal = Refusal(str(error), error.cure)
@@ -115,9 +119,12 @@ def _refusal(module: Module, values: dict[str, object]) -> Refusal | None:
 
 
 def _signature(module: Module, values: dict[str, object]) -> tuple:
-    """All that the verdict may depend on."""
+    """All that the verdict may depend on, but for what is read of the class's code."""
     cls = type(module)
-    parts = [cls, cls.forward, *module._parameters]
+    code = getattr(cls.forward, "__code__", None)
+    parts = [*cls.__mro__, cls.forward, code, *module._parameters]
+    # a method on the instance, as of accelerate's hooks
+    parts += set(vars(module)) - MODULE_STATE - set(values)
     for name, value in values.items():
         is_tensor = isinstance(value, Tensor)
         parts += [name, true_shape(value) if is_tensor else repr(value)]

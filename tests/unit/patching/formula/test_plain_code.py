@@ -2,6 +2,7 @@
 word for which it is refused.
 """
 
+import copy
 import linecache
 import sys
 import types
@@ -10,7 +11,7 @@ import pytest
 import torch
 from reports import report_on
 
-from hf_rmsnorm import use_backend
+from hf_rmsnorm import unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import patch_of
 
 # The file that each class below stands in. `self.norm(x)` is an RMSNorm.
@@ -51,6 +52,10 @@ def gain_of(module):
     return module.gain
 
 
+def by_keyword(x, *, eps=1e-6):
+    return rms(x, eps)
+
+
 def is_absent_available():
     return False
 
@@ -77,6 +82,8 @@ class Backward(torch.autograd.Function):
 
 
 class Base(nn.LayerNorm):
+    floor = 1e-6
+
     def __init__(self):
         super().__init__(32, eps=1e-6)
         self.gain, self.upcast, self.activation, self.groups = 1.0, True, "silu", 4
@@ -107,7 +114,7 @@ REFUSED = {
     "uses match": "match self.gain:\n    case _:\n        return self.norm(x)",
     "uses for": "for _ in range(x.shape[0] // 8192):\n    x = 2 * x\nreturn self.norm(x)",
     "calls torch.arange": "return self.norm(x) * torch.arange(x.size(-1))",
-    "calls torch.stack": "return torch.stack([self.norm(row) for row in x])",
+    "uses listcomp": "return torch.stack([self.norm(row) for row in x])",
     "reads x[:512]": "return self.norm(x[:512])",
     # Values
     "calls x.abs().max": "return 2 * self.norm(x) if x.abs().max() > 1e18 else self.norm(x)",
@@ -290,6 +297,108 @@ def test_what_its_forward_reads_by_name_and_is_set_later_is_obeyed(
     expected = patch_of(norm).forward(norm, x)
     with use_backend("reference"):
         assert torch.equal(norm(x), expected)
+
+
+def centred(x, eps=1e-6):
+    h = x - x.mean(-1, keepdim=True)
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def unchanged(x):
+    return x
+
+
+def norm_by_its_variance(self, x):
+    return self.weight * (x / x.var(-1, keepdim=True))
+
+
+def hold(place, **names):
+    """An edit that gives a part of the file, which a path names, other attributes."""
+
+    def edit(file):
+        part = file
+        for name in filter(None, place.split(".")):
+            part = getattr(part, name)
+        for name, value in names.items():
+            setattr(part, name, value)
+
+    return edit
+
+
+def another_keyword(file):
+    file.by_keyword.__kwdefaults__["eps"] = 0.5
+
+
+BY_HELPER = "return self.weight * rms(x)"
+EDITS = {
+    "a helper": (BY_HELPER, hold("", rms=centred)),
+    "a helper's code": (BY_HELPER, hold("rms", __code__=centred.__code__)),
+    "a helper's defaults": (BY_HELPER, hold("rms", __defaults__=(0.5,))),
+    "a helper's keywords": ("return by_keyword(x)", another_keyword),
+    "a helper's helper": ("return by_keyword(x)", hold("", rms=centred)),
+    "a flag of the file": (
+        "return centred(x) if has_fast_norm else rms(x)",
+        hold("", has_fast_norm=True, centred=centred),
+    ),
+    "a function that was None": (
+        "return rms(x) if fast_norm is None else fast_norm(x)",
+        hold("", fast_norm=centred),
+    ),
+    "a method of its base": (
+        "return self.norm(x)",
+        hold("Base", norm=norm_by_its_variance),
+    ),
+    "a method of its own": (
+        "return self.norm(x)",
+        hold("ThingRMSNorm", norm=norm_by_its_variance),
+    ),
+    "an attribute of its base": ("return rms(x, self.floor)", hold("Base", floor=0.5)),
+    "a property": (
+        "return rms(x, self.floor)",
+        hold("Base", floor=property(lambda self: 0.5)),
+    ),
+    "a property before a parameter": (
+        BY_HELPER,
+        hold("Base", weight=property(lambda self: 2.0)),
+    ),
+    "its forward's code": (
+        "return self.norm(x)",
+        hold("ThingRMSNorm.forward", __code__=norm_by_its_variance.__code__),
+    ),
+    "a base of its base": (
+        "return super().forward(x)",
+        hold("Base", forward=norm_by_its_variance),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_what_was_edited_is_read_again(name):
+    body, edit = EDITS[name]
+    norm = made(forward(body))
+    assert report_on(norm).swapped
+    unpatch_model(norm)
+    edit(sys.modules[type(norm).__module__])
+    x = torch.randn(2, 3, 32)
+    for each in (norm, copy.deepcopy(norm)):
+        expected = each(x)
+        report_on(each)
+        with use_backend("reference"):
+            assert torch.equal(each(x), expected)
+
+
+def test_what_was_refused_is_read_again_when_it_was_edited():
+    norm = made(forward("return longer(self.norm(x))"))
+    assert report_on(norm).skipped
+    sys.modules[type(norm).__module__].longer = unchanged
+    assert report_on(norm).swapped
+
+
+def test_a_method_on_the_instance_is_not_read():
+    alike, norm = [made(forward("return self.norm(x)")) for _ in range(2)]
+    assert report_on(alike).swapped
+    norm.norm = lambda x: 2 * x
+    assert "calls self.norm" in report_on(norm).skipped[0].reason
 
 
 def test_a_class_without_source_is_left_alone():

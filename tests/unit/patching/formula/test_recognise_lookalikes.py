@@ -117,7 +117,6 @@ NORMALISE = {
     depends_on_rows: "reads y.flatten()[0]",
     scaled_by_an_attribute: UNKNOWN,
     only_for_three_dimensions: "dimensional input",
-    only_in_float32: "needs float32",
 }
 DO_NOT = {
     divide_by_variance: "does not normalise over the last dimension",
@@ -171,3 +170,15 @@ def test_what_is_exact_in_some_calls_only_is_served_in_those(forward, formula, n
             assert torch.equal(module(x), original(x))
             with torch.autocast("cpu", torch.bfloat16):
                 assert torch.equal(module(x), original(x))
+
+
+def test_what_fails_in_half_precision_is_served_in_float32_and_fails_there():
+    module = lookalike(only_in_float32, "Thing")
+    original = copy.deepcopy(module)
+    (record,) = report_on(module).swapped
+    assert FLOAT32 in record.notes
+    x = torch.randn(2, 3, 32)
+    with use_backend("reference"):
+        assert torch.equal(module(x), original(x))
+        with pytest.raises(TypeError, match="needs float32"):
+            module(x.bfloat16())
