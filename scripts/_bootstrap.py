@@ -37,8 +37,6 @@ TRITON = (
     "triton==3.9.0; python_version >= '3.11'",
     "triton==3.8.0; python_version < '3.11'",
 )
-# torch 2.14 brings this one, and torch 2.15 the first above: CI executes both.
-OTHER_TRITON = "3.8.0"
 
 
 def answer_help(usage: str) -> None:

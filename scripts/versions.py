@@ -60,7 +60,7 @@ ROWS = (
     NEWEST,
 )
 OTHERS = ("accelerate", "safetensors", "pytest", "hypothesis")
-TESTS = ("--nightly", "tests/promises/test_versions.py")
+TESTS = ("--all", "tests/promises/test_versions.py")
 BITS = ("tests/ptx/test_bits.py",)
 NAMES = ("torch", "transformers", "triton", "accelerate", "safetensors")
 

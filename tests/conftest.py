@@ -1,13 +1,12 @@
 """What every test shares: no network, one thread, kernels that run on the CPU, and the
 tiers.
 
-``pytest`` runs the quick tier: one case of each test. ``--all`` runs the tests marked
-``full`` too and more cases, ``--nightly`` every case of every test. A file or a test
-that is named runs whole, but for nightly tests, and ``-m`` chooses by itself. A GPU is
-there for ``-m gpu`` and tests/gpu alone: all others launch kernels on CPU tensors.
-Where only tests/ptx and tests/unit/kernels are asked for, what is compiled of the
-kernels is executed there; else, and with TRITON_INTERPRET=1, Triton's interpreter runs
-them.
+``pytest`` runs the quick tier: one case of each test that is not marked ``full``.
+``--all`` runs every case of every test, as CI does. A file or a test that is named runs
+whole, and ``-m`` chooses by itself. A GPU is there for ``-m gpu`` and tests/gpu alone:
+all others launch kernels on CPU tensors. Where only tests/ptx and tests/unit/kernels are
+asked for, what is compiled of the kernels is executed there; else, and with
+TRITON_INTERPRET=1, Triton's interpreter runs them.
 """
 
 import os
@@ -17,8 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
-from sampling import CASES, choose
+from hypothesis import HealthCheck, settings
 
 from benchmarks.ptx.driver import run_kernels_on_cpu
 
@@ -26,16 +24,16 @@ torch.set_num_threads(1)  # tiny operators: a second thread only spins
 
 GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
-settings.register_profile("quick", max_examples=10, deadline=None)
-settings.register_profile("all", max_examples=40, deadline=None)
-settings.register_profile("nightly", max_examples=150, deadline=None)
+# no test fails for the time that it took
+UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+for name, examples in (("quick", 10), ("all", 100)):
+    settings.register_profile(name, max_examples=examples, derandomize=True, **UNTIMED)
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--all", action="store_true", help="the quick and the full tests: what CI runs"
+        "--all", action="store_true", help="every case of every test: what CI runs"
     )
-    parser.addoption("--nightly", action="store_true", help="every case of every test")
 
 
 def pytest_configure(config):
@@ -43,8 +41,7 @@ def pytest_configure(config):
     if not of_gpu and not re.search(r"(?<!not )\bgpu\b", config.option.markexpr):
         run_on_the_cpu(config.args)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    chosen = tier(config)
-    settings.load_profile(chosen if chosen in CASES else "nightly")
+    settings.load_profile("all" if config.getoption("--all") else "quick")
 
 
 def run_on_the_cpu(arguments):
@@ -59,34 +56,39 @@ def run_on_the_cpu(arguments):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def tier(config):
-    if config.option.markexpr:
-        return f"-m {config.option.markexpr!r}"
-    if config.getoption("--nightly"):
-        return "nightly"
-    return "all" if config.getoption("--all") else "quick"
-
-
 def pytest_report_header(config):
-    name = tier(config)
-    if name == "quick":
-        name += " (one case of each test; --all runs more, --nightly everything)"
-    return f"tier: {name}"
+    if config.option.markexpr:
+        return f"tier: -m {config.option.markexpr!r}"
+    if config.getoption("--all"):
+        return "tier: all"
+    return "tier: quick (one case of each test that is not marked full; --all runs all)"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     if config.option.markexpr:
         return
-    files = [argument.partition("::")[0] for argument in config.args]
-    named = {Path(file).resolve() for file in files if file.endswith(".py")}
-    chosen = choose(tier(config), items, named)
-    left_out = set(items).difference(chosen)
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     # Files with full tests first, so that no worker is left with one of them at the
     # end.
-    long = {item.path for item in chosen if item.get_closest_marker("full") is not None}
-    items[:] = sorted(chosen, key=lambda item: item.path not in long)
+    long = {item.path for item in items if is_full(item)}
+    items.sort(key=lambda item: item.path not in long)
+    if config.getoption("--all"):
+        return
+    files = [argument.partition("::")[0] for argument in config.args]
+    named = {Path(file).resolve() for file in files if file.endswith(".py")}
+    firsts = {}
+    for item in items:
+        if not is_full(item):
+            firsts.setdefault(item.nodeid.partition("[")[0], item)
+    chosen = set(firsts.values())
+    chosen.update(item for item in items if item.path in named)
+    left_out = [item for item in items if item not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item in chosen]
+
+
+def is_full(item):
+    return item.get_closest_marker("full") is not None
 
 
 @pytest.fixture(autouse=True)

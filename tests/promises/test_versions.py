@@ -20,7 +20,7 @@ from hf_rmsnorm import (
 from hf_rmsnorm.conversion import convert_checkpoint
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
 
-pytestmark = pytest.mark.nightly  # of the version that is here other tests speak
+pytestmark = pytest.mark.full  # of the version that is here other tests speak
 TEXT = "The function returns a list of strings"
 
 

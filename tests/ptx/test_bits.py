@@ -127,7 +127,7 @@ def test_nothing_is_left_for_the_assembler_to_contract(driver):
 
 
 TARGETS = [
-    pytest.param("sm_75", marks=pytest.mark.nightly),
+    pytest.param("sm_75", marks=pytest.mark.full),
     "sm_80",
     "sm_90",
     "sm_100",

@@ -24,7 +24,7 @@ SAMPLE = (
 
 @pytest.mark.full
 @pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize("chip", ["75", pytest.param("70", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("chip", ["75", "70"])
 def test_a_sample_passes_there(chip):
     run = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *SAMPLE)
     interpret = {"TRITON_INTERPRET": os.environ["TRITON_INTERPRET"]}

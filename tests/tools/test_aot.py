@@ -60,7 +60,7 @@ def compiled(cases):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(SAMPLE, marks=pytest.mark.nightly)],
+    params=[pytest.param(SAMPLE, marks=pytest.mark.full)],
     ids=["sample"],
 )
 def kernels(request):

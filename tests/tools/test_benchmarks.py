@@ -221,7 +221,7 @@ def test_zeros_on_every_side_do_not_pass_the_gate():
     assert all(nothing in verdict["failures"] for verdict in verdicts.values())
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 def test_host_costs_on_a_cpu():
     printed = json.loads(host("--json"))
     assert printed.keys() >= ENVELOPE and len(printed["cases"]) == 3
@@ -283,7 +283,7 @@ def test_a_narrow_layer_launches_what_the_committed_result_says(executed):
     assert kept["hf_rmsnorm_memory_efficient"] < ours < kept["eager"]
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 def test_a_layer_of_the_published_size_is_counted_as_in_the_committed_result(executed):
     name = "Mistral-7B"
     counted = layer("--models", name)["models"][name]

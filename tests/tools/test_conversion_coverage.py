@@ -73,7 +73,6 @@ def test_a_sample_of_the_table_made_anew(tmp_path):
     }
 
 
-@pytest.mark.nightly
 @needs_table
 def test_every_causal_type_that_converts_still_does(tmp_path):
     causal = [r for r in table() if r["mapping"] == "causal"]

@@ -50,7 +50,7 @@ def run_coverage(out: Path, mapping: str, types) -> dict[str, dict]:
     return records
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 def test_a_sample_drawn_by_date_is_bit_equal_patched_and_unpatched(tmp_path):
     records = run_coverage(tmp_path / "sample.json", "causal", SAMPLE)
     must_run = {t["type"] for t in committed_types("causal") if t["ran"]} & set(SAMPLE)

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(
 )
 SAMPLE = [
     "FluxTransformer2DModel",
-    pytest.param("WanTransformer3DModel", marks=pytest.mark.nightly),
-    pytest.param("ZImageTransformer2DModel", marks=pytest.mark.nightly),
-    pytest.param("SD3Transformer2DModel", marks=pytest.mark.nightly),
+    pytest.param("WanTransformer3DModel", marks=pytest.mark.full),
+    pytest.param("ZImageTransformer2DModel", marks=pytest.mark.full),
+    pytest.param("SD3Transformer2DModel", marks=pytest.mark.full),
 ]
 
 

@@ -11,7 +11,7 @@ from transformers import BertTokenizer
 
 from scripts import minilm
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.full
 
 
 def write_tokenizer(folder):

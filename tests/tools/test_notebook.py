@@ -32,7 +32,9 @@ def test_it_is_valid_and_holds_no_results():
 
 @pytest.mark.full
 def test_its_format_is_that_of_the_schema():
-    nbformat = pytest.importorskip("nbformat", reason="of a nightly run")
+    nbformat = pytest.importorskip(
+        "nbformat", reason="comes with the notebook's requirements"
+    )
     nbformat.validate(DOCUMENT)
 
 

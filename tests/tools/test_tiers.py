@@ -1,12 +1,14 @@
 """The tiers of tests/conftest.py: which tests each one runs."""
 
+import datetime
+import json
 import os
+import re
 import shutil
 
 import pytest
 from hypothesis import settings
-from places import ROOT
-from sampling import CASES
+from places import ROOT, SCRIPTS
 
 pytest_plugins = "pytester"
 GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
@@ -23,11 +25,15 @@ def test_cases(number):
 @pytest.mark.full
 def test_full():
     pass
-
-@pytest.mark.nightly
-def test_nightly():
-    pass
 """
+
+
+@pytest.fixture
+def outside_ci(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import outside_ci
+
+    return outside_ci
 
 
 @pytest.fixture
@@ -56,30 +62,19 @@ def test_one_case_of_each_quick_test_runs_by_default(run, capsys):
     assert run() == {"quick": "passed", "cases[0]": "passed"}
     output = capsys.readouterr().out
     assert (
-        "tier: quick (one case of each test; --all runs more, --nightly everything)"
+        "tier: quick (one case of each test that is not marked full; --all runs all)"
         in output
     )
-    assert "21 deselected" in output
+    assert "20 deselected" in output
 
 
-def test_all_runs_the_full_tests_too_and_more_cases(run):
-    outcomes = run("--all")
-    assert {"quick", "full", "cases[0]", "cases[19]"} <= outcomes.keys()
-    assert "nightly" not in outcomes
-    assert len(outcomes) == 2 + CASES["all"]
-
-
-def test_nightly_runs_everything(run):
+def test_all_runs_every_case_of_every_test(run):
     cases = {f"cases[{number}]": "passed" for number in range(20)}
-    assert run("--nightly") == cases | {
-        "quick": "passed",
-        "full": "passed",
-        "nightly": "passed",
-    }
+    assert run("--all") == cases | {"quick": "passed", "full": "passed"}
 
 
 def test_markers_choose_by_themselves(run):
-    assert run("-m", "nightly") == {"nightly": "passed"}
+    assert run("-m", "full") == {"full": "passed"}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +98,58 @@ def test_a_gpu_is_there_for_its_own_tests_alone(run, monkeypatch, arguments, hid
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("" if hidden else None)
 
 
-def test_a_file_that_is_named_runs_with_its_full_tests(run):
-    assert run("tests/test_them.py", "-k", "full or nightly") == {"full": "passed"}
-    assert len(run("tests/test_them.py", "-k", "cases")) == 20
-    assert run("-k", "full or nightly") == {}
+def test_a_file_that_is_named_runs_whole(run):
+    assert len(run("tests/test_them.py")) == 22
+    assert run("-k", "full") == {}
+
+
+def test_the_last_lines_count_the_outcomes_and_the_reasons(pytester, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import run_tests
+
+    pytester.makepyfile(
+        "import pytest\n"
+        "def test_a(): pass\n"
+        "def test_b(): assert False\n"
+        "def test_c(): pytest.skip('no GPU')\n"
+        "def test_d(): pytest.skip('no GPU')\n"
+    )
+    pytester.inline_run("-p", "no:cacheprovider", "--junit-xml=report.xml")
+    report = pytester.path / "report.xml"
+    lines = run_tests.summary([report, pytester.path / "none.xml"]).splitlines()
+    assert lines == ["1 passed, 1 failed, 2 skipped", "  2 skipped: no GPU"]
+
+
+def test_what_ci_leaves_out_is_listed_with_its_last_run(outside_ci):
+    """`.ci/nightly` runs this list alone."""
+    nightly = (ROOT / ".ci" / "nightly").read_text(encoding="utf-8")
+    commands = [line for line in nightly.splitlines() if line.startswith("python")]
+    assert commands == ['python3 scripts/outside_ci.py "$@"']
+    committed = json.loads(outside_ci.FILE.read_text(encoding="utf-8"))
+    assert committed.keys() == outside_ci.commands().keys()
+    text = outside_ci.summary()
+    for name, run in committed.items():
+        assert f"  {name}: {run['outcome']}" in text
+        if run["outcome"] != "never":
+            assert datetime.date.fromisoformat(run["date"]) and run["commit"]
+
+
+def test_each_file_that_it_names_is_there(outside_ci):
+    for command in outside_ci.commands().values():
+        for word in re.findall(r"[\w.-]+/[\w./-]+", command):
+            assert word.startswith(".venv") or (ROOT / word).exists(), command
+
+
+def test_a_run_is_written_down_with_its_outcome(
+    outside_ci, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(outside_ci, "FILE", tmp_path / "outside.json")
+    monkeypatch.setattr(outside_ci, "commands", lambda: {"a": "true", "b": "exit 3"})
+    monkeypatch.setattr(outside_ci._bootstrap, "ensure", lambda *extras: None)
+    monkeypatch.setattr("sys.argv", ["outside_ci.py", "b"])
+    assert outside_ci.main() == 1
+    assert "  a: never\n  b: failed, exit code 3 20" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["outside_ci.py", "a"])
+    assert outside_ci.main() == 0
+    outcomes = [run["outcome"] for run in outside_ci.read().values()]
+    assert outcomes == ["passed", "failed, exit code 3"]

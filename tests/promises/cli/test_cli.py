@@ -510,7 +510,7 @@ SHORT = {
 }
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("command", SHORT)
 def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch, command, terminal):
@@ -582,7 +582,7 @@ def test_a_hub_id_out_of_reach_fails_with_the_cure(capsys, monkeypatch):
     assert "network" in fails(capsys, "report", "no-such-org/no-such-model")
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(tmp_path):
     code = (
         "import socket, sys, time\nasked = []\n"

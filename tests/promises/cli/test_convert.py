@@ -435,7 +435,7 @@ def command(*argv, terminal=False):
     return process.wait(), text.decode()
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.parametrize(
     "argv", ["convert org/gpt2 DST --no-verify", "verify org/gpt2 --max-new-tokens 0"]
 )
@@ -449,7 +449,7 @@ def test_a_download_is_seen(argv, served, tmp_path):
     ), text
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 def test_a_download_is_said_off_a_terminal(served):
     code, text = command("report", "org/gpt2")
     assert code == 0 and "loading org/gpt2 from the Hub or its cache\n" in text

@@ -102,7 +102,7 @@ def main(monkeypatch, folders, tmp_path):
     return run
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 def test_two_processes_bring_a_student_nearer_and_it_loads_as_rms_norm(
     folders, tmp_path
 ):

@@ -118,7 +118,7 @@ def test_so_are_the_graphs_of_layers_that_are_compiled_one_by_one():
     assert nodes(model) == expected
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.skipif(
     not shutil.which("g++"), reason="Inductor needs a C++ compiler for a CPU"
 )

@@ -243,7 +243,7 @@ FULL = [
     ("FSDP1, bf16", "wrap first"),
 ]
 PAIRS = itertools.product(CASES, ("patch first", "wrap first"))
-NIGHTLY = [pair for pair in PAIRS if pair not in (*QUICK, *FULL)]
+REST = [pair for pair in PAIRS if pair not in (*QUICK, *FULL)]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ NIGHTLY = [pair for pair in PAIRS if pair not in (*QUICK, *FULL)]
     [
         pytest.param(QUICK, id="DDP and FSDP2"),
         pytest.param(FULL, id="one of each", marks=pytest.mark.full),
-        pytest.param(NIGHTLY, id="the rest", marks=pytest.mark.nightly),
+        pytest.param(REST, id="the rest", marks=pytest.mark.full),
     ],
 )
 def test_data_parallel_training(pairs, tmp_path, monkeypatch):

@@ -1,8 +1,5 @@
 """What a patch costs: recognition once per formula, bookkeeping for the rest, no memory
 for weights that are not there.
-
-Times are CPU times of this thread, best of several, so that other work on the machine
-does not count.
 """
 
 import sys
@@ -41,7 +38,7 @@ def test_an_80_layer_model_is_examined_as_often_as_a_2_layer_one(base):
 
 
 LARGE = """
-import resource, sys, time, torch
+import resource, sys, torch
 torch.set_num_threads(1)
 from transformers import AutoConfig, AutoModelForCausalLM
 import hf_rmsnorm, hf_rmsnorm.patching
@@ -51,23 +48,19 @@ with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes), dtype=torch.bfloat16)
 assert sum(p.numel() for p in model.parameters()) > 70e9
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-start = time.perf_counter()
 report = hf_rmsnorm.patch_model(model, strict=True)
-elapsed = time.perf_counter() - start
 assert len(report.swapped) == 161 and all(p.is_meta for p in model.parameters())
 assert hf_rmsnorm.unpatch_model(model) == 161
 unit = 2**20 if sys.platform == "darwin" else 2**10
-print(elapsed, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit)
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.skipif(
     sys.platform == "win32",
     reason="Windows does not say what a process's peak memory was",
 )
-def test_a_70b_model_on_meta_takes_seconds_and_no_memory():
-    elapsed, mebibytes = map(float, python("-c", LARGE).split())
-    # 0.05 s and 15 MiB where this was written. The promise is 10 s and 1 GB, but memory
-    # does not vary as time does.
-    assert elapsed < 10 and mebibytes < 200, f"{elapsed} s, {mebibytes} MiB"
+def test_a_70b_model_on_meta_takes_no_memory():
+    mebibytes = float(python("-c", LARGE))
+    assert mebibytes < 200  # 15 where this was written

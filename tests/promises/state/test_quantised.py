@@ -85,7 +85,7 @@ def test_output_and_dtypes_are_those_of_the_unpatched_model(family, fused_calls)
     assert torch.equal(model(ids).logits, expected)
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torchao_int8_weight_only(family, fused_calls):
     quantization = pytest.importorskip(

@@ -71,10 +71,10 @@ def trained(tmp_path_factory):
     return train
 
 
-# two processes by day, all kinds at night; test_finetune.py runs one process
+# test_finetune.py runs one process
 CASES = ["FSDP2"]
 for kind in ("one process", "DDP", "LoRA"):
-    case = pytest.param(kind, marks=pytest.mark.nightly)
+    case = pytest.param(kind, marks=pytest.mark.full)
     CASES.append(case)
 
 
@@ -107,7 +107,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(
-    "name", ["FSDP2", pytest.param("DDP", marks=pytest.mark.nightly)]
+    "name", ["FSDP2", pytest.param("DDP", marks=pytest.mark.full)]
 )
 def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpoint(
     name, trained, tmp_path
@@ -124,7 +124,6 @@ def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpo
     assert (tmp_path / "model.safetensors").read_bytes() == weights
 
 
-@pytest.mark.nightly
 def test_ddp_and_fsdp2_are_the_same_training_on_two_batches(trained):
     by_name = {}
     for name in ("DDP", "FSDP2", "one process"):

@@ -48,7 +48,7 @@ def layout(folder):
     return layout
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_fifty_steps_of_the_kernels(family, options, tmp_path):
     one_layer = {"num_hidden_layers": 1}

@@ -150,7 +150,6 @@ def run_grpo(folder, callback):
     return trainer, history(trainer, "kl")
 
 
-@pytest.mark.nightly
 def test_grpo_generates_and_compares_with_its_reference_as_without(
     tmp_path, fused_calls
 ):

@@ -60,7 +60,7 @@ def centred_keys(plan):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=() if n in SAMPLE else pytest.mark.nightly)
+        pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full)
         for n in sorted(CONFIGS)
     ],
 )
@@ -139,9 +139,7 @@ def test_a_plan_found_on_a_narrow_proxy_fits_the_wide_model():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", ["gpt2", pytest.param("phimoe", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", ["gpt2", "phimoe"])
 def test_configs_of_published_sizes_are_narrowed(name):
     config = AutoConfig.for_model(CONFIGS[name][0])
     proxy = make_proxy(config)
