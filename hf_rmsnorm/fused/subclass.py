@@ -5,6 +5,12 @@ method.
 import copyreg
 from collections.abc import Callable
 
+# What these run for a new class or around a function concerns that one alone. Code of
+# others may keep account of it, as a registry of classes does.
+_LIBRARIES = {
+    "abc", "accelerate", "builtins", "diffusers", "torch", "transformers", "typing",
+}  # fmt: skip
+
 
 def derive(
     base: type, forward: Callable, marks: dict, make: Callable, *arguments
@@ -17,8 +23,11 @@ def derive(
         make: ``make(base, *arguments)`` gives this class again; by name, for pickle.
 
     Raises:
-        TypeError: base cannot be subclassed.
+        TypeError: base cannot be subclassed, or the user's code would run for that.
     """
+    hearer = _hears_of_subclasses(base)
+    if hearer:
+        raise TypeError(f"{hearer} would run for the patched class too")
     namespace = {"forward": forward, **marks}
     for name in ("__module__", "__qualname__", "__doc__"):
         namespace[name] = getattr(base, name)
@@ -36,6 +45,23 @@ def derive(
 
     cls.__reduce_ex__ = __reduce_ex__
     return cls
+
+
+def _hears_of_subclasses(base: type) -> str:
+    """The name of the user's code that runs for a new subclass; "" if there is none."""
+    for cls in base.__mro__:
+        if "__init_subclass__" in vars(cls) and not is_of_library(cls):
+            return f"{cls.__qualname__}.__init_subclass__"
+    for cls in type(base).__mro__:
+        if not is_of_library(cls):
+            return f"the metaclass {cls.__qualname__}"
+    return ""
+
+
+def is_of_library(defined) -> bool:
+    """Whether a class or a function is torch's or Hugging Face's."""
+    module = getattr(defined, "__module__", None) or ""
+    return module.partition(".")[0] in _LIBRARIES
 
 
 def _new(make: Callable, base: type, *arguments):

@@ -18,10 +18,16 @@ from collections.abc import Callable, Mapping
 from types import CodeType
 
 from ..fused.layer import GUARD
+from ..fused.subclass import is_of_library
 
 _FACTORY = "_hf_rmsnorm_make"
 # these would see the names that a rewritten forward has besides its own
-_LOOKS_AT_VARIABLES = {"locals", "eval", "exec"}
+_LOOKS_AT_VARIABLES = {"locals", "eval", "exec", "currentframe", "_getframe"}
+_BUILTINS_THAT_LOOK = {
+    *_LOOKS_AT_VARIABLES,
+    "vars",
+    "dir",
+}  # as methods they are others
 # Python 3.11 raises SystemError where two threads make syntax trees at once
 _syntax_trees = threading.Lock()
 
@@ -42,10 +48,8 @@ def forward_source(cls: type) -> tuple[ast.FunctionDef, str]:
     if not inspect.isfunction(function):
         raise CannotRewrite(f"its forward is a {type(function).__name__}")
     definition = definition_of(function.__code__)
-    if not all(map(_is_repeatable, definition.decorator_list)):
-        raise CannotRewrite(
-            "its forward has a decorator that is made of more than names and constants"
-        )
+    for decorator in definition.decorator_list:
+        _check_repeatable(decorator, function.__globals__)
     return copy.deepcopy(definition), name_of_self(function)
 
 
@@ -70,11 +74,7 @@ def definition_of(code: CodeType) -> ast.FunctionDef:
     if not isinstance(definition, ast.FunctionDef) or definition.name != code.co_name:
         raise CannotRewrite("its forward is no plain function definition")
     for node in ast.walk(definition):
-        used = getattr(node, "attr", getattr(node, "id", ""))
-        if isinstance(used, str) and used.startswith("__") and not used.endswith("__"):
-            raise CannotRewrite(f"its forward uses the private name {used}")
-        if used in _LOOKS_AT_VARIABLES:
-            raise CannotRewrite(f"its forward uses {used}(), which shows its variables")
+        _check_name(node)
     now = functions.get((code.co_name, code.co_firstlineno))
     if now is None or _gist(now) != _gist(code):
         raise CannotRewrite(
@@ -83,21 +83,52 @@ def definition_of(code: CodeType) -> ast.FunctionDef:
     return definition
 
 
-def _is_repeatable(decorator: ast.expr) -> bool:
-    """Whether a decorator is the same when it is evaluated again: a dotted name, or a
-    call of one with constants.
+def _check_name(node: ast.AST) -> None:
+    """Raise CannotRewrite where a forward uses a name that means something else in a
+    function by itself, or a function that shows its variables.
     """
-    arguments = []
+    match node:
+        case ast.Name(used):
+            looks = used in _BUILTINS_THAT_LOOK
+        case ast.Attribute(_, used):
+            looks = used in _LOOKS_AT_VARIABLES
+        case _:
+            return
+    if looks:
+        raise CannotRewrite(f"its forward uses {used}(), which shows its variables")
+    if used.startswith("__") and not used.endswith("__"):
+        raise CannotRewrite(f"its forward uses the private name {used}")
+
+
+def _check_repeatable(decorator: ast.expr, namespace: dict) -> None:
+    """Raise CannotRewrite where a decorator may not be evaluated again: it is no dotted
+    name, or call of one with constants, or it is the user's, who may count or keep what
+    it is given.
+    """
+    named = decorator
     if isinstance(decorator, ast.Call):
         keywords = [keyword.value for keyword in decorator.keywords]
-        arguments = decorator.args + keywords
-        decorator = decorator.func
-    for argument in arguments:
-        if not isinstance(argument, ast.Constant):
-            return False
-    while isinstance(decorator, ast.Attribute):
-        decorator = decorator.value
-    return isinstance(decorator, ast.Name)
+        for argument in decorator.args + keywords:
+            if not isinstance(argument, ast.Constant):
+                raise CannotRewrite(
+                    "its forward has a decorator that is made of more than names and constants"
+                )
+        named = decorator.func
+    text = ast.unparse(named)
+    if not is_of_library(_value_of(named, namespace)):
+        raise CannotRewrite(
+            f"its forward has the decorator {text}, which may keep state"
+        )
+
+
+def _value_of(named: ast.expr, namespace: dict):
+    """What a dotted name means in a namespace; None where it means nothing."""
+    match named:
+        case ast.Name(name):
+            return namespace.get(name)
+        case ast.Attribute(owner, name):
+            return getattr(_value_of(owner, namespace), name, None)
+    return None
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,6 +2,7 @@
 by a pickle.
 """
 
+import abc
 import copy
 import pickle
 
@@ -48,3 +49,44 @@ def test_the_class_that_bears_a_mark_is_found_below_others():
     below = type("Below", (cls,), {})
     assert marked(below, "_mark") is marked(cls, "_mark") is cls
     assert marked(nn.LayerNorm, "_mark") is None
+
+
+class Meta(type):
+    seen = []
+
+    def __init__(cls, *arguments):
+        super().__init__(*arguments)
+        Meta.seen.append(cls)
+
+
+class OfAMetaclass(nn.LayerNorm, metaclass=Meta):
+    pass
+
+
+class Registered(nn.LayerNorm):
+    seen = []
+
+    def __init_subclass__(cls, *, kind):
+        cls.seen.append(cls)
+
+
+class BelowRegistered(Registered, kind="norm"):
+    pass
+
+
+@pytest.mark.parametrize("cls", [OfAMetaclass, BelowRegistered])
+def test_what_the_user_runs_for_each_subclass_is_not_run(cls):
+    before = list(cls.seen)
+    with pytest.raises(TypeError, match="would run for the patched class"):
+        derive(cls, cls.forward, {}, made)
+    assert cls.seen == before == [cls]
+
+
+class Abstract(nn.LayerNorm, abc.ABC):
+    pass
+
+
+def test_an_abstract_class_keeps_its_own_account():
+    norm = Abstract(4)
+    norm.__class__ = derive(Abstract, Abstract.forward, {}, made)
+    assert isinstance(norm, Abstract) and not isinstance(Abstract(4), type(norm))
