@@ -42,7 +42,7 @@ from structure import (
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from hf_rmsnorm import __version__
-from hf_rmsnorm.conversion.plan import Centre, ConversionRefused, NormRecord, rms_norms
+from hf_rmsnorm.conversion.plan import ConversionRefused, NormRecord, rms_norms
 from hf_rmsnorm.conversion.proxy.keys import saved_tensors
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
 from hf_rmsnorm.conversion.proxy.model import with_settings
@@ -233,7 +233,7 @@ def _finish(
     model,
     found: Structure,
     work,
-    residual_weights: list[Centre],
+    residual_weights: dict[str, dict],
     chosen,
     norms,
     inputs: dict,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_rmsnorm.conversion.plan import Centre, ConversionRefused
+from hf_rmsnorm.conversion.plan import ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import would_tie_a_head
 from hf_rmsnorm.conversion.proxy.keys import keys_of
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
@@ -285,7 +285,7 @@ class Structure:
     ffns: list[FFN]
     unfit: list[str]
     grown: dict[str, int] | None
-    residual_weights: list[Centre]
+    residual_weights: dict[str, dict]
     undetermined: set[str]
     zero: set[str]
 
@@ -327,10 +327,10 @@ def look(model: PreTrainedModel) -> Structure:
 
 def residual_weights_of(
     proxy: ProxyModel, norms: Norms
-) -> tuple[list[Centre], set[str]]:
+) -> tuple[dict[str, dict], set[str]]:
     ratio = shift_invariance_test(proxy.model, proxy.inputs, norms)
     keys = keys_of(proxy.model)
-    saved = [weight for weight in ratio.residual_weights if keys[weight.key]]
+    saved = {n: how for n, how in ratio.residual_weights.items() if keys[n]}
     return saved, set(ratio.undetermined)
 
 
@@ -342,7 +342,7 @@ def as_double(model: PreTrainedModel) -> PreTrainedModel:
 
 def tie_changes(
     model: PreTrainedModel,
-    residual_weights: list[Centre],
+    residual_weights: dict[str, dict],
     undetermined: set[str],
 ) -> dict:
     """Untie where a writer is, or in a class with a head would be, tied to what is not
@@ -351,7 +351,7 @@ def tie_changes(
     groups: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), set()).add(name)
-    ways = {weight.key: (weight.axis, weight.blocks) for weight in residual_weights}
+    ways = {n: (how["axis"], str(how["blocks"])) for n, how in residual_weights.items()}
     unlike = any(
         len({ways.get(name) for name in names - undetermined}) > 1
         for names in groups.values()
@@ -367,7 +367,7 @@ def tie_changes(
 def converted(
     model: PreTrainedModel,
     found: Structure,
-    residual_weights: list[Centre],
+    residual_weights: dict[str, dict],
     grown: dict,
 ) -> PreTrainedModel:
     """The model in float64, its residual weights centred, with the neurons where the
@@ -386,8 +386,8 @@ def converted(
         )
     result.load_state_dict(state)
     parameters = dict(result.named_parameters(remove_duplicate=False))
-    for weight in residual_weights:
-        centre_(parameters[weight.key], **found.proxy.widened(weight).how)
+    for name, how in residual_weights.items():
+        centre_(parameters[name], **found.proxy.widened(name, how))
     if grown:
         put_neurons(result, found.ffns)
     return result

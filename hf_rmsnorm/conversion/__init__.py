@@ -7,7 +7,7 @@ from .api import Conversion, convert_checkpoint, plan_conversion
 from .options import ConversionOptions
 from .plan import CentringPlan, ConversionError, ConversionRefused
 from .targets.centred import PlannedConversion
-from .verify.folder import VerificationFailed
+from .verify.compare import VerificationFailed
 
 __all__ = [
     "CentringPlan", "Conversion", "ConversionError", "ConversionRefused", "ConversionOptions",

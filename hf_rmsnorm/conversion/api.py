@@ -18,7 +18,7 @@ from .proxy.run import and_more
 from .targets.centred import PlannedConversion, plan_centring
 from .targets.native import plan_native
 from .tensors import is_narrower, nbytes_of, one_thread
-from .verify.folder import NOT_RUN, Verification, VerificationFailed, verify_folder
+from .verify.compare import NOT_RUN, Verification, VerificationFailed, verify_folder
 from .verify.pair import class_of, missing_parameters, tokenizer_of
 
 

@@ -53,11 +53,16 @@ class Centre:
     that writes to the stream.
     """
 
-    key: str  # of the checkpoint; in a proxy model the name of a parameter
+    key: str  # of a tensor in the checkpoint
     axis: int
     block: int
     # indices of the blocks to centre, in order; None for all
     blocks: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, key: str, axis: int, block: int, blocks: list[int] | None) -> Centre:
+        """The step of a tensor by the arguments of `centre_`."""
+        return cls(key, axis, block, None if blocks is None else tuple(blocks))
 
     @property
     def how(self) -> dict:

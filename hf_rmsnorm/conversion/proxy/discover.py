@@ -4,6 +4,7 @@ RMSNorms, which stay and why.
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 
@@ -31,6 +32,7 @@ from .model import (
 from .run import MISFITS, LimitedWork, alike, and_more, run
 from .shift_invariance import (
     ZERO_MEAN,
+    Blocks,
     ShiftTest,
     centre,
     input_means,
@@ -47,47 +49,28 @@ NOTES = (
 
 def discover(proxy: ProxyModel) -> CentringPlan:
     """The plan for a checkpoint, found on a small random model of the same classes; no
-    weights are read. Its steps have the proxy's own keys and blocks.
+    weights are read. Its steps have the keys and blocks of the proxy's own checkpoint;
+    `proxy.widths` says how long these are in the other one.
     """
     norms = _reached_norms(proxy)
     keys = keys_of(proxy.model)
     test = _test_all(proxy, norms)
-    weights = [weight for weight in test.residual_weights if keys[weight.key]]
+    weights = {n: how for n, how in test.residual_weights.items() if keys[n]}
     proxy.widths = _widths(proxy, weights)
-    work = copy.deepcopy(proxy.model)
-    centre(work, weights)
-    reasons = _why_norms_stay(work, proxy, norms)
-    steps = centred_blocks(work, proxy.widths)
-    del work  # a large proxy is worth its memory
+    steps, reasons = _centred(proxy, norms, weights)
     lengths = {norm.hidden_size for path, norm in norms.items() if path not in reasons}
     masks = refuse_if_unreached(proxy, lengths, test)
-
-    records = []
-    for path, norm in norms.items():
-        size = norm.hidden_size
-        width = proxy.widths.get(size, size * proxy.factor)
-        reason = reasons.get(path, "")
-        records.append(NormRecord(path, width, norm.spec.eps, not reason, reason))
-    entries = {weight.key: proxy.widened(weight).how for weight in weights}
+    records = [
+        NormRecord(path, proxy.width_of(norm), norm.spec.eps, *_becomes(path, reasons))
+        for path, norm in norms.items()
+    ]
+    entries = {name: proxy.widened(name, how) for name, how in weights.items()}
     record = make_record(entries, rms_norms(records), proxy.shapes, norms)
     config: dict = {RECORD_KEY: record}
     copies = _untied(proxy, weights)
-    notes = [*NOTES]
-    if copies:
-        names = ", ".join(copy.key for copy in copies)
-        why = "centring one would change the other"
-        notes.append(f"Tied tensors are stored twice ({names}): {why}.")
-    elif would_tie_a_head(proxy.model, proxy.config, weights):
-        why = "a head tied to the centred table would give other logits"
-        notes.append(
-            f"tie_word_embeddings becomes false: {why}; a class with a head now says "
-            "that it is missing."
-        )
-    if len(notes) > len(NOTES):
+    ties = _notes_on_ties(proxy, weights, copies)
+    if ties:
         config["tie_word_embeddings"] = False
-    if masks:
-        why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
-        notes.append(f"{and_more(masks)} stays as it is: {why}.")
     undetermined = {key for name in test.undetermined for key in keys[name]}
     return CentringPlan(
         centre=tuple(steps),
@@ -95,8 +78,47 @@ def discover(proxy: ProxyModel) -> CentringPlan:
         norms=tuple(records),
         config=config,
         undetermined=tuple(sorted(undetermined)),
-        notes=tuple(notes),
+        notes=(*NOTES, *ties, *_notes_on_masks(masks)),
     )
+
+
+def _centred(
+    proxy: ProxyModel, norms: Norms, weights: Blocks
+) -> tuple[list[Centre], dict[str, str]]:
+    """The steps that centre the proxy's own checkpoint; and why norms stay, by path."""
+    work = copy.deepcopy(proxy.model)
+    centre(work, weights)
+    reasons = _why_norms_stay(work, proxy, norms)
+    return centred_blocks(work, proxy.widths), reasons
+
+
+def _becomes(path: str, reasons: dict[str, str]) -> tuple[bool, str]:
+    """Whether a norm becomes an RMSNorm, and why not."""
+    return path not in reasons, reasons.get(path, "")
+
+
+def _notes_on_ties(
+    proxy: ProxyModel, weights: Blocks, copies: list[Copy]
+) -> Iterable[str]:
+    """What is said if tensors that were one are stored as two."""
+    if copies:
+        names = ", ".join(copy.key for copy in copies)
+        why = "centring one would change the other"
+        return [f"Tied tensors are stored twice ({names}): {why}."]
+    if would_tie_a_head(proxy.model, proxy.config, weights):
+        why = "a head tied to the centred table would give other logits"
+        return [
+            f"tie_word_embeddings becomes false: {why}; a class with a head now says "
+            "that it is missing."
+        ]
+    return []
+
+
+def _notes_on_masks(masks: list[str]) -> Iterable[str]:
+    """What is said of parameters that take the place of masked inputs."""
+    if masks:
+        why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
+        yield f"{and_more(masks)} stays as it is: {why}."
 
 
 def _reached_norms(proxy: ProxyModel) -> Norms:
@@ -148,7 +170,7 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
 
 def _unreached(test: ShiftTest) -> list[str]:
     """Parameters that no input reached, of the same names as some that are centred."""
-    places = {alike(weight.key) for weight in test.residual_weights}
+    places = {alike(name) for name in test.residual_weights}
     return [name for name in test.unreached if alike(name) in places]
 
 
@@ -243,31 +265,31 @@ def _first_with_mean(x: torch.Tensor, means) -> str:
     return ""
 
 
-def _widths(proxy: ProxyModel, weights: list[Centre]) -> dict[int, int]:
+def _widths(proxy: ProxyModel, weights: Blocks) -> dict[int, int]:
     """Length of a block here -> in the checkpoint."""
     widths = {}
-    for weight in weights:
-        wide = proxy.widened(weight).block
-        if widths.setdefault(weight.block, wide) != wide:
+    for name, how in weights.items():
+        wide = proxy.widened(name, how)["block"]
+        if widths.setdefault(how["block"], wide) != wide:
             raise ConversionRefused(
-                f"{proxy.name}: rows of {weight.key!r} are narrowed in another way "
-                "than others"
+                f"{proxy.name}: rows of {name!r} are narrowed in another way than "
+                "others"
             )
     return widths
 
 
-def _untied(proxy: ProxyModel, weights: list[Centre]) -> list[Copy]:
+def _untied(proxy: ProxyModel, weights: Blocks) -> list[Copy]:
     """Tensors that are stored twice in the result, as a residual weight is tied to
     another parameter.
     """
     tied = new_model(type(proxy.model), proxy.config)
     every = [id(p) for _, p in tied.named_parameters(remove_duplicate=False)]
-    if any(every.count(id(tied.get_parameter(w.key))) > 1 for w in weights):
+    if any(every.count(id(tied.get_parameter(name))) > 1 for name in weights):
         return untied(tied, copy.deepcopy(proxy.model))
     return []
 
 
-def would_tie_a_head(model, config, residual_weights: list[Centre]) -> bool:
+def would_tie_a_head(model, config, residual_weights: Iterable[str]) -> bool:
     """Whether a class with a head would tie it to the table of tokens, which is
     centred, and this one has none.
     """
@@ -275,4 +297,4 @@ def would_tie_a_head(model, config, residual_weights: list[Centre]) -> bool:
     table = token_table(model)
     if not is_tied or table is None or model.get_output_embeddings() is not None:
         return False
-    return any(model.get_parameter(w.key) is table.weight for w in residual_weights)
+    return any(model.get_parameter(name) is table.weight for name in residual_weights)

@@ -84,8 +84,10 @@ def centred_blocks(model: PreTrainedModel, lengths: Iterable[int]) -> list[Centr
         # Two short blocks make a long one that is balanced too, so short ones go first.
         for length in sorted(lengths):
             for axis, rows in rows_by_axis(tensor, length):
-                found.append(chosen_blocks(key, axis, length, are_balanced(rows)))
-        steps += [step for step in found if step is not None][:1]
+                how = chosen_blocks(axis, length, are_balanced(rows))
+                if how is not None:
+                    found.append(Centre.of(key, **how))
+        steps += found[:1]
     return steps
 
 

@@ -5,7 +5,7 @@ float64.
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +18,9 @@ from ...record import RECORD_KEY, TRAINED_AS_RMS
 from ...sources import without_weights
 from ...verification.context import in_dtype_of, one_line
 from ..folders import CONFIG, read_json
-from ..plan import Centre, ConversionRefused
+from ..plan import ConversionRefused
 from .inputs import made_inputs
-from .layer_norms import nothing_to_convert
+from .layer_norms import ModelNorm, nothing_to_convert
 from .run import MISFITS, LimitedWork, run
 from .shrink import VOCABULARY, shrunk
 
@@ -75,11 +75,15 @@ class ProxyModel:
     def name(self) -> str:
         return type(self.model).__name__
 
-    def widened(self, weight: Centre) -> Centre:
-        """A residual weight of `model`, its blocks in the checkpoint's own size."""
-        here = self.model.get_parameter(weight.key).shape[weight.axis]
-        there = self.shapes[weight.key][weight.axis]
-        return replace(weight, block=there * weight.block // here)
+    def width_of(self, norm: ModelNorm) -> int:
+        """The length of a norm's rows in the checkpoint."""
+        return self.widths.get(norm.hidden_size, norm.hidden_size * self.factor)
+
+    def widened(self, name: str, how: dict) -> dict:
+        """The blocks of a parameter of `model` in the checkpoint's own size."""
+        here = self.model.get_parameter(name).shape[how["axis"]]
+        there = self.shapes[name][how["axis"]]
+        return {**how, "block": there * how["block"] // here}
 
 
 def make_proxy(
@@ -110,57 +114,81 @@ def make_proxy(
         ) from error
     if to_convert and (why := nothing_to_convert(empty)):
         raise ConversionRefused(f"{cls.__name__}: {why}")
-    shapes = _shapes(empty)
-    made = ""  # the first error as a model was made
-    ran = []  # those as one ran
-    work = LimitedWork(MOST_NUMBERS)
-    for factor, narrow in _candidates(cls, config, shapes, whole_pairs):
-        model = None  # the last one goes before the next is made
+    search = _Search(cls, _shapes(empty), inputs)
+    for factor, narrow in _candidates(cls, config, search.shapes, whole_pairs):
+        proxy = search.tried(factor, narrow)
+        if proxy is not None:
+            return proxy
+        if search.is_hopeless:
+            break
+    raise ConversionRefused(f"{cls.__name__}: {search.why_none()}")
+
+
+@dataclass
+class _Search:
+    """A search for the first config whose model can be made, and run."""
+
+    cls: type[PreTrainedModel]
+    shapes: dict[str, torch.Size]  # in the checkpoint's own size
+    inputs: Callable[[PreTrainedModel], dict] | None  # of the caller
+    work: LimitedWork = field(default_factory=partial(LimitedWork, MOST_NUMBERS))
+    # the errors as a model was made, and as one ran
+    not_made: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether other widths would not help."""
+        return len(self.not_run) == MOST_FAILURES or self.work.left < 0
+
+    def tried(self, factor: int, config: PretrainedConfig) -> ProxyModel | None:
+        """The proxy of this config; None if it cannot be made, or does not run."""
         try:
-            if hasattr(narrow, "validate"):
-                narrow.validate()
-            model = new_model(cls, plain(narrow, tied=False))
+            if hasattr(config, "validate"):
+                config.validate()
+            model = new_model(self.cls, plain(config, tied=False))
             give_weights(model)
         except MISFITS as error:
-            made = made or one_line(error)
-            continue
+            self.not_made.append(one_line(error))
+            return None
         try:
-            arguments = _arguments(model, inputs, work)
+            arguments = self._arguments(model)
             run(model, arguments)
         except MISFITS as error:
-            ran.append(one_line(error))
-            if len(ran) == MOST_FAILURES or work.left < 0:
-                break  # other widths would not help
-            continue
-        narrow = plain(narrow)
-        return ProxyModel(model, narrow, arguments, shapes, factor, inputs is None)
-    if not ran:
-        what = f"no narrower model of the same structure was found for its {_size(shapes):,} parameters"
-        reason = made or f"of up to {LARGE:,}, none has the same parameters"
-        why = f"{what} ({reason}): pass model_class, or a config that can be narrowed"
-    elif inputs is None:
-        why = f"its inputs could not be made here ({ran[0]}): pass inputs=..."
-    else:
-        what = f"it does not run on these inputs ({ran[0]})"
-        why = f"{what}: pass inputs=... that fit"
-    raise ConversionRefused(f"{cls.__name__}: {why}")
+            self.not_run.append(one_line(error))
+            return None
+        is_made = self.inputs is None
+        return ProxyModel(model, plain(config), arguments, self.shapes, factor, is_made)
 
+    def _arguments(self, model: PreTrainedModel) -> dict:
+        """The inputs made here by limited work, or the caller's; in float64, their
+        token ids within the vocabulary of a model that may be narrowed.
+        """
+        if self.inputs is None:
+            with self.work:
+                return made_inputs(model)
+        arguments = in_dtype_of(model, self.inputs(model))
+        size = getattr(model.config.get_text_config(), "vocab_size", None)
+        for name, value in arguments.items():
+            if name.endswith("input_ids") and size == VOCABULARY:
+                arguments[name] = value % size  # as the ids in its config are
+        return arguments
 
-def _arguments(
-    model: PreTrainedModel, inputs: Callable | None, work: LimitedWork
-) -> dict:
-    """The inputs made here by limited work, or the caller's; in float64, their token ids
-    within the vocabulary of a model that may be narrowed.
-    """
-    if inputs is None:
-        with work:
-            return made_inputs(model)
-    arguments = in_dtype_of(model, inputs(model))
-    size = getattr(model.config.get_text_config(), "vocab_size", None)
-    for name, value in arguments.items():
-        if name.endswith("input_ids") and size == VOCABULARY:
-            arguments[name] = value % size  # as the ids in its config are
-    return arguments
+    def why_none(self) -> str:
+        """Why no config served."""
+        if self.not_run and self.inputs is None:
+            return f"its inputs could not be made here ({self.not_run[0]}): pass inputs=..."
+        if self.not_run:
+            what = f"it does not run on these inputs ({self.not_run[0]})"
+            return f"{what}: pass inputs=... that fit"
+        reason = f"of up to {LARGE:,}, none has the same parameters"
+        if self.not_made:
+            reason = self.not_made[0]
+        return (
+            "no narrower model of the same structure was found for its "
+            f"{_size(self.shapes):,} parameters ({reason}): pass model_class, or a "
+            "config that can be narrowed"
+        )
 
 
 def config_and_class(

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from ...record import centre_, rows_of
-from ..plan import Centre
 from .layer_norms import ModelNorm
 from .run import run
 
@@ -25,17 +24,20 @@ WRITES = 1e-9  # of the largest derivative of a norm's mean
 # |mean| / RMS of a row in float64; 1e-13 in deep models once all that writes is centred
 ZERO_MEAN = 1e-10
 
+Blocks = dict[str, dict]  # parameter -> its blocks, as the arguments of `centre_`
+
 
 @dataclass(frozen=True)
 class ShiftTest:
     """The result of the test.
 
     Args:
+        residual_weights: parameter -> what to centre of it: the arguments of `centre_`.
         undetermined: parameters that no output depends on.
         unreached: those of them on which no input of a norm depends either.
     """
 
-    residual_weights: list[Centre]
+    residual_weights: Blocks
     undetermined: list[str]
     unreached: list[str]
 
@@ -68,7 +70,7 @@ def shift_invariance_test(
                 writing[name].append((width, axis, blocks))
         reached |= here
         del gradients
-    weights = []
+    weights = {}
     undetermined = []
     for name, gradient in _gradients(outputs, parameters, seed=1).items():
         if not gradient.any():
@@ -76,9 +78,9 @@ def shift_invariance_test(
             continue
         for width, axis, blocks in writing[name]:
             rows = rows_of(gradient, axis, width)
-            weight = chosen_blocks(name, axis, width, blocks & are_balanced(rows))
-            if weight is not None:
-                weights.append(weight)
+            chosen = chosen_blocks(axis, width, blocks & are_balanced(rows))
+            if chosen is not None:
+                weights[name] = chosen
                 break
     unreached = [name for name in undetermined if name not in reached]
     return ShiftTest(weights, undetermined, unreached)
@@ -116,21 +118,18 @@ def _largest_sum(rows: torch.Tensor) -> torch.Tensor:
     return sums.abs().amax(0)
 
 
-def chosen_blocks(
-    key: str, axis: int, block: int, chosen: torch.Tensor
-) -> Centre | None:
-    """The step that centres the chosen blocks; None if there are none."""
-    if chosen.all():
-        return Centre(key, axis, block)
-    if chosen.any():
-        return Centre(key, axis, block, tuple(chosen.nonzero().flatten().tolist()))
-    return None
+def chosen_blocks(axis: int, block: int, chosen: torch.Tensor) -> dict | None:
+    """The chosen blocks, as `centre_` takes them; None if there are none."""
+    if not chosen.any():
+        return None
+    blocks = None if chosen.all() else chosen.nonzero().flatten().tolist()
+    return {"axis": axis, "block": block, "blocks": blocks}
 
 
-def centre(model: torch.nn.Module, residual_weights: list[Centre]) -> None:
+def centre(model: torch.nn.Module, residual_weights: Blocks) -> None:
     """Subtract its mean from each block, in place."""
-    for weight in residual_weights:
-        centre_(model.get_parameter(weight.key), **weight.how)
+    for name, how in residual_weights.items():
+        centre_(model.get_parameter(name), **how)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...paths import compact_paths
 from ...record import RECORD_KEY
+from ..card import add_to_card, provenance
 from ..checkpoint.layout import Layout, lay_out
 from ..checkpoint.source import Checkpoint
 from ..plan import Centre, CentringPlan, ConversionRefused
@@ -24,7 +25,7 @@ from ..proxy.model import ProxyModel
 from ..proxy.prove import ProofReport, prove
 from ..proxy.run import alike
 from ..tensors import planned_tensors
-from ..verify.folder import Verification, add_to_card, provenance
+from ..verify.compare import Verification
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
 PLAN = "conversion_plan.json"

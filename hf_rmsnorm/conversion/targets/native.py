@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from ..card import add_to_card, provenance
 from ..checkpoint.layout import lay_out
 from ..checkpoint.source import Checkpoint
 from ..plan import ConversionError
@@ -21,12 +22,7 @@ from ..proxy.model import (
 )
 from ..proxy.prove import BOUND, difference, load_tensors
 from ..proxy.run import in_double, run
-from ..verify.folder import (
-    Verification,
-    add_to_card,
-    as_it_computes,
-    provenance,
-)
+from ..verify.compare import Verification, as_it_computes
 from .centred import PlannedConversion
 from .native_build import NativeTarget, native_target, pair_of, refused
 

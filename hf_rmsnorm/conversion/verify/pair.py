@@ -36,7 +36,6 @@ SHORT = 8
 # output values of a comparison: from a few logits the source's own error cannot be
 # estimated
 ENOUGH = 128
-SOME = 16  # pictures and texts: as many scores as their square
 # bytes of weights from which on a few tokens are run, unless all is asked for
 LARGE = 2**28
 FEW_TOKENS = 16
@@ -59,36 +58,30 @@ class ModelPair:
 def side_by_side(
     src: Path, folder: Path, options: ConversionOptions
 ) -> Iterator[ModelPair]:
-    """Load two checkpoints in their own dtype, module by module if memory does not hold
-    both.
+    """Load two checkpoints in their own dtype. If memory does not hold both, the
+    weights of a module are read when it runs.
     """
     tensors = open_checkpoint(src, allow_pickle=True).tensors
     size = sum(tensor.nbytes for tensor in tensors.values())
     free = psutil.virtual_memory().available
-    is_streamed = size * _IN_FLOAT64 > 0.8 * free
-    is_whole = not is_streamed and (options.verify == "full" or size < LARGE)
-    how: dict = {}
+    is_few = size >= LARGE and options.verify != "full"
     run_on = "side by side"
+    how: dict = {}
     with tempfile.TemporaryDirectory() as scratch:
-        if is_streamed:
+        if size * _IN_FLOAT64 > 0.8 * free:
+            is_few = True
             run_on += ", module by module"
-            if not options.inputs:
-                run_on += f", on {FEW_TOKENS} tokens"
             how = {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
             how["offload_folder"] = scratch
-        elif not (is_whole or options.inputs):
-            run_on += (
-                f", on {FEW_TOKENS} tokens as they are large (verify='full' runs all)"
-            )
         source, _ = _load(src, options, **how)
         result, _ = _load(folder, options, **how)
-        # A float64 model has no wider run to compare with, and parts of its forward may
-        # stay in float32.
-        if source.dtype == torch.float64 and not is_streamed:
+        if source.dtype == torch.float64 and not how:
+            # which has no wider run to compare with
             source = source.float()
             result = result.float()
-        batches = _batches(src, source, options, is_whole)
-        yield ModelPair(source, result, batches, run_on)
+        if is_few and not options.inputs:
+            run_on += f", on {FEW_TOKENS} tokens as they are large"
+        yield ModelPair(source, result, _batches(src, source, options, is_few), run_on)
 
 
 def _load(folder: Path, options: ConversionOptions, **how) -> tuple:
@@ -103,31 +96,26 @@ def class_of(folder: Path, options: ConversionOptions) -> type:
     return config_and_class(folder, *how, trained=True)[1]
 
 
-def _batches(
-    src: Path, model, options: ConversionOptions, is_whole: bool
-) -> list[dict]:
-    """The inputs that the models are run on: the caller's, texts, or random ones; a few
-    tokens of these if it is not to be all.
-    """
+def _batches(src: Path, model, options: ConversionOptions, is_few: bool) -> list[dict]:
+    """The inputs that the models are run on: the caller's, texts, or random ones."""
     if options.inputs:
         return [in_dtype_of(model, options.inputs(model))]
     tokenizer = tokenizer_of(src, model, options)
     texts = () if tokenizer is None else options.prompts or PROMPTS
-    size = RANDOM_TOKENS
-    most = min(TOKENS, max_positions(model.config))
-    if not is_whole:
-        texts = texts[:1]
-        size = 1, FEW_TOKENS
-        most = min(FEW_TOKENS, most)
-    rows = [tokenizer(text, return_tensors="pt").input_ids[:, :most] for text in texts]
-    batches = [{"input_ids": ids} for ids in rows if ids.numel()]
-    batches = batches or [in_dtype_of(model, default_inputs(model, size))]
-    sizes = [output.numel() for output in outputs_of(model, batches)]
-    if sizes and min(sizes) < ENOUGH:
-        rows = ENOUGH if sum(sizes) < ENOUGH else SOME
-        more = default_inputs(model, (rows, SHORT))
-        batches.append(in_dtype_of(model, more))
+    rows, length = (1, FEW_TOKENS) if is_few else (len(texts), TOKENS)
+    length = min(length, max_positions(model.config))
+    ids = [tokenizer(text, return_tensors="pt").input_ids for text in texts[:rows]]
+    batches = [{"input_ids": row[:, :length]} for row in ids if row.numel()]
+    if not batches:
+        size = (1, FEW_TOKENS) if is_few else RANDOM_TOKENS
+        batches = [_random(model, size)]
+    if min(output.numel() for output in outputs_of(model, batches)) < ENOUGH:
+        batches.append(_random(model, (ENOUGH, SHORT)))
     return batches
+
+
+def _random(model, size: tuple[int, int]) -> dict:
+    return in_dtype_of(model, default_inputs(model, size))
 
 
 def tokenizer_of(src: Path, model, options: ConversionOptions):

@@ -124,7 +124,7 @@ def test_what_was_done_is_recorded(converted):
     plan = json.loads((folder / "conversion_plan.json").read_text())
     assert len(plan["centre"]) == 22
     card = (folder / "README.md").read_text()
-    assert "11 of 11 norms may run as RMSNorm" in card and "verdict PASS" in card
+    assert "11 of 11 norms may run as RMSNorm" in card and "as RMSNorm: PASS" in card
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert "hf-rmsnorm" in json.loads(file.metadata()["hf_rmsnorm"])["converted_by"]
         assert "lm_head.weight" in set(file.keys())
@@ -161,7 +161,7 @@ def test_a_result_that_fails_is_not_published(tmp_path, monkeypatch, capsys):
         steps = planned.centring.centre[1:]
         return replace(planned, centring=replace(planned.centring, centre=steps))
 
-    with pytest.raises(VerificationFailed, match="as RMSNorm: verdict FAIL"):
+    with pytest.raises(VerificationFailed, match="0 norms as RMSNorm: FAIL"):
         convert_checkpoint(GPT2, tmp_path / "out", planned=damaged(GPT2))
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr("hf_rmsnorm.conversion.plan_conversion", damaged)
@@ -346,7 +346,8 @@ def test_48_layers_in_bfloat16_are_as_good_as_before(tmp_path):
     model.bfloat16().save_pretrained(tmp_path / "src")
     done = convert_checkpoint(tmp_path / "src", tmp_path / "dst")
     for run in done.verification.runs.values():
-        assert run["error"] <= 1.5 * run["source's own error"]
+        floor = run.noise_floor
+        assert floor.candidate_max <= 1.5 * floor.reference_max
 
 
 @pytest.mark.full
@@ -357,7 +358,7 @@ def test_what_memory_does_not_hold_is_verified_module_by_module(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
     verification = convert_checkpoint(GPT2, tmp_path / "dst").verification
     assert verification.passed and "module by module" in verification.summary
-    assert verification.runs["as RMSNorm"]["norms"] == "11 as RMSNorm"
+    assert "11 norms as RMSNorm: PASS" in verification.summary
     assert tensors(tmp_path / "dst") == tensors(converted[0])
 
 
@@ -412,3 +413,13 @@ def test_a_destination_that_cannot_be_made_is_refused_before_anything_is_planned
     what = f"{tmp_path} is read-only, .*: choose another DST"
     with pytest.raises(ConversionError, match=what):
         convert_checkpoint(GPT2, tmp_path / "new" / "dst")
+
+
+def test_a_few_tokens_of_a_large_checkpoint_are_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_rmsnorm.conversion.verify.pair.LARGE", 1)
+    few = convert_checkpoint("demo:gpt2", tmp_path / "few").verification
+    assert few.passed and "on 16 tokens" in few.summary
+    every = convert_checkpoint(
+        "demo:gpt2", tmp_path / "every", verify="full"
+    ).verification
+    assert every.passed and "on 16 tokens" not in every.summary

@@ -53,7 +53,10 @@ def test_a_tied_parameter_is_copied_from_what_is_saved():
 
 def test_blocks_that_write_to_the_stream_become_operations_on_the_checkpoint():
     model = tiny_models.build("llama").double()
-    down = Centre("model.layers.1.mlp.down_proj.weight", 0, 64)
-    embedding = Centre("model.embed_tokens.weight", 1, 16, (0, 2))
-    centre(model, [down, embedding])
-    assert centred_blocks(model, (16, 64)) == [embedding, down]
+    down = "model.layers.1.mlp.down_proj.weight"
+    table = "model.embed_tokens.weight"
+    whole = {"axis": 0, "block": 64, "blocks": None}
+    parts = {"axis": 1, "block": 16, "blocks": [0, 2]}
+    centre(model, {down: whole, table: parts})
+    steps = [Centre(table, 1, 16, (0, 2)), Centre(down, 0, 64)]
+    assert centred_blocks(model, (16, 64)) == steps

@@ -1,0 +1,105 @@
+"""A written result and its source, compared by `verify_equivalence` before the result
+is published.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from ...ops import use_backend
+from ...patching import patched
+from ...record import RECORD_KEY, trained_as_rms
+from ...verification import EquivalenceReport, verify_equivalence
+from ...verification.recorded import as_recorded
+from ..options import ConversionOptions
+from ..plan import ConversionError
+from .pair import side_by_side
+
+logger = logging.getLogger(__name__)
+
+CURE = (
+    "What to do: if the weights are stored in a narrow dtype, convert a float32 copy, which has room for the change. "
+    "Else keep the source, and report this with the figures above. verify=False publishes without this check."
+)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The comparison before publication: the verdict, a line for people, and a report
+    of the result as it loads, and as RMSNorm.
+    """
+
+    passed: bool
+    summary: str
+    runs: dict[str, EquivalenceReport] = field(default_factory=dict)
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        runs = {name: report.to_dict() for name, report in self.runs.items()}
+        return {"passed": self.passed, "summary": self.summary, "runs": runs}
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        for name, report in self.runs.items():
+            floor = report.noise_floor
+            lines.append(f"  {name}: {report.verdict}, {floor.dtype}, {floor.text}")
+        if not self.passed:
+            lines.append(CURE)
+        return "\n".join(lines)
+
+
+NOT_RUN = Verification(True, "source and result were not run, as asked")
+
+
+class VerificationFailed(ConversionError):
+    """The written checkpoint does not compute what the source does; it was not
+    published.
+    """
+
+    def __init__(self, text: str, verification: Verification):
+        super().__init__(text)
+        self.verification = verification
+
+
+def verify_folder(src: Path, folder: Path, options: ConversionOptions) -> Verification:
+    """Compare a converted folder with its source.
+
+    Both models run in the checkpoint's own dtype, the converted one as it loads and,
+    where its config has a record, with the RMSNorms of that, for which each residual
+    weight must be centred. Each is compared with a float64 run of the source, and may
+    have 1.5 times the source's own error.
+    """
+    with side_by_side(src, folder, options) as pair:
+        compare = partial(
+            verify_equivalence,
+            as_it_computes(pair.source),
+            pair.result,
+            pair.inputs,
+            max_new_tokens=0,
+            norms=False,
+        )
+        logger.info("verifying: the result as it loads, %s", pair.run_on)
+        runs = {"as loaded": compare()}
+        summary = f"source and result run {pair.run_on}"
+        is_followed = True
+        if hasattr(pair.result.config, RECORD_KEY):
+            logger.info("verifying: the result as RMSNorm")
+            with patched(pair.result) as report, use_backend("reference"):
+                runs["as RMSNorm"] = compare()
+            count = sum(norm.converted for norm in report.swapped)
+            summary = f"{summary}, {count} norms as RMSNorm"
+            is_followed = count > 0
+    passed = is_followed and all(report.passed for report in runs.values())
+    return Verification(passed, f"{summary}: {'PASS' if passed else 'FAIL'}", runs)
+
+
+def as_it_computes(model):
+    """The model; if it was trained as RMSNorm, a model that computes that in plain
+    torch.
+    """
+    if trained_as_rms(getattr(model.config, RECORD_KEY, None)):
+        return as_recorded(model)
+    return model
