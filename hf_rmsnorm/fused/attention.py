@@ -166,7 +166,7 @@ def rotate_together(
     if watchers:
         reason = UNPROVEN
         if way is not None:
-            reason = why_not_rotated(q, k, cos, sin, way) or ""
+            reason = why_not_rotated(q, k, cos, sin, way)
         note(ROTARY, (module,), q, rotated is not None, reason)
     if rotated is not None:
         return rotated

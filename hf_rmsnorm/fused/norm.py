@@ -16,11 +16,11 @@ from torch.nn import Module
 
 from ..formula import NormSpec
 from ..kernels.operands import of_norm
-from ..ops import compute_norm, resolve_backend
 from ..ops.backend import compiles_original, left_alone
 from ..ops.launches import Launches
-from ..ops.norm import run
-from .recipe import NOTHING, Asked, Recipe, changed, parameters_of, shapes_fit
+from ..ops.norm import run, run_reference, run_unlaunched
+from ..reference import in_groups
+from .recipe import NOTHING, Asked, Recipe, changed, parameters_of
 from .subclass import derive, marked
 from .watch import NORM, note, watchers
 
@@ -75,6 +75,7 @@ class NormPatch:
         if recipe.gate is not None:
             self.names.append(recipe.gate)
         self.paths = weakref.WeakKeyDictionary()  # of the modules, for errors
+        self.group_size = recipe.spec.group_size
         self.launches = _launches(self, recipe.spec)
         # whether more of a module than its eps may change its formula
         self.may_change = bool(recipe.settings or recipe.absent)
@@ -82,7 +83,8 @@ class NormPatch:
         self.replaces = bool(asked.instead)
         # takes no gate, reads any x as it is, returns y as it is
         is_restricted = recipe.restricted or recipe.row_major
-        self.is_plain = recipe.gate is None and not is_restricted
+        has_more = recipe.gate is not None or self.group_size is not None
+        self.is_plain = not (has_more or is_restricted)
         # whether it may be computed with what surrounds it, as `operands_ahead` says
         self.joins = asked.fuse_residual and recipe.is_simple
         self.joins_of_any_input = asked.fuse_residual and recipe.is_of_rows
@@ -91,9 +93,15 @@ class NormPatch:
         """The launches of a formula: the recipe's own, or as a module computes it with
         another eps, or without its gate.
         """
-        if spec is self.launches.spec:
+        if spec is self.recipe.spec or spec is self.launches.spec:
             return self.launches
         return _launches_of_another_formula(self, spec)
+
+    def operands_of(self, x: Tensor, weight, bias, gate=None) -> tuple:
+        """`NormOperands`, in rows that are normalised one by one."""
+        if self.group_size is not None:
+            x, weight, bias, gate = in_groups(self.group_size, x, weight, bias, gate)
+        return of_norm(x, weight, bias, gate)
 
     def paths_of(self, weight: int) -> list[str]:
         """The path of the module whose weight has this id; those of all modules if none
@@ -152,6 +160,8 @@ class NormPatch:
 
     def returned(self, x: Tensor, y: Tensor) -> Tensor:
         """The rows y that were computed of x, as the module returns them."""
+        if self.group_size is not None:
+            y = y.flatten(-2)
         if self.recipe.row_major:
             return y.contiguous()
         return y
@@ -188,7 +198,7 @@ def _forward_of(patch: NormPatch):
         if not is_compiled:
             y = run(launches, operands)
         if y is None:
-            y = run_by_backend(patch, launches.spec, operands)
+            y = run_unlaunched(launches.spec, operands, launches.suits)
         if y is None:
             return patch.run_original(self, args, kwargs)
         if watchers:
@@ -206,7 +216,8 @@ def read(patch: NormPatch, module: Module, args: tuple, kwargs: dict) -> tuple |
     """The arguments of `run` for a call, (launches, operands); None if `compute_original`
     has to serve it.
 
-    The formula of the launches has the eps that the module holds now.
+    The formula of the launches has the eps that the module holds now. Of a norm in
+    groups, each group is a row.
     """
     gate = None
     if len(args) == 1 and not kwargs:
@@ -221,42 +232,31 @@ def read(patch: NormPatch, module: Module, args: tuple, kwargs: dict) -> tuple |
     if held is None:
         return None
     if not patch.is_plain:
-        return _read_any(patch, held, x, gate)
+        return call_of(patch, held, x, gate)
     launches, weight, bias = held
     return launches, of_norm(x, weight, bias)
 
 
-def _read_any(patch: NormPatch, held: tuple, x: Tensor, gate) -> tuple | None:
-    """`read` of a norm that is not plain."""
+def call_of(patch: NormPatch, held: tuple, x: Tensor, gate) -> tuple | None:
+    """`read` of an input and a gate, for a module that holds this."""
     launches, weight, bias = held
     spec = patch.formula_of(launches.spec, gate)
-    if spec is None:
+    if spec is None or not patch.recipe.takes(x):
         return None
-    if not patch.recipe.takes(x):
+    if patch.group_size is not None and not patch.recipe.fits(x, weight, bias, gate):
         return None
-    return patch.launches_for(spec), of_norm(x, weight, bias, gate)
-
-
-def run_by_backend(patch: NormPatch, spec: NormSpec, operands: tuple):
-    """The norm, by the backend in force; None where `compute_original` is to compute it."""
-    x, weight, bias, gate, *_ = operands
-    if left_alone(x):
-        return None
-    if not patch.recipe.suits(x, weight, bias, gate):
-        return None
-    backend = resolve_backend(x, weight, bias, spec, gate)
-    if backend == "original":
-        return None
-    if backend == "reference" and not shapes_fit(x, weight, bias, gate, spec):
-        return None
-    keeps_output = patch.asked.keeps_output
-    return compute_norm(x, weight, bias, spec, backend, gate, keeps_output)
+    return patch.launches_for(spec), patch.operands_of(x, weight, bias, gate)
 
 
 def _launches(patch: NormPatch, spec: NormSpec) -> Launches:
+    suits = patch.recipe.suits
+    if spec.group_size is not None:
+        spec = spec.ungrouped
+    if patch.group_size is not None:
+        suits = None  # `call_of` has asked it of whole rows
     return Launches(
         spec,
-        patch.recipe.suits,
+        suits,
         keeps_output=patch.asked.keeps_output,
         paths_of=patch.paths_of,
     )
@@ -276,7 +276,7 @@ def _by_reference(patch: NormPatch, module: Module, args: tuple, kwargs: dict):
         what = f"{type(module).__name__} runs the {patch.asked.instead}"
         how = "on the input alone and with the eps that it had"
         raise TypeError(f"{what}, {how}: unpatch it to call it in another way")
-    y = compute_norm(x, weight, bias, spec, "reference", gate)
+    y = run_reference(spec, patch.operands_of(x, weight, bias, gate))
     return patch.returned(x, y)
 
 

@@ -17,6 +17,7 @@ from ..formula import NormSpec
 from ..kernels.operands import present
 from ..ops import input_needed
 from ..ops.backend import autocast_anywhere, autocasts_functional
+from ..ops.limits import shapes_fit
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Recipe:
 
     def fits(self, x: Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
-        fits = shapes_fit(x, weight, bias, gate, self.spec)
+        fits = shapes_fit(x, weight, bias, gate)
         return fits and self.suits(x, weight, bias, gate)
 
     def suits(self, x: Tensor, weight, bias, gate=None) -> bool:
@@ -188,21 +189,6 @@ def parameters_of(module: Module, recipe: Recipe) -> tuple | None:
         if bias is None:
             return None
     return weight, bias
-
-
-def shapes_fit(x, weight, bias, gate, spec: NormSpec) -> bool:
-    """Whether the plain formula, which would broadcast anything, may compute this; the
-    kernels check for themselves.
-    """
-    if not x.is_floating_point() or not x.dim():
-        return False
-    if gate is not None and gate.shape != x.shape:
-        return False
-    if spec.group_size is not None and x.shape[-1] % spec.group_size:
-        return False
-    parameters = present(weight, bias)
-    are_rows = all(p.shape == x.shape[-1:] for p in parameters)
-    return are_rows or all(p.shape == x.shape[-2:] for p in parameters)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class NormForward:
         modulation: str = ONE_PLUS,
     ):
         operands = NormOperands(*operands)
-        x, weight, bias, gate, scale, _, _, residual = operands
+        x, weight, bias, gate, scale, shift, multiplier, residual = operands
         size = x.shape[-1]
         rows = math.prod(x.shape[:-1])
         heads = heads_of(weight, bias)

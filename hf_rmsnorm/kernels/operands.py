@@ -5,6 +5,7 @@ Launches take and return plain tuples: to make a named one takes a call longer. 
 functions here make them, and the classes name what is in them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -21,6 +22,19 @@ class Launch(Protocol):
 
     def on(self, operands: tuple) -> tuple:
         """The results for such operands."""
+
+
+class Kind(NamedTuple):
+    """All that decides on a launch besides its operands.
+
+    Args:
+        make: ``make(launches, operands, aligned, *how)`` returns the launch, or None if
+            no kernel serves such operands.
+        how: what it is told.
+    """
+
+    make: Callable
+    how: tuple
 
 
 class NormOperands(NamedTuple):

@@ -98,7 +98,7 @@ class QKForward:
         stats: bool = False,
         back: bool = False,
     ):
-        q, k, _, _, cos, _ = operands
+        q, k, q_weight, k_weight, cos, sin = operands
         yq, yk = results
         self.way = way
         self.stats = stats
@@ -161,7 +161,7 @@ class QKBackward:
         need: tuple[bool, ...],
         way: Rotation = HALVES,
     ):
-        dq, dk, q, k, _, _, cos, *_ = operands
+        dq, dk, q, k, q_weight, k_weight, cos, sin, rstd = operands
         self.need = need
         head_dim = q.shape[-1]
         device = q.device
@@ -188,7 +188,7 @@ class QKBackward:
         """The gradients of q, k and their weights, None where not wanted; the sums have
         a fixed order.
         """
-        _, _, q, k, q_weight, k_weight, *_ = operands
+        dq, dk, q, k, q_weight, k_weight, cos, sin, rstd = operands
         need_q, need_k, need_q_weight, need_k_weight = self.need
         dxq = dxk = dwq = dwk = partials = None
         if need_q or need_k:

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..formula import NormSpec
 from ..kernels.operands import (
     ONE_PLUS,
+    Kind,
     Launch,
     NormOperands,
     of_norm,
@@ -43,7 +44,7 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *operands):
         launches, launch = call
-        x, weight, bias, gate, scale, _, multiplier, _ = operands
+        x, weight, bias, gate, scale, shift, multiplier, residual = operands
         h, y, rstd, mean = launch.on(operands)
         kept = x if h is None else h
         strides = launch.strides
@@ -70,7 +71,7 @@ class NormFunction(torch.autograd.Function):
         _, need_x, *of_formula, need_shift, need_multiplier, need_residual = (
             ctx.needs_input_grad
         )
-        launches, _, _ = ctx.kept
+        launches, strides, from_output = ctx.kept
         # once: a checkpoint gives them once
         *saved, multiplier, multiplied = saved_tensors(ctx, launches)
         dx = dh
@@ -99,9 +100,9 @@ class NormFunction(torch.autograd.Function):
 apply = super(torch.autograd.Function, NormFunction).apply
 
 
-def forward_kind(stats: bool) -> tuple:
+def forward_kind(stats: bool) -> Kind:
     """The kind of launch of a forward; `stats` as of `NormForward`."""
-    return make_forward, stats
+    return Kind(make_forward, (stats,))
 
 
 def make_forward(
@@ -109,12 +110,9 @@ def make_forward(
 ) -> Launch | None:
     """The launch for `NormOperands`; None where no kernel serves them."""
     spec = launches.spec
-    if spec.group_size is not None or why_not(spec, operands) is not None:
+    if why_not(spec, operands):
         return None
     x, weight, bias, gate, *_, residual = operands
-    for parameter in present(weight, bias):
-        if not parameter.is_contiguous():
-            return None  # `compute_norm` copies them
     total = x
     if residual is not None and residual.element_size() > x.element_size():
         total = residual
@@ -194,7 +192,7 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple) -> tuple:
     return dh + dx, *others
 
 
-def backward_kind(strides: tuple, need: tuple, from_output: bool = False) -> tuple:
+def backward_kind(strides: tuple, need: tuple, from_output: bool = False) -> Kind:
     """The kind of launch of a backward.
 
     Args:
@@ -202,7 +200,7 @@ def backward_kind(strides: tuple, need: tuple, from_output: bool = False) -> tup
         need: which gradients are wanted.
         from_output: x is the norm's output.
     """
-    return make_backward, strides, need, from_output
+    return Kind(make_backward, (strides, need, from_output))
 
 
 def make_backward(
@@ -217,7 +215,7 @@ def make_backward(
 
     def make(read: tuple) -> Launch | None:
         _, x, weight, bias, gate, *_ = read
-        if why_not(launches.spec, of_norm(x, weight, bias, gate)) is not None:
+        if why_not(launches.spec, of_norm(x, weight, bias, gate)):
             return None
         return kernels().NormBackward(
             launches.spec, read, aligned, need, from_output, launches.modulation

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable, failed, unavailable
-from ..kernels.operands import ONE_PLUS, Launch
+from ..kernels.operands import ONE_PLUS, Kind, Launch
 from .settings import insists
 
 TENSOR_TYPES = (Tensor, Parameter)  # others have to see the operators
@@ -84,13 +84,15 @@ class Launches:
         self.by_key: dict[tuple, Launch | None] = {}
         _all.add(self)
 
-    def keep(self, key: tuple, make: Callable, *arguments) -> Launch | None:
-        """The launch ``make(*arguments)``, which is kept from now on. At `MOST` launches
-        the dictionary is emptied first.
+    def keep(
+        self, key: tuple, kind: Kind, operands: tuple, aligned: bool
+    ) -> Launch | None:
+        """The launch of a kind for such operands, which is kept from now on. At `MOST`
+        launches the dictionary is emptied first.
         """
         # It asks for strides by tensors on meta, which the caller's modes are not to see.
         with _disable_current_modes(), torch.inference_mode(False):
-            launch = make(*arguments)
+            launch = kind.make(self, operands, aligned, *kind.how)
         if len(self.by_key) >= self.MOST:
             self.by_key.clear()
         self.by_key[key] = launch
@@ -111,7 +113,7 @@ def forget_launches() -> None:
         launches.by_key.clear()
 
 
-def find(launches: Launches, kind: tuple, operands: tuple) -> Launch | None:
+def find(launches: Launches, kind: Kind, operands: tuple) -> Launch | None:
     """The launch for such operands: one that is kept, or else one that is made.
 
     None where no kernel serves them. So too if a tensor is of a subclass, or has no
@@ -149,20 +151,22 @@ def find(launches: Launches, kind: tuple, operands: tuple) -> Launch | None:
     key = key, absent, aligned
     launch = launches.by_key.get(key, MISSING)
     if launch is MISSING:
-        make, *how = kind
-        launch = launches.keep(key, make, launches, operands, aligned, *how)
+        launch = launches.keep(key, kind, operands, aligned)
     return launch
 
 
+def are_plain(operands: tuple) -> bool:
+    """Whether no operand is of a subclass of a tensor."""
+    return all(t is None or type(t) in TENSOR_TYPES for t in operands)
+
+
 def by_kernel(
-    launches: Launches, kind: tuple, operands: tuple, apply: Callable | None = None
+    launches: Launches, kind: Kind, operands: tuple, apply: Callable | None = None
 ) -> tuple | None:
     """The results of a launch for such operands; None where no kernel serves them.
 
     Args:
-        kind: (make, *how), all that decides on a launch besides the operands:
-            ``make(launches, operands, aligned, *how)`` returns it, or None. It is asked
-            once for each key.
+        kind: its ``make`` is asked once for each key.
         operands: as the launch takes them.
         apply: that of an autograd function, for a place in autograd's graph: the
             results are ``apply((launches, launch), *operands)``.

@@ -35,10 +35,8 @@ MOST_BIAS = 4.0
 MOST_COLUMNS_WITH_BIAS = 8_192
 
 
-def why_not(spec: NormSpec, operands: tuple) -> str | None:
-    """Why the kernels do not compute a norm of these `NormOperands`, or None where they
-    do.
-    """
+def why_not(spec: NormSpec, operands: tuple) -> str:
+    """Why the kernels do not compute a norm of these `NormOperands`; "" where they do."""
     operands = NormOperands(*operands)
     x = operands.x
     if x.is_nested:
@@ -46,9 +44,10 @@ def why_not(spec: NormSpec, operands: tuple) -> str | None:
     return (
         _why_not_formula(spec, operands)
         or _why_not_operands(operands)
-        or _why_not_rows(spec, operands)
+        or _why_not_rows(operands)
         or device_refusal(x.device.type, x.device.index)
         or _why_not_modulated(operands)
+        or ""
     )
 
 
@@ -60,10 +59,6 @@ def _why_not_formula(spec: NormSpec, operands: NormOperands) -> str | None:
     families = ["rows"]
     if operands.residual is not None:
         families.append("residual sum")
-    elif spec.group_size is not None:
-        if columns % spec.group_size:
-            return f"groups of {spec.group_size} do not divide rows of {columns}"
-        spec = spec.ungrouped
     missing = unserved(spec, *families)
     if missing is not None:
         return f"{missing}, which the kernels do not compute"
@@ -98,7 +93,7 @@ def _why_not_operands(operands: NormOperands) -> str | None:
     return None
 
 
-def _why_not_rows(spec: NormSpec, operands: NormOperands) -> str | None:
+def _why_not_rows(operands: NormOperands) -> str | None:
     """Why not so many rows, or not with a row of parameters for each head."""
     x, weight, bias, *_, residual = operands
     dimensions = {p.dim() for p in present(weight, bias)}
@@ -108,20 +103,22 @@ def _why_not_rows(spec: NormSpec, operands: NormOperands) -> str | None:
         if residual is not None:
             return "a parameter of heads is not read behind a sum"
         heads = x.shape[-2]
-        if not 0 < heads <= MAX_HEADS or spec.group_size is not None:
+        if not 0 < heads <= MAX_HEADS:
             return f"parameters of {heads} heads"
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and not t.is_contiguous():
+            return f"{name} has gaps"
     if is_compiling():
         # it would bound a dynamic batch, and the operator asks again at run time
         return None
-    columns = spec.group_size or x.shape[-1]
-    rows = x.numel() // columns
+    rows = x.numel() // x.shape[-1]
     if not 0 < rows <= MAX_ROWS:
         return f"x has {rows} rows, not 1 to {MAX_ROWS}"
     return None
 
 
 def _why_not_modulated(operands: NormOperands) -> str | None:
-    x, weight, _, _, scale, shift, multiplier, residual = operands
+    x, weight, bias, gate, scale, shift, multiplier, residual = operands
     if scale is None:
         return None
     others = present(*operands[1:])
@@ -141,18 +138,31 @@ def _why_not_modulated(operands: NormOperands) -> str | None:
     return None
 
 
+def shapes_fit(x, weight, bias, gate) -> bool:
+    """Whether the plain formula, which would broadcast anything, may compute a norm of
+    x; the kernels check for themselves.
+    """
+    if not x.is_floating_point() or not x.dim():
+        return False
+    if gate is not None and gate.shape != x.shape:
+        return False
+    parameters = present(weight, bias)
+    are_rows = all(p.shape == x.shape[-1:] for p in parameters)
+    return are_rows or all(p.shape == x.shape[-2:] for p in parameters)
+
+
 def serves_qk(spec: NormSpec | None, operands: tuple, way: Rotation = HALVES) -> bool:
     """Whether one launch rotates the q and k of these `HeadOperands`, once it has
     computed their norms if there are any.
     """
     q, k, q_weight, k_weight, *tables = operands
-    if why_not_rotated(q, k, *tables, way) is not None:
+    if why_not_rotated(q, k, *tables, way):
         return False
     return spec is None or _serves_norms(spec, q, present(q_weight, k_weight))
 
 
-def why_not_rotated(q, k, cos, sin, way: Rotation = HALVES) -> str | None:
-    """Why no launch rotates q and k by these tables, or None where one does."""
+def why_not_rotated(q, k, cos, sin, way: Rotation = HALVES) -> str:
+    """Why no launch rotates q and k by these tables; "" where one does."""
     tensors = q, k, cos, sin
     dtypes = [t.dtype for t in tensors]
     if dtypes[0] != dtypes[1] or dtypes[2] != dtypes[3]:
@@ -166,7 +176,7 @@ def why_not_rotated(q, k, cos, sin, way: Rotation = HALVES) -> str | None:
         k = k.transpose(1, 2)
     if not (_are_heads(q, k) and _are_tables(q, cos, sin, way)):
         return f"no kernel serves q, k, cos and sin in these layouts, {shapes}"
-    return device_refusal(q.device.type, q.device.index)
+    return device_refusal(q.device.type, q.device.index) or ""
 
 
 def _serves_norms(spec: NormSpec, q, weights: list) -> bool:

@@ -6,6 +6,7 @@ directly. The registered operator of `operators` is the other entry, for whateve
 an operator that it can see.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -19,20 +20,19 @@ from ..kernels.operands import (
     any_requires_grad,
     of_modulation,
     of_norm,
-    row_major,
 )
 from ..reference import in_groups, reference_norm
 from .autograd import apply, forward_kind
 from .backend import (
     autocast_anywhere,
     autocasts_functional,
-    compiles_original,
     is_exported,
+    operators_are_seen,
     starts_kernels,
     under_transform,
 )
-from .launches import Launches, by_kernel, launches_of
-from .limits import why_not
+from .launches import Launches, are_plain, by_kernel, launches_of
+from .limits import shapes_fit, why_not
 from .operators import load_sharding_rules, norm_forward_op, spec_args
 from .settings import chosen
 
@@ -62,7 +62,7 @@ def run(launches: Launches, operands: tuple):
         if operands is None:
             return None
     if is_grad_enabled() and any_requires_grad(operands):
-        x, _, _, _, _, _, multiplier, residual = operands
+        x, weight, bias, gate, scale, shift, multiplier, residual = operands
         if residual is not None and not any_requires_grad((x, multiplier, residual)):
             # In one launch the sum would ask for gradients too.
             return None
@@ -70,10 +70,66 @@ def run(launches: Launches, operands: tuple):
     made = by_kernel(launches, _INFERENCE, operands)
     if made is None:
         return None
-    h, y, _, _ = made
+    h, y, rstd, mean = made
     if h is None:
         return y
     return h, y
+
+
+def run_unlaunched(
+    spec: NormSpec, operands: tuple, suits: Callable | None = None
+) -> Tensor | None:
+    """The norm of x where `run` started no kernel: by the plain formula, if that is
+    chosen; by the registered operator, for compilers and subclasses of tensors.
+
+    Args:
+        suits: as of `Launches`.
+
+    Returns:
+        None where the code that is replaced is to compute it.
+
+    Raises:
+        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve
+            the call.
+    """
+    x, weight, bias, gate, scale, shift, multiplier, residual = operands
+    if suits is not None and not suits(x, weight, bias, gate):
+        return None
+    if chosen.backend == "reference":
+        if not shapes_fit(x, weight, bias, gate):
+            return None
+        return run_reference(spec, operands)
+    insists = chosen.backend == "triton"
+    sees_operator = _sees_operator(operands, insists)
+    if not (sees_operator or insists):
+        return None
+    reason = why_not(spec, operands)
+    if insists and reason and x.numel():  # no rows are no launch
+        raise RuntimeError(f"use_backend('triton'): {reason}")
+    if reason or not sees_operator:
+        return None
+    load_sharding_rules()
+    if spec.functional:
+        x, weight, bias, *_ = _autocast(spec, operands)
+    stats = is_grad_enabled() and any_requires_grad((x, weight, bias, gate))
+    return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
+
+
+def _sees_operator(operands: tuple, insists: bool) -> bool:
+    """Whether a compiler, or a subclass of a tensor, is to see a norm as one operator."""
+    if is_compiling():
+        return insists or not is_exported()
+    if under_transform():
+        return False
+    return operators_are_seen() or not are_plain(operands)
+
+
+def run_reference(spec: NormSpec, operands: tuple) -> Tensor:
+    """The norm of x by the formula in plain torch, under the autocast that is on."""
+    x, weight, bias, gate, *_ = operands
+    if spec.functional:
+        x, weight, bias, *_ = _autocast(spec, operands)
+    return reference_norm(x, weight, bias, spec, gate)
 
 
 def _autocast(spec: NormSpec, operands: tuple) -> tuple | None:
@@ -95,73 +151,39 @@ def _autocast(spec: NormSpec, operands: tuple) -> tuple | None:
 
 
 def compute_norm(
-    x,
-    weight,
-    bias,
-    spec: NormSpec,
-    backend: str | None = None,
-    gate=None,
-    keep_output: bool = False,
-):
-    """Compute `spec` on x with the backend in force.
+    x, weight, bias, spec: NormSpec, gate=None, keep_output: bool = False
+) -> Tensor:
+    """Compute `spec` on x with the backend in force: by a kernel, the operator, or the
+    formula in plain torch.
 
     Args:
         x: (..., hidden_size), any strides.
         weight, bias: (hidden_size,), or (heads, hidden_size) where x is (..., heads,
             hidden_size), or None, as the spec says.
-        backend: what `resolve_backend` answered, if the caller has asked already.
         gate: x's shape, where the spec has one.
-        keep_output: the kernels' backward shall read the output, not x, where
-            `serves_as_input`.
+        keep_output: as of `Launches`.
 
     Returns:
         (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging
         Face module's output has.
     """
-    if backend is None:
-        backend = resolve_backend(x, weight, bias, spec, gate)
-    if spec.functional:
-        x, weight, bias, *_ = _autocast(spec, of_norm(x, weight, bias))
-    is_compiled = is_compiling()
-    if backend != "triton" or (not is_compiled and under_transform()):
-        return reference_norm(x, weight, bias, spec, gate)
     if spec.group_size is not None:
         x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
-        return compute_norm(x, weight, bias, spec.ungrouped, backend, gate).flatten(-2)
-    weight, bias = row_major(weight, bias)
-    if not is_compiled:
-        # A patched norm tried this before; but not with these rows of groups, or with
-        # parameters without gaps.
-        launches = launches_of(spec, keeps_output=keep_output)
-        y = run(launches, of_norm(x, weight, bias, gate))
-        if y is not None:
-            return y
-    load_sharding_rules()
-    stats = is_grad_enabled() and any_requires_grad((x, weight, bias, gate))
-    return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
+        return compute_norm(x, weight, bias, spec.ungrouped, gate).flatten(-2)
+    operands = of_norm(x, weight, bias, gate)
+    y = None
+    if not is_compiling():
+        y = run(launches_of(spec, keeps_output=keep_output), operands)
+    if y is None:
+        y = _without_launch(spec, operands)
+    return y
 
 
-def resolve_backend(x, weight, bias, spec: NormSpec, gate=None) -> str:
-    """``"triton"``, ``"reference"``, or ``"original"`` where ``auto`` leaves the call
-    to the layer's own forward.
-
-    Raises:
-        RuntimeError: ``use_backend("triton")`` is in force and the kernels cannot serve
-            the call.
-    """
-    if chosen.backend == "reference":
-        return "reference"
-    insisted = chosen.backend == "triton"
-    if not insisted and (compiles_original() or is_exported()):
-        return "original"
-    reason = why_not(spec, of_norm(x, weight, bias, gate))
-    if reason is None:
-        return "triton"
-    if not insisted:
-        return "original"
-    if not x.numel():
-        return "reference"  # no rows are no launch
-    raise RuntimeError(f"use_backend('triton'): {reason}")
+def _without_launch(spec: NormSpec, operands: tuple) -> Tensor:
+    y = run_unlaunched(spec, operands)
+    if y is None:
+        y = run_reference(spec, operands)
+    return y
 
 
 def modulated_norm(spec: NormSpec, operands: tuple, one_plus: bool = True):
@@ -200,7 +222,7 @@ def why_apart(spec: NormSpec, operands: tuple) -> str:
     operands = _broadcast(operands)
     if operands is None:
         return f"scale, shift or gate do not broadcast to x, which is {tuple(x.shape)}"
-    return why_not(spec, operands) or ""
+    return why_not(spec, operands)
 
 
 def _broadcast(operands: tuple) -> tuple | None:
@@ -296,13 +318,14 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", centered=
     of_parameters = has_weight, has_bias, weight_offset, rounding
     functional = centered  # as F.layer_norm
     fields = centered, float(eps), *of_parameters, functional
+    operands = of_norm(x, weight, bias)
     if is_compiling():
-        return compute_norm(x, weight, bias, NormSpec(*fields))
+        return _without_launch(NormSpec(*fields), operands)
     launches = _launches(*fields)
-    y = run(launches, of_norm(x, weight, bias))
-    if y is not None:
-        return y
-    return compute_norm(x, weight, bias, launches.spec)
+    y = run(launches, operands)
+    if y is None:
+        y = _without_launch(launches.spec, operands)
+    return y
 
 
 @lru_cache(256)

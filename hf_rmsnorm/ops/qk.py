@@ -6,7 +6,7 @@ import torch
 from torch import is_grad_enabled
 
 from ..formula import HALVES, Rotation, dtype_of
-from ..kernels.operands import Launch, any_requires_grad, of_rotation, row_major
+from ..kernels.operands import Kind, Launch, any_requires_grad, of_rotation, row_major
 from ..kernels.rows import strided_without_data, without_data
 from ..reference import reference_qk_norm, rotated
 from .autograd import (
@@ -28,11 +28,11 @@ class _QKFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *operands):
         launches, launch = call
-        q, _, weight, _, _, _ = operands
+        q, k, q_weight, k_weight, cos, sin = operands
         yq, yk, rstd = launch.on(operands)
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, launch.way
-        ctx.weight = id(weight)
+        ctx.weight = id(q_weight)
         ctx.unwatched = unwatched(q)
         return yq, yk
 
@@ -43,7 +43,7 @@ class _QKFunction(torch.autograd.Function):
         saved = saved_tensors(ctx, launches)
         grads = None
         if not needs_operators():
-            kind = _make_backward, need, way
+            kind = Kind(_make_backward, (need, way))
             grads = by_kernel(launches, kind, (dq, dk, *saved))
         if grads is None:
             grads = _by_formula(launches, saved, (dq, dk), need, way)
@@ -101,8 +101,8 @@ class _RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *operands):
-        _, ctx.launch = call
-        _, _, _, _, cos, sin = operands
+        launches, ctx.launch = call
+        q, k, q_weight, k_weight, cos, sin = operands
         ctx.save_for_backward(cos, sin)
         yq, yk, _ = ctx.launch.on(operands)
         return yq, yk
@@ -112,7 +112,7 @@ class _RotaryFunction(torch.autograd.Function):
         tables = ctx.saved_tensors
         made = None
         if not needs_operators():
-            kind = _make_rotary_backward, ctx.launch
+            kind = Kind(_make_rotary_backward, (ctx.launch,))
             made = by_kernel(_rotations, kind, of_rotation(dq, dk, *tables))
         if made is None:
             made = _rotated_back(ctx.launch, (dq, dk), tables)
@@ -137,9 +137,9 @@ def _rotated_back(launch, gradients: tuple, tables: tuple) -> list:
 def _make_rotary_backward(
     launches: Launches, operands: tuple, aligned: bool, forward
 ) -> Launch | None:
-    dq, dk, _, _, *tables = operands
+    dq, dk, q_weight, k_weight, *tables = operands
     way = forward.way
-    if why_not_rotated(dq, dk, *tables, way) is not None:
+    if why_not_rotated(dq, dk, *tables, way):
         return None
     return kernels().QKForward(operands, forward.inputs, aligned, way, back=True)
 
@@ -163,13 +163,13 @@ def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple
     if not starts_kernels():
         return None
     if is_grad_enabled() and any_requires_grad(operands):
-        _, _, _, _, cos, sin = operands
+        q, k, q_weight, k_weight, cos, sin = operands
         if any_requires_grad((cos, sin)):
             return None
         function = _RotaryFunction if launches.spec is None else _QKFunction
-        kind = _make_forward, way, True
+        kind = Kind(_make_forward, (way, True))
         return by_kernel(launches, kind, operands, function.apply)
-    made = by_kernel(launches, (_make_forward, way, False), operands)
+    made = by_kernel(launches, Kind(_make_forward, (way, False)), operands)
     if made is None:
         return None
     yq, yk, _ = made

@@ -12,10 +12,9 @@ from torch.nn import Module
 
 from ..fused import watch
 from ..fused.hooks import why_called
-from ..fused.norm import recipe_of
-from ..fused.recipe import Recipe, parameters_of
+from ..fused.norm import call_of, patch_of, recipe_of
 from ..kernels.counting import counting_into
-from ..kernels.operands import of_norm, present
+from ..kernels.operands import present
 from ..ops import chosen_backend
 from ..ops.limits import why_not
 from ..paths import fitted
@@ -186,22 +185,26 @@ def _why_not_launched(what: str, norms: list[Module], x) -> str:
     if what != watch.NORM:  # else it was called as a module
         reason = next(filter(None, map(why_called, norms)), "")
     if not reason and isinstance(x, Tensor):
-        reason = _why_not_served(norm, recipe, x)
+        reason = _why_not_served(norm, x)
     return reason or recipe.notes() or UNKNOWN
 
 
-def _why_not_served(norm: Module, recipe: Recipe, x: Tensor) -> str:
+def _why_not_served(norm: Module, x: Tensor) -> str:
     """Why the kernels do not serve a norm of x; "" if they do, or its recipe does not."""
-    spec = recipe.spec_of(norm)
-    parameters = parameters_of(norm, recipe)
-    if parameters is None or not recipe.takes(x):
+    patch = patch_of(norm)
+    held = patch.held_by(norm)
+    call = None
+    if held is not None:
+        gate = None if patch.recipe.gate is None else x
+        call = call_of(patch, held, x, gate)
+    if call is None:
         return ""
-    gate = None if spec.gate is None else x
-    reason = why_not(spec, of_norm(x, *parameters, gate))
-    if reason is not None:
+    launches, operands = call
+    reason = why_not(launches.spec, operands)
+    if reason or launches.suits is None:
         return reason
-    dtypes = {str(t.dtype) for t in present(x, *parameters)}
-    if len(dtypes) > 1 and not recipe.suits(x, *parameters, gate):
+    dtypes = {str(t.dtype) for t in present(*operands)}
+    if len(dtypes) > 1 and not launches.suits(*operands[:4]):
         mixture = " and ".join(sorted(dtypes))
         return f"x and its parameters are {mixture}, which is left to torch here"
     return ""

@@ -13,6 +13,7 @@ from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.norm import fused_class, patch_of
 from hf_rmsnorm.fused.recipe import Recipe
+from hf_rmsnorm.kernels.operands import Kind
 from hf_rmsnorm.ops.launches import Launches
 
 D = 16
@@ -254,7 +255,8 @@ def test_a_cache_of_launches_keeps_not_too_many(monkeypatch):
     monkeypatch.setattr(Launches, "MOST", 2)
     kept = Launches(PLAIN.spec)
     for key in "abc":
-        assert kept.keep(key, key.upper) == key.upper()
+        kind = Kind(lambda launches, operands, aligned, name: name.upper(), (key,))
+        assert kept.keep(key, kind, (), True) == key.upper()
     assert kept.by_key == {"c": "C"}
 
 

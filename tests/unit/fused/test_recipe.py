@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.recipe import Recipe, parameters_of, shapes_fit
+from hf_rmsnorm.fused.recipe import Recipe, parameters_of
+from hf_rmsnorm.ops.limits import shapes_fit
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
@@ -115,26 +116,19 @@ def test_what_a_formula_fits(recipe, x, weight, bias, fits):
 
 
 @pytest.mark.parametrize(
-    "weight, bias, gate, group_size, fits",
+    "weight, bias, gate, fits",
     [
-        (ONES, None, None, None, True),
-        (ONES, None, X, None, True),
-        (ONES, None, X[:1], None, False),
-        (ONES, None, None, 2, True),
-        (ONES, None, None, 3, False),
-        (torch.ones(3, 4), torch.ones(3, 4), None, None, True),
-        (torch.ones(3, 4), ONES, None, None, False),
-        (torch.ones(2, 4), None, None, None, False),
-        (torch.ones(1), None, None, None, False),
+        (ONES, None, None, True),
+        (ONES, None, X, True),
+        (ONES, None, X[:1], False),
+        (torch.ones(3, 4), torch.ones(3, 4), None, True),
+        (torch.ones(3, 4), ONES, None, False),
+        (torch.ones(2, 4), None, None, False),
+        (torch.ones(1), None, None, False),
     ],
 )
-def test_shapes_that_broadcast_are_not_the_formulas(
-    weight, bias, gate, group_size, fits
-):
-    assert (
-        shapes_fit(X, weight, bias, gate, NormSpec(False, 1e-6, group_size=group_size))
-        == fits
-    )
+def test_shapes_that_broadcast_are_not_the_formulas(weight, bias, gate, fits):
+    assert shapes_fit(X, weight, bias, gate) == fits
 
 
 def test_dtypes_that_torchs_own_operators_take_together(monkeypatch):

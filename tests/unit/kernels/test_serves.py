@@ -14,8 +14,10 @@ from places import ROOT
 from processes import python
 
 from hf_rmsnorm import NormSpec, use_backend
+from hf_rmsnorm.kernels.operands import of_norm
 from hf_rmsnorm.kernels.serves import SERVES, unserved
-from hf_rmsnorm.ops import compute_norm, input_needed, resolve_backend
+from hf_rmsnorm.ops import compute_norm, input_needed
+from hf_rmsnorm.ops.limits import why_not
 from hf_rmsnorm.ops.operators import spec_args, spec_from
 from hf_rmsnorm.reference import reference_backward, reference_norm, reference_qk_norm
 
@@ -170,13 +172,13 @@ def test_no_family_serves_a_field_that_it_does_not_know(family):
 def test_what_no_kernel_computes_falls_back_to_the_reference(name):
     spec = SPECS[name]
     x, _, _, weight, bias, gate = operands(spec, 2, 64)
-    y = compute_norm(x, weight, bias, spec, None, gate)
+    y = compute_norm(x, weight, bias, spec, gate)
     expected = reference_norm(x, weight, bias, spec, gate)
     assert_same([y], [expected])
-    if resolve_backend(x, weight, bias, spec, gate) == "triton":
+    if spec.group_size or not why_not(spec, of_norm(x, weight, bias, gate)):
         return
     with use_backend("triton"), pytest.raises(RuntimeError, match="its formula has"):
-        compute_norm(x, weight, bias, spec, None, gate)
+        compute_norm(x, weight, bias, spec, gate)
 
 
 @parametrize("name", [name for name, spec in SPECS.items() if spec.gate is None])
@@ -186,7 +188,7 @@ def test_a_sum_and_a_gradient_fall_back_to_the_reference(name):
     total = residual + x
     both = fused_add_norm(x, residual, weight, bias, spec)
     assert_same(both, [total, reference_norm(total, weight, bias, spec)])
-    served = resolve_backend(x, weight, bias, spec, None) == "triton"
+    served = not why_not(spec, of_norm(x, weight, bias))
     keep_output = served and not input_needed(weight, bias, spec)
     leaf = x.clone().requires_grad_()
     y = compute_norm(leaf, weight, bias, spec, keep_output=keep_output)
@@ -207,7 +209,7 @@ def test_operators_take_every_field_of_a_formula(name):
 
 INVENTED = """
 import torch
-from hf_rmsnorm import NormSpec, count_launches
+from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import compute_norm, input_needed
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.kernels.operands import of_sum
@@ -227,7 +229,8 @@ with count_launches() as launches:
     assert torch.equal(compiled(x), expected)
     assert input_needed(weight, None, spec)
 assert not launches, launches
-compute_norm(x, weight.detach(), None, NormSpec(False, 1e-6), "triton")
+with use_backend("triton"):
+    compute_norm(x, weight.detach(), None, NormSpec(False, 1e-6))
 """
 
 

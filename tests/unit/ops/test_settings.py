@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_rmsnorm import NormSpec, settings, use_backend
-from hf_rmsnorm.ops import backend, chosen_backend, resolve_backend
+from hf_rmsnorm.ops import chosen_backend
 
 SPEC = NormSpec(False, 1e-6)
 X = torch.ones(2, 8)
@@ -32,25 +32,6 @@ def test_a_setting_is_one_of_its_choices(restored):
     ):
         settings.eager = "original"
     assert settings.while_compiling == "original"
-
-
-@pytest.mark.parametrize("compiling", [False, True])
-def test_compiled_code_holds_the_modules_own_arithmetic(
-    compiling, restored, monkeypatch
-):
-    monkeypatch.setattr(backend, "is_compiling", lambda: compiling)
-    served = "original"
-    if backend.device_refusal("cpu") is None:
-        served = "triton"
-    assert resolve_backend(X, W, None, SPEC) == ("original" if compiling else served)
-    settings.while_compiling = "operator"
-    assert resolve_backend(X, W, None, SPEC) == served
-    settings.while_compiling = "original"
-    with use_backend("reference"):
-        assert resolve_backend(X, W, None, SPEC) == "reference"
-    if served == "triton":
-        with use_backend("triton"):
-            assert resolve_backend(X, W, None, SPEC) == "triton"
 
 
 def test_backends_are_chosen_in_a_thread_and_given_back_in_their_order():
