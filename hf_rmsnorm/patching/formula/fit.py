@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -59,90 +60,87 @@ class Fit(Trial):
     # The formula
 
     def _first_that_agrees(self, calls_norm: bool) -> Recipe:
-        """The first recipe with the module's results; limited to float32 where one has
+        """The first recipe with the module's results; limited to float32 where it has
         them in that alone.
         """
-        limited = None
-        reason = "its formula is not one that this package knows"
-        if self.gate_required:
-            reason = f"its second input, {self.gate!r}, is no gate that this package knows, or {reason}"
-        for orders in self._near_in_float32(calls_norm):
-            for recipe in orders:
-                dtypes = *SAME_DTYPES, *_mixed_dtypes(recipe)
-                if not self._agrees_in_float32(recipe):
-                    break
-                if self._agrees_in(recipe, dtypes, 4096):
-                    return recipe
-            limited = limited or self._limited(orders[0])
-            reason = f"it rounds to half precision in an order of its own; in float32 it is {orders[0].spec}"
-        if limited is None:
-            raise NotInFamily(reason)
-        self._agrees_in_float32(limited)
-        return limited
-
-    def _limited(self, recipe: Recipe) -> Recipe | None:
-        """The recipe for float32 alone, whatever the dtype of the weight; None if it
-        does not agree there.
-        """
-        mixed = _mixed_dtypes(recipe)[:1]
-        if self._agrees_in_float32(recipe) and self._agrees_in(recipe, mixed):
+        near = self._near_in_float32(calls_norm)
+        orders = _rounding_orders(near)
+        if calls_norm:
+            # What casts around torch's own norm may round as plain arithmetic does.
+            orders += _rounding_orders(with_spec(near, functional=False))
+        for recipe in orders:
+            dtypes = SAME_DTYPES + _mixed_dtypes(recipe)
+            if not self._agrees_in_float32(recipe):
+                continue
+            if self._agrees_in(recipe, dtypes, 4096):
+                return recipe
+        recipe = orders[0]
+        # x has to be float32 then, but the weight need not
+        dtypes = _mixed_dtypes(recipe)[:1]
+        if self._agrees_in_float32(recipe) and self._agrees_in(recipe, dtypes):
             return replace(recipe, only_float32=True)
-        return None
+        raise NotInFamily(
+            f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}"
+        )
 
-    def _near_in_float32(self, calls_norm: bool) -> Iterator[list[Recipe]]:
-        """Each recipe, in all its rounding orders, whose results on a few rows are the
-        module's but for roundings of float32.
+    def _near_in_float32(self, functional: bool) -> Recipe:
+        """The first recipe whose results on a few rows are the module's but for
+        roundings of float32.
         """
         self.draw_tensors(uneven=True)
         tensors = dict(self.tensors)
         x = self.rows(512)
-        gate = self.gates(x) if self.gate_required else None
+        gate = None
+        if self.gate_required:
+            gate = self.gates(x)
         y = self.run(x, gate)
-        # what casts around torch's own norm may round as plain arithmetic does
-        for functional in dict.fromkeys((calls_norm, False)):
-            for recipe in self._candidates(functional):
-                orders = _rounding_orders(recipe)
-                is_near = is_formula(y, orders[0], x, tensors, gate)
-                if is_near and self._is_eps(orders[0]):
-                    yield orders
+        for recipe in self._candidates(functional):
+            plainest = _rounding_orders(recipe)[0]
+            if not is_formula(y, plainest, x, tensors, gate):
+                continue
+            if self._is_eps(plainest):
+                return recipe
+        reason = "its formula is not one that this package knows"
+        if self.gate_required:
+            reason = f"its second input, {self.gate!r}, is no gate that this package knows, or {reason}"
+        raise NotInFamily(reason)
 
     def _candidates(self, functional: bool) -> Iterator[Recipe]:
         """Every recipe, but for rounding, that a module with these tensors and numbers
         may have, the commonest first.
         """
-        group = {} if self.group == self.size else {"group_size": self.group}
-        gates = GATES if self.gate_required else (None,)
-        own = [(n, getattr(self.module, n, None)) for n in self.attributes]
-        eps = [(n, value) for n, value in own if type(value) in (int, float)]
-        numbers = {*self.code.numbers, *[value for _, value in eps]}
-        offsets = (0.0, 1.0) if 1.0 in numbers else (0.0,)
-        small = [number for number in self.code.numbers if number < 1]
-        eps += [(None, number) for number in dict.fromkeys((*small, *DEFAULT_EPS))]
-        formulas = itertools.product(
-            (False, True), self._operands(), (False, True), offsets, gates, eps
-        )
-        for outside, operands, centered, offset, gate, (name, value) in formulas:
-            weight, bias = operands
-            with contextlib.suppress(ValueError):  # some exclude each other
-                spec = NormSpec(
-                    centered=centered,
-                    eps=float(value),
-                    has_weight=weight is not None,
-                    has_bias=bias is not None,
-                    weight_offset=offset,
-                    functional=functional,
-                    eps_outside=outside,
-                    gate=gate,
-                    **group,
-                )
-                yield Recipe(
-                    spec,
-                    weight=weight,
-                    bias=bias,
-                    eps=name,
-                    eps_value=None if name is None else value,
-                    gate=None if gate is None else self.gate,
-                )
+        group_size = None
+        if self.group != self.size:
+            group_size = self.group
+        gates = (None,)
+        if self.gate_required:
+            gates = GATES
+        for (weight, bias), (name, eps) in itertools.product(
+            self._operands(), self._eps_values()
+        ):
+            spec = NormSpec(
+                centered=False,
+                eps=float(eps),
+                has_weight=weight is not None,
+                has_bias=bias is not None,
+                functional=functional,
+                group_size=group_size,
+            )
+            recipe = Recipe(spec, weight, bias)
+            if name is not None:
+                recipe = replace(recipe, eps=name, eps_value=eps)
+            if self.gate_required:
+                recipe = replace(recipe, gate=self.gate)
+            fields = itertools.product((False, True), (False, True), (0.0, 1.0), gates)
+            for outside, centered, offset, gate in fields:
+                with contextlib.suppress(ValueError):  # some exclude each other
+                    yield with_spec(
+                        recipe,
+                        eps_outside=outside,
+                        centered=centered,
+                        weight_offset=offset,
+                        gate=gate,
+                    )
 
     def _operands(self) -> list[tuple[str | None, str | None]]:
         """Every (weight, bias) among the tensors that its forward reads."""
@@ -151,6 +149,18 @@ class Fit(Trial):
             if name in self.attributes and len(tensor) == self.size:
                 rows.append(name)
         return [*itertools.permutations((*rows, None), 2), (None, None)]
+
+    def _eps_values(self) -> list[tuple[str | None, float]]:
+        """Every eps, as (name of its attribute or None, value)."""
+        values = []
+        for name in self.attributes:
+            value = getattr(self.module, name, None)
+            if type(value) in (int, float) and 0.0 <= value < math.inf:
+                values.append((name, value))
+        fixed = [number for number in self.code.numbers if number < 1.0]
+        for number in dict.fromkeys((*fixed, *DEFAULT_EPS)):
+            values.append((None, number))
+        return values
 
     def _is_eps(self, recipe: Recipe) -> bool:
         """Whether the attribute is its eps: with another value there it has another."""
@@ -257,7 +267,9 @@ def _rounding_orders(recipe: Recipe) -> list[Recipe]:
     # torch's own norms take no weight for each group
     is_behind = spec.functional and spec.group_size and spec.has_weight
     orders = []
-    for rounding in ("before_weight",) if is_behind else ROUNDINGS:
+    for rounding in ROUNDINGS:
+        if is_behind and rounding == "once":
+            continue
         with contextlib.suppress(ValueError):
             orders.append(with_spec(recipe, rounding=rounding))
     return orders

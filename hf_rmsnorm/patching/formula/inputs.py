@@ -196,4 +196,4 @@ def is_formula(
         return False
     if torch.allclose(y, expected, rtol=0.0, atol=0.0, equal_nan=True):
         return True
-    return not exact and nearly(y, expected, x, bias, recipe.spec)
+    return not exact and nearly(y, expected, x, weight, bias, recipe.spec)

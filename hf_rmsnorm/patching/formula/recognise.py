@@ -123,8 +123,8 @@ def _signature(module: Module, values: dict[str, object]) -> tuple:
     cls = type(module)
     code = getattr(cls.forward, "__code__", None)
     parts = [*cls.__mro__, cls.forward, code, *module._parameters]
-    # a method on the instance, as of accelerate's hooks
-    parts += set(vars(module)) - MODULE_STATE - set(values)
+    # as methods on the instance
+    parts += sorted(set(vars(module)) - MODULE_STATE - set(values))
     for name, value in values.items():
         is_tensor = isinstance(value, Tensor)
         parts += [name, true_shape(value) if is_tensor else repr(value)]
