@@ -41,15 +41,17 @@ def fused_class(base: type, proven: Recipe, asked: Asked = NOTHING) -> type:
     Raises:
         TypeError: base cannot be subclassed.
     """
-    return _made(base, base.forward, proven, asked)
+    forward = base.forward
+    code = getattr(forward, "__code__", None)
+    return _made(base, forward, code, proven, asked)
 
 
 @cache
-def _made(base: type, forward: Callable, proven: Recipe, asked: Asked) -> type:
+def _made(base: type, forward: Callable, code, proven: Recipe, asked: Asked) -> type:
     def __repr__(self):
         return f"{base.__repr__(self)} [hf_rmsnorm]"
 
-    patch = NormPatch(base, forward, proven, asked)
+    patch = NormPatch(base, forward, code, proven, asked)
     marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_patch": patch, "__repr__": __repr__}
     return derive(base, _forward_of(patch), marks, fused_class, proven, asked)
 
@@ -62,14 +64,16 @@ class NormPatch:
         recipe: what is computed: that, as it was asked.
     """
 
-    def __init__(self, base: type, forward: Callable, proven: Recipe, asked: Asked):
+    def __init__(
+        self, base: type, forward: Callable, code, proven: Recipe, asked: Asked
+    ):
         recipe = asked.of(proven)
         self.base = base
         self.proven = proven
         self.asked = asked
         self.recipe = recipe
         self.forward = forward
-        self.code = getattr(forward, "__code__", None)
+        self.code = code
         self.signature = inspect.signature(forward)
         self.names = list(self.signature.parameters)[1:2]
         if recipe.gate is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from reports import report_on
 
-from hf_rmsnorm import unpatch_model, use_backend
+from hf_rmsnorm import count_launches, unpatch_model, use_backend
 from hf_rmsnorm.fused.norm import patch_of
 
 # The file that each class below stands in. `self.norm(x)` is an RMSNorm.
@@ -385,6 +385,18 @@ def test_what_was_edited_is_read_again(name):
         report_on(each)
         with use_backend("reference"):
             assert torch.equal(each(x), expected)
+
+
+def test_a_forward_with_other_code_for_the_same_formula_is_fused_again():
+    norm = made(forward("return self.norm(x)"))
+    assert report_on(norm).swapped
+    unpatch_model(norm)
+    again = made(forward("h = self.norm(x)\nreturn h"))
+    type(norm).forward.__code__ = type(again).forward.__code__
+    assert report_on(norm).swapped
+    with count_launches() as launches:
+        norm(torch.randn(3, 32))
+    assert launches.total() == 1
 
 
 def test_what_was_refused_is_read_again_when_it_was_edited():
