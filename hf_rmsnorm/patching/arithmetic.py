@@ -4,31 +4,41 @@ A forward is read before it is changed or trusted. A word that is not in this ta
 refused: nothing is known of what it does.
 """
 
-# The effects of a call.
-NEW = "makes a new tensor, of all elements by the same steps"
-VIEW = "gives all elements, perhaps in the same memory"
-PART = "gives some elements, chosen by number, perhaps in the same memory"
-DROPS = "drops dimensions of one element"
+# The effects of a call. Those of a cast and of a view may be the tensor itself.
+ELEMENTS = "computes each element by itself"
+CAST = "gives another dtype, device or memory layout"
+REDUCTION = "computes along dimensions"
+VIEW = "gives all elements in another shape"
+JOIN = "gives all elements, joined or repeated along a dimension"
+CUT = "cuts a dimension"
+PART = "gives some elements, by number"
 CHOICE = "gives what values decide"
-ASKS = "gives a number: a size, or how many dimensions there are"
+DROP = "drops dimensions of one element"
+QUESTION = "gives a size, or the number of dimensions"
 
 _WORDS = {
-    NEW: """
-        abs add cat div layer_norm mean mul neg norm normalize pow reciprocal
-        repeat_interleave rms_norm rsqrt sigmoid silu sqrt square stack sub sum tanh var
-        var_mean vector_norm
+    ELEMENTS: """
+        abs add div mul neg pow reciprocal rsqrt sigmoid silu sqrt square sub tanh
+    """,
+    CAST: "bfloat16 contiguous double float half to type_as",
+    REDUCTION: """
+        layer_norm mean norm normalize rms_norm sum var var_mean vector_norm
     """,
     VIEW: """
-        bfloat16 contiguous double expand expand_as flatten float half movedim permute
-        reshape to transpose type_as unflatten unsqueeze view view_as
+        expand expand_as flatten movedim permute reshape transpose unflatten unsqueeze
+        view view_as
     """,
-    PART: "chunk narrow split unbind",
-    DROPS: "squeeze",
-    CHOICE: "clamp index_select where",
-    ASKS: "dim size",
+    JOIN: "cat repeat_interleave stack",
+    CUT: "chunk split",
+    PART: "index_select narrow unbind",
+    CHOICE: "clamp where",
+    DROP: "squeeze",
+    QUESTION: "dim size",
 }
 EFFECTS = {word: effect for effect, words in _WORDS.items() for word in words.split()}
 
+# Keywords by which a function writes to a tensor; `**arguments` may hold one.
+WRITING = frozenset({"out", "inplace", None})
 # Attributes that tell about a tensor without getting hold of it.
 FACTS = frozenset({"device", "dtype", "ndim", "shape"})
 
@@ -36,12 +46,3 @@ FACTS = frozenset({"device", "dtype", "ndim", "shape"})
 def words_that(*effects: str) -> frozenset[str]:
     """The words with one of these effects."""
     return frozenset(word for word, effect in EFFECTS.items() if effect in effects)
-
-
-# After a run at some sizes, these give nothing new at others; a run on one row tells of
-# those that drop dimensions,
-ALL_ELEMENTS = words_that(NEW, VIEW, DROPS)
-# these nothing new at the same sizes,
-SAME_STEPS = words_that(NEW, VIEW, DROPS, PART)
-# and whatever they give, these change nothing.
-NO_EFFECT = frozenset(EFFECTS)

@@ -19,20 +19,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from ..arithmetic import ALL_ELEMENTS
+from ..arithmetic import (
+    CAST,
+    DROP,
+    ELEMENTS,
+    JOIN,
+    REDUCTION,
+    VIEW,
+    WRITING,
+    words_that,
+)
 from ..source import CannotRewrite, definition_of
 from .probe import is_plain, own_values
 from .refusals import NotPlain
 
+# What takes all elements through the same steps, whatever they are and however many. A
+# run on one row tells of dimensions that were dropped.
+ARITHMETIC = words_that(ELEMENTS, CAST, REDUCTION, VIEW, JOIN, DROP)
 PLACES = (torch, F, torch.linalg)
 FUNCTIONS = [
     getattr(place, name)
     for place in PLACES
-    for name in ALL_ELEMENTS.intersection(dir(place))
+    for name in ARITHMETIC.intersection(dir(place))
 ]
 TAKE_SHAPES = ("view", "reshape", "expand")  # they may be given any size of the input
-# `**arguments`, and what has a function write to a tensor
-REFUSED_KEYWORDS = (None, "out", "inplace")
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 READ_BY_TORCH = {"normalized_shape", "weight", "bias", "eps"}
 LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
@@ -464,7 +474,7 @@ class _Body(ast.NodeVisitor):
                 self.code.read_method(name, mro[mro.index(self.owner) + 1 :])
             case ast.Attribute(ast.Name(self.itself), name):
                 self.code.read_method(name, mro)
-            case ast.Attribute(value, name) if name in ALL_ELEMENTS:
+            case ast.Attribute(value, name) if name in ARITHMETIC:
                 self._number(value)
             case ast.Subscript(ast.Name("ACT2FN") as table, key):
                 # Transformers' table of gates, of which the module names one
@@ -493,7 +503,7 @@ def _arguments(node: ast.Call) -> list[ast.expr]:
     """Those of a call, by place and by name."""
     arguments = list(node.args)
     for keyword in node.keywords:
-        if keyword.arg in REFUSED_KEYWORDS:
+        if keyword.arg in WRITING:
             text = ast.unparse(node.func)
             raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
         arguments.append(keyword.value)

@@ -4,17 +4,25 @@ import ast
 import itertools
 from collections.abc import Callable, Iterable, Set
 
+from ..arithmetic import (
+    CAST,
+    CHOICE,
+    CUT,
+    DROP,
+    FACTS,
+    PART,
+    QUESTION,
+    VIEW,
+    WRITING,
+    words_that,
+)
 from .calls import is_modulated
 
 Statements = list[ast.stmt]
 
-FACTS = {"shape", "dtype", "device", "ndim"}  # asked without getting hold of the tensor
-# Methods of a tensor that make a new one.
-_METHODS = {
-    "chunk", "clamp", "contiguous", "expand", "flatten", "float", "index_select",
-    "permute", "reshape", "size", "squeeze", "tanh", "to", "transpose", "type_as",
-    "unbind", "unsqueeze", "view", "where",
-}  # fmt: skip
+# Methods of a tensor that make a new one. Of arithmetic `tanh` alone, which Lumina's
+# gates call: modules have methods of the other names, as `self.norm`.
+_METHODS = words_that(CAST, VIEW, CUT, PART, CHOICE, DROP, QUESTION) | {"tanh"}
 # What is evaluated whole, and changes nothing.
 ARITHMETIC = (
     ast.Assign,
@@ -116,6 +124,8 @@ def only_computes(
         case ast.Call() if may_call(node):
             parts = [*node.args, *node.keywords]
         case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
+            return False
+        case ast.keyword(name) if name in WRITING:
             return False
         case _ if isinstance(node, _COMPUTING):
             parts = ast.iter_child_nodes(node)

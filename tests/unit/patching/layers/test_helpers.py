@@ -35,6 +35,10 @@ class Modulated(nn.Module):
         condition.mul_(2)
         return x * (1 + condition)
 
+    def written_by_a_function(self, x, condition):
+        torch.clamp(condition, max=0.5, out=condition)
+        return x * (1 + condition)
+
 
 class ByAFunction(Modulated):
     def forward(self, x, scale):
@@ -66,8 +70,14 @@ class Written(Modulated):
         return self.written(self.norm(x), copied)
 
 
+class WrittenByAFunction(Modulated):
+    def forward(self, x, scale):
+        copied = scale[:, None] * 1
+        return self.written_by_a_function(self.norm(x), copied)
+
+
 SERVED = ByAFunction, ByAMethod
-OTHERS = ReadAgain, ReadTwice, Written
+OTHERS = ReadAgain, ReadTwice, Written, WrittenByAFunction
 
 
 def operands():
