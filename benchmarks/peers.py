@@ -20,7 +20,7 @@ from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.attention import norm_and_rotate, rotate_together, waiting
 from hf_rmsnorm.fused.sums import add_and_norm
-from hf_rmsnorm.patching.layers.rotary import prove_rotary
+from hf_rmsnorm.patching.layers.rotary import may_be_rotary
 from hf_rmsnorm.reference import reference_norm
 
 EPS = 1e-6
@@ -205,7 +205,7 @@ def fused_copy(norm: nn.Module) -> tuple[nn.Module, NormSpec]:
 def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
     """As a patched model computes it."""
     rotate = rotary()
-    if tables and not prove_rotary(rotate):
+    if tables and not may_be_rotary(rotate):
         raise RuntimeError("no kernel computes the rotary embedding of Qwen3")
 
     def rotated_alone(q, k):

@@ -254,24 +254,18 @@ class Rotation(NamedTuple):
         casts_twice: where once, each of its two factors is cast to float32, or promoted
             by cos and sin. So autograd rounds both products of its gradient; else their
             sum alone.
-        joined: its result is row-major, as of a concatenation, also where all columns
-            turn.
         reads_pairs: columns 2i and 2i + 1 turn with each other; else i and i + half.
         writes_pairs: the same of the results.
         tables: the columns of cos and sin: ``"all"`` where each column of q has its
             own; ``"first"`` where the pair i reads column i, of as many columns as
             turn; ``"half"`` where it does, and there are half as many.
-        transposed: q and k are (batch, length, heads, head_dim), not (batch, heads,
-            length, head_dim).
     """
 
     once: bool = False
     casts_twice: bool = False
-    joined: bool = False
     reads_pairs: bool = False
     writes_pairs: bool = False
     tables: Literal["all", "first", "half"] = "all"
-    transposed: bool = False
 
     @property
     def turns_halves(self) -> bool:

@@ -272,18 +272,17 @@ def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: Rotation = HALVES) -> Tens
     """`apply_rotary_pos_emb` (Su et al. 2021) on one tensor.
 
     Args:
-        y: (batch, heads, length, head_dim), unless the way is transposed.
+        y: (batch, heads, length, head_dim).
         cos, sin: (batch or 1, length, columns); the columns of y behind those that they
             turn pass.
     """
     columns = way.columns(cos.shape[-1])
-    if columns != y.shape[-1] or way.joined:
-        turned = rotated(y[..., :columns], cos, sin, way._replace(joined=False))
+    if columns != y.shape[-1]:
+        turned = rotated(y[..., :columns], cos, sin, way)
         passing = y[..., columns:]
         return torch.cat((turned, passing), dim=-1)
-    heads = 2 if way.transposed else 1
-    cos = _of_all_columns(cos, way).unsqueeze(heads)
-    sin = _of_all_columns(sin, way).unsqueeze(heads)
+    cos = _of_all_columns(cos, way).unsqueeze(1)
+    sin = _of_all_columns(sin, way).unsqueeze(1)
     dtype = compute_dtype(y.dtype) if way.once else y.dtype
     x = y if way.casts_twice else y.to(dtype)
     left, right = _sides(x, way.reads_pairs)

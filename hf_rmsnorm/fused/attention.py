@@ -7,78 +7,20 @@ stand between, and those do not move the last dimension, along which both work. 
 that has a hook is called at its own place, because the hook sees its input there.
 """
 
-import weakref
 from collections.abc import Callable
-from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
 
-from ..formula import Rotation, dtype_of
+from ..formula import dtype_of
 from ..ops.limits import why_not_rotated
 from ..ops.qk import run_qk, run_rotary
 from .layer import operands_ahead
+from .rotary import ONE, PAIR, RotaryCall, rotary_of
 from .watch import QK, ROTARY, note, watchers
 
 UNPROVEN = "its function is not known to rotate such q and k: it was exchanged, or gets other arguments"
-
-
-class RotaryCall(NamedTuple):
-    """How a forward calls a rotary function.
-
-    Args:
-        one: with one tensor instead of q and k, in front of cos and sin.
-        more, named: what it passes behind them, and by name: constants.
-    """
-
-    one: bool = False
-    more: tuple = ()
-    named: tuple[tuple, ...] = ()
-
-
-PAIR = RotaryCall()
-ONE = RotaryCall(True, named=(("unsqueeze_dim", 2),))
-
-
-class RotaryProof(NamedTuple):
-    """What running a rotary function has shown.
-
-    Args:
-        code, defaults: those that were run.
-        reads: the functions that it calls, as (namespace, name, function, code).
-        ways: in which way it rotates; None if in none that is known. The key is a
-            `RotaryCall`, and two answers: the tables have fewer columns than q; they
-            have another dtype.
-    """
-
-    code: CodeType
-    defaults: tuple | None
-    reads: tuple
-    ways: dict
-
-    def still_holds(self, function: Callable) -> bool:
-        """Whether the function, and those that it calls, are what was run."""
-        for namespace, name, called, code in self.reads:
-            if namespace.get(name) is not called or called.__code__ is not code:
-                return False
-        return function.__code__ is self.code and function.__defaults__ is self.defaults
-
-
-rotary_proofs = weakref.WeakKeyDictionary()
-
-
-def _proven_way(rotate: Callable, called: RotaryCall, q, dtype, cos) -> Rotation | None:
-    """In which way a function rotates q, once this has a dtype; None if in none that is
-    known.
-    """
-    if type(rotate) is not FunctionType:
-        return None
-    proof = rotary_proofs.get(rotate)
-    if proof is None or not proof.still_holds(rotate):
-        return None
-    in_part = cos.shape[-1] != q.shape[-1]
-    return proof.ways.get((called, in_part, dtype != cos.dtype))
 
 
 class Waiting(NamedTuple):
@@ -156,21 +98,26 @@ def rotate_together(
     Args:
         module: whose forward rotates them.
     """
-    way = None
+    rotary = made = None
+    heads = q, k
     if type(q) is type(k) is type(cos) is type(sin) is Tensor:
         called = RotaryCall(False, more, tuple(named.items()))
-        way = _proven_way(rotate, called, q, q.dtype, cos)
-    rotated = None
-    if way is not None:
-        rotated = run_rotary((q, k, cos, sin), way)
+        rotary = rotary_of(rotate, called, q, q.dtype, cos)
+    if rotary is not None:
+        if rotary.transposed and q.dim() == k.dim() == 4:
+            heads = q.transpose(1, 2), k.transpose(1, 2)
+        made = run_rotary((*heads, cos, sin), rotary)
     if watchers:
         reason = UNPROVEN
-        if way is not None:
-            reason = why_not_rotated(q, k, cos, sin, way)
-        note(ROTARY, (module,), q, rotated is not None, reason)
-    if rotated is not None:
-        return rotated
-    return rotate(q, k, cos, sin, *more, **named)
+        if rotary is not None:
+            reason = why_not_rotated(*heads, cos, sin, rotary.way)
+        note(ROTARY, (module,), q, made is not None, reason)
+    if made is None:
+        return rotate(q, k, cos, sin, *more, **named)
+    if rotary.transposed:
+        yq, yk = made
+        return yq.transpose(1, 2), yk.transpose(1, 2)
+    return made
 
 
 def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
@@ -198,13 +145,9 @@ def _launched_heads(
     if spec != k_launches.spec or spec.functional or spec.has_bias:
         return None
     normed_dtype = spec.output_dtype(q.dtype, dtype_of(q_weight))
-    way = _proven_way(rotate, called, q, normed_dtype, cos)
-    if way is None or not way.turns_halves or way.transposed != called.one:
+    rotary = rotary_of(rotate, called, q, normed_dtype, cos)
+    if rotary is None or rotary.transposed != called.one:
         return None
-    if called.one:
-        # q is transposed here, and what is concatenated would lie in another order
-        if way.joined or cos.shape[-1] != q.shape[-1]:
-            return None
-        way = way._replace(transposed=False)
-    operands = q, k, q_weight, k_weight, cos, sin
-    return run_qk(launches, operands, way)
+    if not rotary.way.turns_halves:
+        return None
+    return run_qk(launches, (q, k, q_weight, k_weight, cos, sin), rotary)

@@ -75,11 +75,10 @@ class QKForward:
     it if there are any; or the backward of a rotation alone.
 
     Args:
-        operands: `HeadOperands`, transposed as the way says; of a backward with the
-            gradients of the results.
+        operands: `HeadOperands`; of a backward with the gradients of the results.
         results: meta tensors with the strides and dtypes of the results.
         aligned: the operands start at multiples of 16 bytes.
-        way: how they are rotated; with norms halves, not transposed.
+        way: how they are rotated; with norms halves.
         spec: a formula that `serves` lists; None without norms.
         stats: also return rstd for the backward.
         back: this is a backward.
@@ -107,8 +106,6 @@ class QKForward:
         self.empty_yk = allocator(k, yk)
         self.blank = blank(q.device, (q.numel() + k.numel()) // q.shape[-1])
         strided = {"q": q, "k": k, "yq": yq, "yk": yk}
-        if way.transposed:
-            strided = {name: t.transpose(1, 2) for name, t in strided.items()}
         sides = way.reads_pairs, way.writes_pairs
         reads, writes = reversed(sides) if back else sides
         named = {

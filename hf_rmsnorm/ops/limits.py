@@ -171,9 +171,6 @@ def why_not_rotated(q, k, cos, sin, way: Rotation = HALVES) -> str:
         if t.device != q.device or t.dtype not in KERNEL_DTYPES:
             return f"one of q, k, cos and sin is {t.dtype} on {t.device}"
     shapes = [tuple(t.shape) for t in tensors]
-    if way.transposed and q.dim() == k.dim() == 4:
-        q = q.transpose(1, 2)
-        k = k.transpose(1, 2)
     if not (_are_heads(q, k) and _are_tables(q, cos, sin, way)):
         return f"no kernel serves q, k, cos and sin in these layouts, {shapes}"
     return device_refusal(q.device.type, q.device.index) or ""

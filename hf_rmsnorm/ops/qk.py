@@ -2,10 +2,13 @@
 or without any.
 """
 
-import torch
-from torch import is_grad_enabled
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from ..formula import HALVES, Rotation, dtype_of
+import torch
+from torch import Tensor, is_grad_enabled
+
+from ..formula import Rotation, dtype_of
 from ..kernels.operands import Kind, Launch, any_requires_grad, of_rotation, row_major
 from ..kernels.rows import strided_without_data, without_data
 from ..reference import reference_qk_norm, rotated
@@ -24,12 +27,30 @@ from .limits import serves_qk, why_not_rotated
 _rotations = Launches(None)
 
 
+@dataclass(eq=False)
+class Rotary:
+    """A model's rotary function, and the formula that it was shown to compute.
+
+    Args:
+        way: the formula.
+        function: the model's, as ``function(q, k, cos, sin)`` on operands as
+            `reference.rotated` takes them.
+        transposed: the model gives it q and k of (batch, length, heads, head_dim).
+    """
+
+    way: Rotation
+    function: Callable
+    transposed: bool = False
+
+
 class _QKFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *operands):
         launches, launch = call
         q, k, q_weight, k_weight, cos, sin = operands
         yq, yk, rstd = launch.on(operands)
+        _, of_q, of_k, of_q_weight, of_k_weight, _, _ = ctx.needs_input_grad
+        _ask(ctx, (yq, yk), (of_q or of_q_weight, of_k or of_k_weight))
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, launch.way
         ctx.weight = id(q_weight)
@@ -38,25 +59,66 @@ class _QKFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk):
+        if dq is None and dk is None:
+            return (None,) * 7
         launches, way = ctx.kept
         need = ctx.needs_input_grad[1:5]
         saved = saved_tensors(ctx, launches)
+        gradients = dq, dk
+        alone = _alone(dq, dk)
+        if alone is not None:
+            gradients, saved, need = _of_side(alone, gradients, saved, need)
         grads = None
         if not needs_operators():
             kind = Kind(_make_backward, (need, way))
-            grads = by_kernel(launches, kind, (dq, dk, *saved))
+            grads = by_kernel(launches, kind, (*gradients, *saved))
         if grads is None:
-            grads = _by_formula(launches, saved, (dq, dk), need, way)
+            grads = _by_formula(launches, saved, gradients, need, way)
+        if alone == 1:
+            dx, _, dweight, _ = grads
+            grads = None, dx, None, dweight
         return None, *grads, None, None
 
 
+def _ask(ctx, results: tuple, asking: tuple[bool, bool]) -> None:
+    """Have each result ask for gradients where the model's own does: where q is trained
+    and k is frozen, k does not. A backward then gets None for it.
+    """
+    ctx.set_materialize_grads(False)
+    frozen = [y for y, asks in zip(results, asking, strict=True) if not asks]
+    if frozen:
+        ctx.mark_non_differentiable(*frozen)
+
+
+def _alone(dq: Tensor | None, dk: Tensor | None) -> int | None:
+    """0 where q alone has a gradient, 1 where k has, None where both have."""
+    if dk is None:
+        return 0
+    return 1 if dq is None else None
+
+
+def _of_side(alone: int, gradients: tuple, saved: tuple, need: tuple) -> tuple:
+    """(gradients, saved tensors, need) of one side: it takes the place of q, and k has
+    no heads.
+    """
+    q, k, q_weight, k_weight, cos, sin, rstd = saved
+    dy = gradients[alone]
+    x = (q, k)[alone]
+    weight = (q_weight, k_weight)[alone]
+    rows = dy.numel() // dy.shape[-1]
+    rstd = rstd[-rows:] if alone else rstd[:rows]
+    no_heads = dy[:, :0]
+    saved = x, no_heads.to(x.dtype), weight, weight, cos, sin, rstd
+    return (dy, no_heads), saved, (need[alone], False, need[2 + alone], False)
+
+
 def _by_formula(launches: Launches, saved: tuple, gradients: tuple, need, way):
-    q, k, *weights, cos, sin, _ = saved
+    q, k, q_weight, k_weight, cos, sin, rstd = saved
 
     def formula(*operands):
         return reference_qk_norm(*operands, launches.spec, cos, sin, way)
 
-    operands = q, k, *weights
+    operands = q, k, q_weight, k_weight
     return gradients_of_all(formula, operands, gradients, need)
 
 
@@ -101,50 +163,74 @@ class _RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *operands):
-        launches, ctx.launch = call
+        _, ctx.launch = call
         q, k, q_weight, k_weight, cos, sin = operands
         ctx.save_for_backward(cos, sin)
         yq, yk, _ = ctx.launch.on(operands)
+        _, of_q, of_k, _, _, _, _ = ctx.needs_input_grad
+        _ask(ctx, (yq, yk), (of_q, of_k))
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
-        tables = ctx.saved_tensors
+        if dq is None and dk is None:
+            return (None,) * 7
+        cos, sin = ctx.saved_tensors
+        alone = _alone(dq, dk)
+        if alone is not None:
+            dy = (dq, dk)[alone]
+            dq, dk = dy, dy[:, :0]
         made = None
         if not needs_operators():
-            kind = Kind(_make_rotary_backward, (ctx.launch,))
-            made = by_kernel(_rotations, kind, of_rotation(dq, dk, *tables))
+            kind = Kind(_make_rotary_backward, (ctx.launch, alone))
+            made = by_kernel(_rotations, kind, of_rotation(dq, dk, cos, sin))
         if made is None:
-            made = _rotated_back(ctx.launch, (dq, dk), tables)
+            inputs = _inputs(ctx.launch, alone)
+            made = _rotated_back(inputs, (dq, dk), cos, sin, ctx.launch.way)
         dxq, dxk, *_ = made
+        if alone == 0:
+            dxk = None
+        elif alone == 1:
+            dxq, dxk = None, dxq
         return None, dxq, dxk, None, None, None, None
 
 
-def _rotated_back(launch, gradients: tuple, tables: tuple) -> list:
-    cos, sin = tables
+def _inputs(forward: Launch, alone: int | None) -> tuple[Tensor, Tensor]:
+    """What a backward gives the gradients of, on meta."""
+    if alone is None:
+        return forward.inputs
+    x = forward.inputs[alone]
+    return x, x[:, :0]
 
+
+def _rotated_back(inputs: tuple, gradients: tuple, cos, sin, way: Rotation) -> list:
     def formula(*tensors):
-        return [rotated(x, cos, sin, launch.way) for x in tensors]
+        return [rotated(x, cos, sin, way) for x in tensors]
 
     # At any q and k, as it is linear; not made like the gradients, which may be batched.
-    inputs = []
-    for x in launch.inputs:
-        zeros = torch.zeros(x.shape, dtype=x.dtype, device=cos.device)
-        inputs.append(zeros.requires_grad_())
-    return gradients_of_all(formula, inputs, gradients, (True, True))
+    zeros = []
+    for x in inputs:
+        zero = torch.zeros(x.shape, dtype=x.dtype, device=cos.device)
+        zeros.append(zero.requires_grad_())
+    return gradients_of_all(formula, zeros, gradients, (True, True))
 
 
 def _make_rotary_backward(
-    launches: Launches, operands: tuple, aligned: bool, forward
+    launches: Launches,
+    operands: tuple,
+    aligned: bool,
+    forward: Launch,
+    alone: int | None,
 ) -> Launch | None:
-    dq, dk, q_weight, k_weight, *tables = operands
+    dq, dk, q_weight, k_weight, cos, sin = operands
     way = forward.way
-    if why_not_rotated(dq, dk, *tables, way):
+    if why_not_rotated(dq, dk, cos, sin, way):
         return None
-    return kernels().QKForward(operands, forward.inputs, aligned, way, back=True)
+    inputs = _inputs(forward, alone)
+    return kernels().QKForward(operands, inputs, aligned, way, back=True)
 
 
-def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple | None:
+def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
     """The heads of q and k, normalised and rotated in one launch.
 
     None where no kernel serves such tensors, or where something has to see the
@@ -154,7 +240,7 @@ def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple
 
     Args:
         operands: `HeadOperands`.
-        way: how they are rotated; with norms halves, as `Rotation.turns_halves` says.
+        rotary: how they are rotated; with norms halves, as `Rotation.turns_halves` says.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give,
@@ -163,42 +249,45 @@ def run_qk(launches: Launches, operands: tuple, way: Rotation = HALVES) -> tuple
     if not starts_kernels():
         return None
     if is_grad_enabled() and any_requires_grad(operands):
-        q, k, q_weight, k_weight, cos, sin = operands
+        *others, cos, sin = operands
         if any_requires_grad((cos, sin)):
             return None
         function = _RotaryFunction if launches.spec is None else _QKFunction
-        kind = Kind(_make_forward, (way, True))
+        kind = Kind(_make_forward, (rotary, True))
         return by_kernel(launches, kind, operands, function.apply)
-    made = by_kernel(launches, Kind(_make_forward, (way, False)), operands)
+    made = by_kernel(launches, Kind(_make_forward, (rotary, False)), operands)
     if made is None:
         return None
     yq, yk, _ = made
     return yq, yk
 
 
-def run_rotary(operands: tuple, way: Rotation) -> tuple | None:
+def run_rotary(operands: tuple, rotary: Rotary) -> tuple | None:
     """q and k, rotated in one launch: `run_qk` without norms.
 
     Args:
         operands: q, k, cos and sin, as `reference.rotated` takes them.
     """
-    return run_qk(_rotations, of_rotation(*operands), way)
+    return run_qk(_rotations, of_rotation(*operands), rotary)
 
 
 def _make_forward(
-    launches: Launches, operands: tuple, aligned: bool, way: Rotation, graded: bool
+    launches: Launches, operands: tuple, aligned: bool, rotary: Rotary, graded: bool
 ) -> Launch | None:
     spec = launches.spec
+    way = rotary.way
     if not serves_qk(spec, operands, way):
         return None
-    q, k, weight, _, *tables = operands
-    cos, sin = map(strided_without_data, tables)
-    results = []
+    q, k, q_weight, k_weight, cos, sin = operands
+    normed = []
     for x in (q, k):
-        normed = strided_without_data(x)
-        if spec is not None:
-            dtype = spec.output_dtype(x.dtype, dtype_of(weight))
-            normed = without_data(x, dtype)
-        results.append(rotated(normed, cos, sin, way))
+        if spec is None:
+            normed.append(strided_without_data(x))
+        else:
+            dtype = spec.output_dtype(x.dtype, dtype_of(q_weight))
+            normed.append(without_data(x, dtype))
+    # which gives them the strides that the model's own results have
+    tables = map(strided_without_data, (cos, sin))
+    results = rotary.function(*normed, *tables)
     stats = graded and spec is not None
     return kernels().QKForward(operands, results, aligned, way, spec, stats)

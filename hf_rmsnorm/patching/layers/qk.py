@@ -45,7 +45,7 @@ from ...fused.attention import (
     waiting,
 )
 from .calls import call
-from .rotary import prove_rotary
+from .rotary import may_be_rotary
 from .statements import (
     FACTS,
     Replace,
@@ -80,7 +80,7 @@ def fuse_qk(
         return []
     (name,) = names
     rotary = inspect.unwrap(cls.forward).__globals__.get(name)
-    if not prove_rotary(rotary, PAIR if is_pair else ONE):
+    if not may_be_rotary(rotary, PAIR if is_pair else ONE):
         return []
     for rotation in rotations:
         _put_off(rotation)

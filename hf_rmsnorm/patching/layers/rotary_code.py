@@ -1,98 +1,152 @@
-"""Which functions take every q and k through the same steps, as their source shows: what
-one run proves of such a function holds for all.
+"""Which functions compute along the last dimension alone, as their source shows.
+
+Such a function takes each head of each token through the same steps, whatever its
+values are and however many there are: it calls nothing that moves or counts other
+dimensions, cuts the last one alone, and keeps nothing between calls. So what one run
+shows holds for any number of them.
 """
 
 import ast
 from collections.abc import Iterable
-from types import FunctionType
+from types import FunctionType, NoneType
 
 import torch
 
+from ...fused.rotary import RotaryProof
+from ..arithmetic import CAST, CUT, JOIN, words_that
 from ..source import CannotRewrite, definition_of
 
-# Functions of torch and methods of a tensor that it may call, and what it may read.
-_CALLS = {
-    "cat", "chunk", "contiguous", "flatten", "float", "mul", "narrow", "neg",
-    "repeat_interleave", "reshape", "size", "split", "squeeze", "stack", "sum", "to",
-    "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view",
-}  # fmt: skip
-_READS = {"dtype", "ndim", "shape"}
+# Functions of torch and methods of a tensor: those that leave each element at its place,
+# in the same dtype under autocast, and those that have to name the last dimension.
+_BY_ELEMENT = words_that(CAST) | {"mul", "neg", "unsqueeze"}
+_ALONG_LAST = words_that(JOIN, CUT)
+_KEYWORDS = {"dim", "dtype"}
 _NODES = (
-    *(ast.Assign, ast.Expr, ast.Return, ast.expr_context),
-    *(ast.Name, ast.Constant, ast.Tuple, ast.List, ast.Starred, ast.keyword),
-    *(ast.Subscript, ast.Slice, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop),
+    *(ast.Assign, ast.Expr, ast.Return, ast.expr_context, ast.Constant),
+    *(ast.Tuple, ast.List, ast.BinOp, ast.UnaryOp, ast.USub),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv),
 )
-
-
-def functions_read(function: FunctionType) -> tuple | None:
-    """The functions that a function calls by name, and those that these call, each as
-    (namespace, name, function, code); None if its source shows more than arithmetic.
-    """
-    found: dict[FunctionType, tuple] = {}
-    try:
-        _read(function, found)
-    except (CannotRewrite, _More):
-        return None
-    return tuple(found.values())
+# of defaults, which nothing can change
+_CONSTANTS = int, float, str, bool, NoneType, torch.dtype
 
 
 class _More(Exception):
-    """A function does more than arithmetic."""
+    """A function does more than compute along the last dimension."""
 
 
-def _read(function: FunctionType, found: dict) -> None:
-    if function.__closure__:
-        raise _More
-    for statement in definition_of(function.__code__).body:
-        _check(statement, function, found)
+def read(function: FunctionType) -> RotaryProof | None:
+    """What the source of a function shows, while nothing was run; None if it shows more
+    than arithmetic along the last dimension.
+    """
+    reader = _Reader()
+    try:
+        reader.read(function)
+    except (CannotRewrite, _More):
+        return None
+    return RotaryProof(tuple(reader.names.values()), tuple(reader.functions.values()))
 
 
-def _check(node: ast.AST, function: FunctionType, found: dict) -> None:
-    """Check a statement or an expression of a function, and all in it."""
-    if isinstance(node, ast.Name):
-        _check_name(node, function)
-        return
-    for part in _parts(node, function, found):
-        _check(part, function, found)
+class _Reader:
+    """Reads a function, and those that it calls."""
 
+    def __init__(self):
+        self.names: dict[tuple, tuple] = {}
+        self.functions: dict[FunctionType, tuple] = {}
 
-def _check_name(node: ast.Name, function: FunctionType) -> None:
-    is_local = node.id in function.__code__.co_varnames
-    if not is_local and function.__globals__.get(node.id) is not torch:
-        raise _More
-
-
-def _parts(node: ast.AST, function: FunctionType, found: dict) -> Iterable[ast.AST]:
-    """What is in a node of a kind that is allowed."""
-    match node:
-        case ast.If(ast.Compare(_, [ast.Is() | ast.IsNot()], [ast.Constant(None)])):
-            return [node.test.left, *node.body, *node.orelse]
-        case ast.Call(ast.Attribute(inner, name)) if name in _CALLS:
-            return [inner, *node.args, *node.keywords]
-        case ast.Call(ast.Name(name)):
-            _read_called(name, function, found)
-            return [*node.args, *node.keywords]
-        case ast.Attribute(inner, name) if name in _READS or _is_of_torch(node):
-            return [inner]
-        case ast.keyword("out"):
+    def read(self, function: FunctionType) -> None:
+        if function in self.functions:
+            return
+        code = function.__code__
+        defaults = function.__defaults__
+        if function.__closure__ or code.co_kwonlyargcount:
             raise _More
-    is_written = isinstance(getattr(node, "ctx", None), ast.Store)
-    if not isinstance(node, _NODES) or (is_written and isinstance(node, ast.Subscript)):
+        for value in defaults or ():
+            if type(value) not in _CONSTANTS:
+                raise _More
+        self.functions[function] = function, code, defaults
+        for statement in definition_of(code).body:
+            self.check(statement, function)
+
+    def check(self, node: ast.AST, function: FunctionType) -> None:
+        """Check a statement or an expression of a function, and all in it."""
+        if not isinstance(node, ast.Name):
+            for part in self.parts(node, function):
+                self.check(part, function)
+            return
+        is_local = node.id in function.__code__.co_varnames
+        if not is_local and self.global_of(node.id, function) is not torch:
+            raise _More
+
+    def global_of(self, name: str, function: FunctionType) -> object:
+        """The value of a global, which has to stay."""
+        namespace = function.__globals__
+        value = namespace.get(name)
+        self.names[id(namespace), name] = namespace, name, value
+        return value
+
+    def parts(self, node: ast.AST, function: FunctionType) -> Iterable[ast.AST]:
+        """What is in a node of a kind that is allowed."""
+        match node:
+            case ast.If(ast.Compare(x, [ast.Is() | ast.IsNot()], [ast.Constant(None)])):
+                return [x, *node.body, *node.orelse]
+            case ast.Call(ast.Name(name)) if name not in function.__code__.co_varnames:
+                called = self.global_of(name, function)
+                if type(called) is not FunctionType:
+                    raise _More
+                self.read(called)
+                return _arguments(node)
+            case ast.Call(ast.Attribute(inner)) if _keeps_others(node):
+                return [inner, *_arguments(node)]
+            case ast.Attribute(inner) if _is_dtype(node):
+                return [inner]
+            case ast.Subscript(inner, index, ast.Load()):
+                return _parts_of_index(inner, index)
+        if isinstance(node, _NODES):
+            return ast.iter_child_nodes(node)
         raise _More
-    return ast.iter_child_nodes(node)
 
 
-def _is_of_torch(node: ast.Attribute) -> bool:
-    """Whether this names a dtype, as ``torch.float32``."""
-    is_of_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
-    return is_of_torch and isinstance(getattr(torch, node.attr, None), torch.dtype)
+def _arguments(called: ast.Call) -> list[ast.expr]:
+    return [*called.args, *(keyword.value for keyword in called.keywords)]
 
 
-def _read_called(name: str, function: FunctionType, found: dict) -> None:
-    namespace = function.__globals__
-    called = namespace.get(name)
-    if type(called) is not FunctionType or name in function.__code__.co_varnames:
-        raise _More
-    if called not in found:
-        found[called] = (namespace, name, called, called.__code__)
-        _read(called, found)
+def _keeps_others(called: ast.Call) -> bool:
+    """Whether this calls what leaves all dimensions but the last to themselves."""
+    keywords = {keyword.arg: keyword.value for keyword in called.keywords}
+    if not keywords.keys() <= _KEYWORDS:
+        return False
+    match called.func:
+        case ast.Attribute(_, name) if name in _BY_ELEMENT:
+            return True
+        case ast.Attribute(_, name) if name in _ALONG_LAST:
+            last = keywords.get("dim", called.args[-1] if called.args else None)
+            return _is_minus(1, last)
+        case ast.Attribute(ast.Call(ast.Attribute(_, "stack")), "flatten"):
+            return len(called.args) == 1 and _is_minus(2, called.args[0])
+    return False
+
+
+def _is_minus(number: int, node: ast.AST | None) -> bool:
+    match node:
+        case ast.UnaryOp(ast.USub(), ast.Constant(value)):
+            return value == number
+    return False
+
+
+def _is_dtype(node: ast.Attribute) -> bool:
+    """Whether this is that of a tensor, or a name of torch."""
+    return node.attr == "dtype" or isinstance(getattr(torch, node.attr, 0), torch.dtype)
+
+
+def _parts_of_index(inner: ast.expr, index: ast.expr) -> list[ast.expr]:
+    """What is in ``x.shape[-1]``; in a slice of the last dimension, ``x[..., a:b]``; or in
+    what adds dimensions of one, ``x[:, None, :]``.
+    """
+    match inner, index:
+        case ast.Attribute(x, "shape"), _ if _is_minus(1, index):
+            return [x]
+        case _, ast.Tuple([ast.Constant(value), ast.Slice() as cut]) if value is ...:
+            return [inner, *ast.iter_child_nodes(cut)]
+        case _, ast.Tuple(indices) if {*map(ast.unparse, indices)} <= {":", "None"}:
+            return [inner]
+    raise _More

@@ -14,9 +14,10 @@ import ast
 import inspect
 from types import FunctionType
 
-from ...fused.attention import RotaryCall, rotate_together
+from ...fused.attention import rotate_together
+from ...fused.rotary import RotaryCall
 from .calls import call
-from .rotary import prove_rotary
+from .rotary import may_be_rotary
 
 
 def may_rotate(cls: type) -> bool:
@@ -48,7 +49,7 @@ def fuse_rotations(definition: ast.FunctionDef, cls: type, itself: str) -> list[
                 ) as rotated,
             ) if (q, k) == (of_q, of_k):
                 called = _called(more, rotated.keywords)
-                if called is None or not prove_rotary(functions.get(name), called):
+                if called is None or not may_be_rotary(functions.get(name), called):
                     continue
                 names.append(name)
                 operands = itself, rotated.func, *rotated.args
@@ -58,10 +59,12 @@ def fuse_rotations(definition: ast.FunctionDef, cls: type, itself: str) -> list[
 
 
 def _called(more: list[ast.expr], keywords: list[ast.keyword]) -> RotaryCall | None:
-    """The constants that a rotary function gets besides; None if they are none."""
+    """The integers that a rotary function gets besides; None if it gets other things."""
     try:
         values = tuple(map(ast.literal_eval, more))
         named = [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in keywords]
     except ValueError:
+        return None
+    if not all(type(value) is int for value in (*values, *dict(named).values())):
         return None
     return RotaryCall(False, values, tuple(named))

@@ -54,8 +54,8 @@ rotate = modeling_qwen3.apply_rotary_pos_emb
 
 
 def rotate_and_cast_back(q, k, cos, sin):
-    turned = rotate(q, k, cos, sin)
-    return turned[0].to(q.dtype), turned[1].to(k.dtype)
+    yq, yk = rotate(q, k, cos, sin)
+    return yq.to(q.dtype), yk.to(k.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -2,13 +2,13 @@
 bits in every dtype, forward and backward.
 """
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-from heads import WAYS
+from torch import nn
 from transformers.models.blt.modeling_blt import apply_rotary_pos_emb as of_blt
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as of_cohere
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
@@ -25,6 +25,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import (
     apply_rotary_pos_emb as of_gpt_oss,
 )
 from transformers.models.helium.modeling_helium import apply_rotary_pos_emb as of_helium
+from transformers.models.hunyuan_vl.modeling_hunyuan_vl import (
+    apply_rotary_pos_emb as of_hunyuan,
+)
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.modernbert.modeling_modernbert import (
     apply_rotary_pos_emb as of_modernbert,
@@ -33,8 +36,9 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as cas
 
 from benchmarks.counting import saved_bytes
 from hf_rmsnorm import count_launches, use_backend
-from hf_rmsnorm.formula import Rotation
-from hf_rmsnorm.ops.qk import run_rotary
+from hf_rmsnorm.fused.attention import rotate_together
+from hf_rmsnorm.fused.rotary import RotaryCall
+from hf_rmsnorm.patching.layers.rotary import may_be_rotary
 from tests.unit.kernels.test_norm_forward import (
     BF16,
     FP16,
@@ -51,7 +55,6 @@ from tests.unit.kernels.test_qk_forward import (
     assert_strides,
     length_first,
     packed,
-    rotated_once,
 )
 
 parametrize = pytest.mark.parametrize
@@ -65,14 +68,17 @@ class Rotary:
     k: torch.Tensor
     tables: tuple
     function: Callable = apply_rotary_pos_emb
-    way: str | Rotation = ""
+    named: dict = field(default_factory=dict)
 
     def fused(self, q, k):
+        called = RotaryCall(named=tuple(self.named.items()))
+        assert may_be_rotary(self.function, called)
+        operands = q, k, *self.tables
         with use_backend("triton"):
-            return run_rotary((q, k, *self.tables), WAYS.get(self.way, self.way))
+            return rotate_together(nn.Module(), self.function, *operands, **self.named)
 
     def eager(self, q, k):
-        return self.function(q, k, *self.tables)
+        return self.function(q, k, *self.tables, **self.named)
 
 
 def made(
@@ -116,62 +122,37 @@ def check(rotary, layouts=(contiguous, length_first)):
 
 
 DTYPES = [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32), (FP32, BF16)]
-FUNCTIONS = [
-    (apply_rotary_pos_emb, "", 64),
-    (partial_rotary, "joined", 64),
-    (partial_rotary, "", 32),
-    (partial_rotary, "", 16),
+FUNCTIONS = [  # and of how many columns the tables are
+    (apply_rotary_pos_emb, 64),
+    (partial_rotary, 64),
+    (partial_rotary, 32),
+    (partial_rotary, 16),
+    (of_cohere, 64),
+    (of_blt, 64),
+    (of_helium, 64),
+    (of_glm, 64),
+    (of_glm, 16),
+    (of_deepseek, 64),
+    (of_gpt_oss, 32),
+    (of_ernie, 64),
+    (of_modernbert, 64),
+    (cast_back, 64),
+    (of_hunyuan, 64),
 ]
 
 
 @parametrize("dtypes", DTYPES, ids=str)
-@parametrize("function, way, columns", FUNCTIONS)
-def test_the_functions_of_hugging_face(function, way, columns, dtypes):
-    check(made(dtypes=dtypes, function=function, way=way, columns=columns))
+@parametrize("function, columns", FUNCTIONS)
+def test_the_functions_of_hugging_face(function, columns, dtypes):
+    check(made(dtypes=dtypes, function=function, columns=columns))
 
 
-PAIRS = Rotation(reads_pairs=True, writes_pairs=True)
-FIRST = PAIRS._replace(tables="first")
-TURNS = [
-    (of_cohere, PAIRS._replace(once=True), 64),
-    (of_blt, PAIRS, 64),
-    (of_helium, FIRST, 64),
-    (of_glm, FIRST._replace(joined=True), 64),
-    (of_glm, FIRST, 16),
-    (of_deepseek, Rotation(reads_pairs=True, tables="first"), 64),
-    (of_gpt_oss, Rotation(joined=True, tables="half"), 32),
-]
-
-
-@parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@parametrize("transposed", [False, True])
-@parametrize("function, way, columns", TURNS)
-def test_other_ways_to_turn(function, way, columns, transposed, dtype):
-    rotary = made(dtypes=(dtype, dtype), columns=columns, function=function, way=way)
-    if transposed:
-        rotary.q = rotary.q.transpose(1, 2)
-        rotary.k = rotary.k.transpose(1, 2)
-        rotary.way = way._replace(transposed=True)
-        rotary.function = partial(function, unsqueeze_dim=2)
+@parametrize("function, columns", FUNCTIONS)
+def test_heads_behind_the_tokens(function, columns):
+    rotary = made(function=function, columns=columns, named={"unsqueeze_dim": 2})
+    rotary.q = rotary.q.transpose(1, 2)
+    rotary.k = rotary.k.transpose(1, 2)
     check(rotary)
-
-
-TWICE = Rotation(once=True, casts_twice=True)
-CASTING = [  # what is cast back, and what is computed in float32
-    (cast_back, TWICE, (BF16, FP32)),
-    (cast_back, "", (BF16, BF16)),
-    (rotated_once, "once", (BF16, BF16)),
-    (rotated_once, "once", (FP16, FP32)),
-    (of_cohere, PAIRS._replace(once=True), (BF16, FP32)),
-    (of_ernie, FIRST._replace(once=True, casts_twice=True), (BF16, BF16)),
-    (of_modernbert, TWICE, (FP16, FP16)),
-    (of_modernbert, TWICE, (BF16, FP32)),
-]
-
-
-@parametrize("function, way, dtypes", CASTING)
-def test_functions_that_give_the_dtype_of_q_back(function, way, dtypes):
-    check(made(dtypes=dtypes, function=function, way=way))
 
 
 @parametrize("k_layout", [transposed, packed])
@@ -214,16 +195,36 @@ def test_gradients_of_gradients(columns):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_one_of_them_frozen():
-    rotary = made()
-    q = rotary.q.detach().requires_grad_()
-    expected = made()
-    with use_backend("triton"):
-        yq, yk = rotary.fused(q, rotary.k)
-        (dq,) = torch.autograd.grad(yq.float().sum() + yk.float().sum(), q)
-    yq, yk = expected.eager(q, expected.k)
-    (theirs,) = torch.autograd.grad(yq.float().sum() + yk.float().sum(), q)
-    assert torch.equal(dq, theirs)
+SIDES = [(True, False), (False, True)]
+
+
+@parametrize("trained", SIDES)
+def test_one_of_them_frozen(trained):
+    """As with adapters on q and v alone."""
+    results = []
+    for function in (Rotary.fused, Rotary.eager):
+        rotary = made(shape=(2, 4, 5, 64))
+        leaves = [rotary.q.detach(), rotary.k.detach()]
+        (asking,) = (x for x, asks in zip(leaves, trained, strict=True) if asks)
+        asking.requires_grad_()
+        outputs = function(rotary, *leaves)
+        assert [y.requires_grad for y in outputs] == list(trained)
+        total = sum(y.float().square().sum() for y in outputs)
+        results.append(torch.autograd.grad(total, asking))
+    assert_equal(*results)
+
+
+@parametrize("used", [0, 1])
+def test_a_result_that_is_not_used_gives_no_gradient(used):
+    results = []
+    for function in (Rotary.fused, Rotary.eager):
+        rotary = made(shape=(2, 4, 5, 64))
+        leaves = [x.detach().requires_grad_() for x in (rotary.q, rotary.k)]
+        y = function(rotary, *leaves)[used]
+        grads = torch.autograd.grad(y, leaves, y.detach(), allow_unused=True)
+        assert grads[1 - used] is None
+        results.append([grads[used]])
+    assert_equal(*results)
 
 
 def test_gradients_and_tables_that_come_back_in_other_strides():
@@ -276,4 +277,7 @@ def of_heads(rotary):
 def test_what_no_launch_rotates(change):
     rotary = made()
     change(rotary)
-    assert rotary.fused(rotary.q, rotary.k) is None
+    # such tables may not fit the model's own function either
+    with count_launches() as launches, contextlib.suppress(RuntimeError):
+        rotary.fused(rotary.q, rotary.k)
+    assert not launches

@@ -214,7 +214,8 @@ from hf_rmsnorm.ops import compute_norm, input_needed
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.kernels.operands import of_sum
 from hf_rmsnorm.ops.norm import run
-from hf_rmsnorm.ops.qk import run_qk
+from hf_rmsnorm.formula import HALVES
+from hf_rmsnorm.ops.qk import Rotary, run_qk
 from hf_rmsnorm.reference import reference_norm
 
 spec, x, weight = NormSpec(False, 1e-6, doubled=True), torch.randn(3, 64), torch.rand(64)
@@ -224,7 +225,8 @@ with count_launches() as launches:
     assert torch.equal(compute_norm(x, weight, None, spec), expected)
     assert run(launches_of(spec), of_sum(torch.zeros_like(x), x, weight, None)) is None
     heads, tables = x[None, None], x[None]
-    assert run_qk(launches_of(spec), (heads, heads, weight, weight, tables, tables)) is None
+    operands = heads, heads, weight, weight, tables, tables
+    assert run_qk(launches_of(spec), operands, Rotary(HALVES, None)) is None
     compiled = torch.compile(lambda t: compute_norm(t, weight, None, spec), backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), expected)
     assert input_needed(weight, None, spec)
