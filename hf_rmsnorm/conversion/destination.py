@@ -55,13 +55,33 @@ def working_folder(dst: Path) -> Iterator[Path]:
     """
     _refuse_if_taken(dst)
     folder = Path(f"{dst}.converting-{secrets.token_hex(4)}")
-    model = folder / MODEL
     try:
-        model.mkdir(parents=True)
-        with FileLock(folder / LOCK, blocking=False):
+        folder.mkdir(parents=True)
+        with _locked(folder, dst) as model:
             yield model
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, dst: Path) -> Iterator[Path]:
+    """Lock a working folder, for the folder of the model in it; refused if another
+    process has done that.
+    """
+    lock = FileLock(folder / LOCK, blocking=False)
+    model = folder / MODEL
+    try:
+        lock.acquire()
+        model.mkdir(exist_ok=True)
+    except (Timeout, FileNotFoundError):  # or it has removed the folder
+        raise ConversionError(
+            f"{dst}: another process is converting into it: wait for it, or choose "
+            "another DST"
+        ) from None
+    try:
+        yield model
+    finally:
+        lock.release()
 
 
 def _refuse_if_taken(dst: Path) -> None:
@@ -69,34 +89,22 @@ def _refuse_if_taken(dst: Path) -> None:
     have left beside it is removed.
     """
     for folder in dst.parent.glob(f"{glob.escape(dst.name)}.converting-{TOKEN}"):
-        if _is_working_folder(folder):
+        try:
             _remove_if_left(folder, dst)
+        except OSError:  # it is gone, or another user's
+            continue
     if os.path.lexists(dst):
         raise _exists_already(dst)
 
 
-def _is_working_folder(folder: Path) -> bool:
-    """Whether a folder holds what a working folder does, and nothing else."""
-    return (
-        folder.is_dir()
-        and not folder.is_symlink()
-        and {*os.listdir(folder)} <= {LOCK, MODEL}
-    )
-
-
 def _remove_if_left(folder: Path, dst: Path) -> None:
     """Remove the working folder of a run that was killed; refused while it runs."""
-    try:
-        with FileLock(folder / LOCK, blocking=False):
-            pass
-    except Timeout:
-        raise ConversionError(
-            f"{dst}: another process is converting into it: wait for it, or choose "
-            "another DST"
-        ) from None
-    except OSError:  # it is gone, or another user's
-        return
-    shutil.rmtree(folder, ignore_errors=True)
+    if {*os.listdir(folder)} - {LOCK, MODEL}:
+        return  # of another program
+    with _locked(folder, dst):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.name == "nt":  # which removes no file that is open
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(model: Path, dst: Path) -> None:
@@ -105,9 +113,14 @@ def publish(model: Path, dst: Path) -> None:
         if path.is_file():
             with open(path, "rb+") as file:  # Windows flushes none that is only read
                 os.fsync(file.fileno())
-    if os.path.lexists(dst):  # an empty folder would be replaced
-        raise _exists_already(dst)
-    os.rename(model, dst)
+    try:
+        if not os.path.lexists(dst):  # an empty folder would be replaced
+            os.rename(model, dst)
+            return
+    except OSError:
+        if not os.path.lexists(dst):
+            raise
+    raise _exists_already(dst)
 
 
 def _exists_already(dst: Path) -> ConversionError:

@@ -50,7 +50,8 @@ def killed_within(tensors):
 
 # of a first run, and of what cleans up behind one that was killed
 BOUNDARIES = {
-    "as its folder appears": ("mkdir", 2, True),
+    "as its folder appears": ("mkdir", 1, True),
+    "as it is locked": ("mkdir", 3, True),
     "within the first shard": 1,
     "within a later shard": 6,
     "while it flushes": ("fsync", 2, False),
