@@ -7,7 +7,6 @@ import warnings
 import torch
 
 from ..ops.operators import is_dtensor
-from ..patching.api import check_module
 from ..patching.converted import STAYS, Recorded, conversion_of
 from ..record import RECORD_KEY, TRAINED_AS_RMS, centre_
 
@@ -175,7 +174,9 @@ def mark_as_rms(model: torch.nn.Module, trained: bool = False) -> None:
 
 
 def _recorded(model: torch.nn.Module, function: str) -> Recorded:
-    check_module(function, model)
+    if not isinstance(model, torch.nn.Module):
+        what = f"{function} needs a torch.nn.Module, got {type(model).__name__}"
+        raise TypeError(f"{what}: load the model first")
     recorded = conversion_of(model)
     if recorded is None:
         raise ValueError(

@@ -5,7 +5,7 @@ while that is the same.
 from __future__ import annotations
 
 from collections import UserDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -23,10 +23,8 @@ from ..record import (
     own_names,
     trained_as_rms,
 )
-from .entries import Entry
 
 STAYS = "stays the LayerNorm that it is: "
-TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
 # Modules of hooks that move tensors and do not change their values.
 _HARMLESS = ("transformers.", "torch.distributed.", "hf_rmsnorm.")
 
@@ -218,28 +216,3 @@ def conversion_of(model: Module) -> Recorded | None:
 def _record_of(module: Module):
     config = getattr(module, "config", None)
     return getattr(config, RECORD_KEY, None)
-
-
-def follow_conversion(model: Module, entries: list[Entry]) -> None:
-    """Give the norms of a converted model the formulas that its record says."""
-    conversion = conversion_of(model)
-    if conversion is None:
-        return
-    for entry in entries:
-        recorded = [path for path in entry.paths if path in conversion.norms]
-        if not recorded or entry.excluded:
-            continue
-        entry.required = conversion.trained
-        as_rms = False
-        if entry.proven is not None and entry.proven.spec.centered:
-            # also of a norm that stays: its weights may have moved since
-            eps = entry.proven.spec.eps
-            says = conversion.norms[recorded[0]]
-            entry.note = conversion.why_not
-            if not entry.note and eps != says:
-                entry.note = f"{STAYS}its eps is {eps:g}, the record says {says:g}"
-            as_rms = not entry.note
-            if as_rms and conversion.trained:
-                entry.note = TRAINED
-        if as_rms != entry.asked.as_rms:
-            entry.asked = replace(entry.asked, as_rms=as_rms)

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from ..fused.norm import patch_of
 from ..fused.recipe import Asked
-from .converted import follow_conversion
+from .converted import STAYS, Recorded, conversion_of
 from .entries import Entry
 from .formula.probe import neutral_modes
 from .formula.recognise import NOT_A_NORM, recognise
@@ -18,6 +18,7 @@ from .formula.refusals import Refusal
 from .swap import why_not_run
 
 Globs = str | Iterable[str] | None
+TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,44 @@ def make_plan(
     for entry in entries:
         _choose(entry, include, exclude or [])
     with neutral_modes():  # in which the values of weights can be read
-        follow_conversion(model, entries)
+        _follow_conversion(model, entries)
         for entry in entries:
             if entry.proven is not None:
                 _settle(entry, options)
     return entries
+
+
+def _follow_conversion(model: Module, entries: list[Entry]) -> None:
+    """Give the norms of a converted model the formulas that its record says."""
+    conversion = conversion_of(model)
+    if conversion is None:
+        return
+    for entry in entries:
+        recorded = [path for path in entry.paths if path in conversion.norms]
+        if recorded and not entry.excluded:
+            entry.required = conversion.trained
+            as_rms = _runs_as_rms(entry, conversion, recorded[0])
+            if as_rms != entry.asked.as_rms:
+                entry.asked = replace(entry.asked, as_rms=as_rms)
+
+
+def _runs_as_rms(entry: Entry, conversion: Recorded, path: str) -> bool:
+    """Whether a norm runs as the RMSNorm that is recorded for its path; with a note on
+    the norm.
+    """
+    if entry.proven is None or not entry.proven.spec.centered:
+        return False
+    eps = entry.proven.spec.eps
+    recorded = conversion.norms[path]
+    # also of a norm that stays: its weights may have moved since
+    entry.note = conversion.why_not
+    if not entry.note and eps != recorded:
+        entry.note = f"{STAYS}its eps is {eps:g}, the record says {recorded:g}"
+    if entry.note:
+        return False
+    if conversion.trained:
+        entry.note = TRAINED
+    return True
 
 
 def list_norms(model: Module) -> list[Entry]:

@@ -157,7 +157,7 @@ def _open_shard(source: Checkpoint, name: str) -> None:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    source.metadata.update(header.pop("__metadata__", {}))
+    source.metadata.update(header.pop("__metadata__", None) or {})
     for key, entry in header.items():
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:

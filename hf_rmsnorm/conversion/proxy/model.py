@@ -220,7 +220,8 @@ def _class_of(source, config, trust_remote_code: bool) -> type[PreTrainedModel]:
     for auto in ("AutoModelForCausalLM", "AutoModel"):
         if auto in remote and trust_remote_code:
             return get_class_from_dynamic_module(remote[auto], str(source))
-    for name in getattr(config, "architectures", None) or ():
+    names = getattr(config, "architectures", None)
+    for name in map(str, names if isinstance(names, list) else ()):
         if hasattr(transformers, name):
             return getattr(transformers, name)
     causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
