@@ -40,6 +40,10 @@ class Call:
         """The module's input."""
         return self.arguments[self.place]
 
+    def name_of(self, place: int | str) -> str:
+        """What the argument at a place is called among gradients."""
+        return "input"
+
     def again(self) -> "Call":
         """The same call with copies of its arguments: a layer may write to a cache
         among them.
@@ -47,12 +51,12 @@ class Call:
         return replace(self, arguments=copy.deepcopy(self.arguments))
 
     def outputs(
-        self, module: nn.Module, x: torch.Tensor, parameters: dict
+        self, module: nn.Module, inputs: dict, parameters: dict
     ) -> list[torch.Tensor]:
-        """The floating tensors that a module returns for an input x and the other
-        arguments, with other parameters where these are named.
+        """The floating tensors that a module returns for other inputs, by their places
+        among the arguments, and for other parameters where these are named.
         """
-        named = {**self.arguments, self.place: x}
+        named = self.arguments | inputs
         args = tuple(named.pop(key) for key in self.arguments if isinstance(key, int))
         returned = torch.func.functional_call(module, parameters, args, named)
         return [y for y in tree_leaves(returned) if is_float(y) and y.dim()]

@@ -92,7 +92,7 @@ def worst(checks: list[Check]) -> Check:
 def _run(call: Call, module: torch.nn.Module) -> Outputs:
     x = call.x.detach().clone()
     x.requires_grad_(torch.is_grad_enabled())
-    return [y.detach() for y in call.again().outputs(module, x, {})]
+    return [y.detach() for y in call.again().outputs(module, {call.place: x}, {})]
 
 
 def _kinds(outputs: Outputs) -> str:
@@ -176,5 +176,5 @@ def _differing(ours: Outputs, theirs: Outputs) -> int:
 def _noise_floor(call: Call, ours: Outputs, theirs: Outputs) -> NoiseFloor:
     """Both against the original in float64."""
     with call.exactly() as again:
-        exact = again.outputs(call.module, call.x, {})
+        exact = again.outputs(call.module, {}, {})
     return noise_floor(theirs, ours, exact, bool(quantised_modules(call.module)))

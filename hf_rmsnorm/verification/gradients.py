@@ -1,5 +1,5 @@
-"""Compares the gradients of patched norms and fused layers with float64, by the error of
-the originals.
+"""Compares the gradients of patched norms and fused layers, and of each fused piece of a
+layer, with float64, by the error of the originals.
 """
 
 from collections import defaultdict
@@ -12,56 +12,80 @@ from ..fused.norm import recipe_of
 from .calls import Call
 from .checks import Check
 from .context import one_line
-from .noise import noise_floor
+from .noise import NoiseFloor, noise_floor
+from .pieces import pieces_of
 from .quantised import quantised_modules
+from .tolerance import ulp
 
 CALLS = 4  # whose largest eager error counts: with few rows the error varies by chance
-INPUT = "input"  # its name among the parameters
+Tensors = dict[int | str, torch.Tensor]
 
 
 def check_gradients(call: Call) -> list[Check]:
     """Check the gradients of the input of a patched norm or fused layer, and of the
-    parameters of its norms: each error at most 1.5 times the original's, plus an ulp of
-    the largest value.
+    parameters of its norms: each error at most 1.5 times the original's, plus a
+    rounding step.
 
-    The original's error is the largest on this input and on three similar ones. None
-    are checked of a layer with quantised weights, whose backward knows no float64.
+    The pieces of a layer are checked one by one too: its other operators hide a wrong
+    gradient behind their own roundings, and that of q behind that of v. None are
+    checked of a layer with quantised weights, whose backward has no float64.
     """
-    module = call.module
-    if quantised_modules(module):
+    if quantised_modules(call.module):
         return []
     call = replace(call, reference=None)
-    leaves = {INPUT: call.x} | _norm_parameters(module)
+    checks = _check(call, {call.place: call.x})
+    if not all(check.compared for check in checks):
+        return checks  # it raises
+    for piece in pieces_of(call):
+        checks += _check(piece, piece.arguments)
+    return checks
+
+
+def _check(call: Call, inputs: Tensors) -> list[Check]:
+    """Check the gradients of these inputs, and of the parameters of the norms.
+
+    The original's error is the largest on these inputs and on three similar ones.
+    """
+    module = call.module
+    parameters = _norm_parameters(module)
     with torch.no_grad(), call.original() as original:
-        cotangents = _cotangents_of(call.again().outputs(original, call.x, {}))
+        cotangents = _cotangents_of(call.again().outputs(original, {}, {}))
     try:
-        ours = _gradients(call.again(), module, leaves, cotangents)
+        ours = _gradients(call.again(), module, inputs, parameters, cotangents)
     except Exception as error:  # whatever a broken backward raises is the verdict on it
         return [Check(f"{call.path}, gradients", False, f"raises {one_line(error)}")]
     floors = defaultdict(list)
     for number in range(CALLS):
-        leaves[INPUT] = call.x * (1 + number / 16)
+        similar = {place: x * (1 + number / 16) for place, x in inputs.items()}
         with call.original() as original:
-            theirs = _gradients(call.again(), original, leaves, cotangents)
+            theirs = _gradients(call.again(), original, similar, parameters, cotangents)
         with call.exactly() as again:
-            exact = _gradients(again, module, leaves, cotangents)
-        for name, *gradients in zip(leaves, theirs, ours, exact, strict=True):
-            floors[name].append(noise_floor(*([dx] for dx in gradients)))
+            exact = _gradients(again, module, similar, parameters, cotangents)
+        for name, gradient in ours.items():
+            floor = noise_floor([theirs[name]], [gradient], [exact[name]])
+            floors[name].append(floor)
     checks = []
-    for gradient, (name, found) in zip(ours, floors.items(), strict=True):
-        floor = replace(
-            found[0],
-            reference_max=max(floor.reference_max for floor in found),
-            reference_rms=max(floor.reference_rms for floor in found),
-            # of what is added up over rows no rounding is the last
-            rms_slack=found[0].max_slack,
-        )
+    for name, found in floors.items():
+        floor = _judged_by_all(found, ours[name])
         path = f"{call.path}, {name}"
-        checks.append(Check(path, floor.passed, floor.text, gradient.numel()))
+        checks.append(Check(path, floor.passed, floor.text, ours[name].numel()))
     return checks
 
 
-def _norm_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+def _judged_by_all(floors: list[NoiseFloor], gradient: torch.Tensor) -> NoiseFloor:
+    """The first of these with the largest error of the original in any."""
+    first = floors[0]
+    # what is added up over rows is rounded in float32 more than once
+    summed = ulp(gradient.abs().max(), torch.float32).item()
+    return replace(
+        first,
+        reference_max=max(floor.reference_max for floor in floors),
+        reference_rms=max(floor.reference_rms for floor in floors),
+        rms_slack=max(first.rms_slack, summed),
+    )
+
+
+def _norm_parameters(module: nn.Module) -> Tensors:
     """The parameters of the patched norms in a module, by name, as far as they are here."""
     return {
         name: parameter
@@ -73,23 +97,38 @@ def _norm_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _gradients(
-    call: Call, module: nn.Module, leaves: dict, cotangents: list[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """The gradients of the input and the parameters, by one backward of a module's
+    call: Call,
+    module: nn.Module,
+    inputs: Tensors,
+    parameters: Tensors,
+    cotangents: list[torch.Tensor],
+) -> Tensors:
+    """The gradients of inputs and parameters by name, by one backward of a module's
     outputs; zeros for what the outputs do not depend on.
     """
     with torch.enable_grad():
-        # a clone is wide in a float64 run
-        clones = [leaf.detach().clone().requires_grad_() for leaf in leaves.values()]
-        parameters = dict(zip(leaves, clones, strict=True))
-        returned = call.outputs(module, parameters.pop(INPUT), parameters)
+        inputs = _leaves(inputs)
+        parameters = _leaves(parameters)
+        returned = call.outputs(module, inputs, parameters)
         outputs = []
         dys = []
         for y, dy in zip(returned, cotangents, strict=True):
             if y.requires_grad:
                 outputs.append(y)
                 dys.append(dy.to(y.dtype))
-        return torch.autograd.grad(outputs, clones, dys, materialize_grads=True)
+        leaves = {call.name_of(place): x for place, x in inputs.items()} | parameters
+        found = torch.autograd.grad(
+            outputs, [*leaves.values()], dys, materialize_grads=True
+        )
+    return dict(zip(leaves, found, strict=True))
+
+
+def _leaves(tensors: Tensors) -> Tensors:
+    # a clone is wide in a float64 run
+    return {
+        name: tensor.detach().clone().requires_grad_()
+        for name, tensor in tensors.items()
+    }
 
 
 def _cotangents_of(outputs: list[torch.Tensor]) -> list[torch.Tensor]:

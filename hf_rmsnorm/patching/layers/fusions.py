@@ -70,8 +70,11 @@ class Fusion:
         """The forward of the subclass of a class that `owner` will hold."""
         return guarded(self.rewrite(base), base, owner)
 
-    def rewrite(self, base: type) -> Callable:
+    def rewrite(self, base: type, functions: dict = FUNCTIONS) -> Callable:
         """The forward of a class with this fusion.
+
+        Args:
+            functions: those that it calls, by the names of `FUNCTIONS`.
 
         Raises:
             CannotRewrite: the class has another forward now, which does not show it.
@@ -81,7 +84,7 @@ class Fusion:
             fusion = find_fusion(base, self.norms)
         if fusion != self:
             raise CannotRewrite("its forward is another now")
-        return compiled_again(base, fusion.definition, FUNCTIONS)
+        return compiled_again(base, fusion.definition, functions)
 
 
 def find_fusion(cls: type, norms: Norms) -> Fusion | None:
