@@ -72,14 +72,14 @@ class Call:
 
     @contextmanager
     def exactly(self) -> Iterator["Call"]:
-        """Inside, this module is unpatched, with its norms in plain torch, and all of
-        it in float64. The call is a copy, as copies are not made in float64.
+        """Inside, the original is in float64, with its norms in plain torch. The call
+        is a copy, as copies are not made in float64.
         """
         again = self.again()
         with (
-            unpatched(self.module),
+            self.original() as original,
             use_backend("reference"),
-            in_float64(self.module),
+            in_float64(original),
         ):
             yield again
 

@@ -63,8 +63,9 @@ def verify_equivalence(
             neither does an encoder-decoder.
         norms: also compare the norms and the fused layers one by one. Other leaf
             modules are listed too if their output differs from the reference's.
-        backward: also compare the gradients of each patched norm and fused layer: at
-            most 1.5 times eager's error against float64.
+        backward: also compare the gradients of each patched norm, fused layer and fused
+            piece of a layer (q and k, summands, scale and shift): at most 1.5 times
+            eager's error against float64.
         progress: is called with the name of each step, four times.
 
     Returns:

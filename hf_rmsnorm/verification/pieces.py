@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..fused.attention import Waiting, waiting
-from ..fused.layer import layer_part
 from ..fused.modulated import OnePlusScale
 from ..fused.norm import recipe_of
-from ..fused.source import CannotRewrite
 from ..ops import use_backend
 from ..patching.layers.calls import FUNCTIONS
+from ..patching.layers.layer_class import layer_part
+from ..patching.source import CannotRewrite
 from .calls import Call, unpatched
 from .context import is_float
 
