@@ -8,7 +8,9 @@ then has the ``count`` of its parameters. What an adapter of PEFT adds to a resi
 weight must have zero mean too.
 """
 
+import math
 import re
+import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -101,6 +103,49 @@ def trained_as_rms(record) -> bool:
         and not record.get("approximate")
         and record.get("computes") == TRAINED_AS_RMS
     )
+
+
+def explain_malformed(record: Mapping) -> str:
+    """The first entry that is not as `make_record` writes it, and what to do about it;
+    "" if all are.
+    """
+    for part, is_right in (("rms_norms", _is_norm), ("residual_weights", _is_centre)):
+        entries = record[part]
+        if not isinstance(entries, dict):
+            return _malformed(part, entries)
+        for name, how in entries.items():
+            count = how.get("count", 1) if isinstance(how, dict) else None
+            if not _is_count(count) or not is_right(how):
+                return _malformed(f"{part}[{name!r}]", how)
+    return ""
+
+
+def _malformed(place: str, value) -> str:
+    return (
+        f"{RECORD_KEY} in its config.json is no record that this package reads: {place} "
+        f"is {reprlib.repr(value)}: convert the original again, or take {RECORD_KEY} out"
+    )
+
+
+def _is_norm(how: dict) -> bool:
+    eps = how.get("eps")
+    return isinstance(eps, (int, float)) and 0 <= eps < math.inf
+
+
+def _is_centre(how: dict) -> bool:
+    if how.keys() - {"count"} != {"axis", "block", "blocks"}:
+        return False
+    blocks = how["blocks"]
+    if blocks is not None:
+        if not isinstance(blocks, list) or not blocks:
+            return False
+        if not all(map(_is_count, blocks)):
+            return False
+    return _is_count(how["axis"]) and _is_count(how["block"]) and how["block"] > 0
+
+
+def _is_count(value) -> bool:
+    return type(value) is int and value >= 0
 
 
 def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:

@@ -271,7 +271,8 @@ def rms_norm(
 
     Raises:
         TypeError: x is not a floating-point tensor.
-        ValueError: shapes or devices do not fit, or eps is negative or not finite.
+        ValueError: shapes or devices do not fit, eps is negative or not finite, or
+            `NormSpec` does not take the other arguments, as an offset of no weight.
 
     Example:
         >>> import torch
@@ -279,8 +280,7 @@ def rms_norm(
         >>> rms_norm(torch.tensor([3.0, -1.0, 4.0, -2.0]), torch.ones(4), eps=0.0)
         tensor([ 1.0954, -0.3651,  1.4606, -0.7303])
     """
-    if weight is None:
-        weight_offset = 0.0
+    if weight is None and rounding == "before_weight":  # the default
         rounding = "once"
     return _compute(x, weight, bias, eps, weight_offset, rounding)
 

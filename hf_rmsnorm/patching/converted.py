@@ -18,6 +18,7 @@ from ..record import (
     RECORD_KEY,
     TRAINED_AS_RMS,
     ResidualWeights,
+    explain_malformed,
     explain_violation,
     matching,
     own_names,
@@ -193,12 +194,17 @@ class Recorded:
 def conversion_of(model: Module) -> Recorded | None:
     """The conversion that the model's config, or that of a model inside it, records;
     None if there is none.
+
+    Raises:
+        ValueError: the record is not one that a conversion writes.
     """
     for path, module in model.named_modules():
         record = _record_of(module)
         if not isinstance(record, dict) or "rms_norms" not in record:
             continue
         record = {**record, "residual_weights": record.get("residual_weights") or {}}
+        if malformed := explain_malformed(record):
+            raise ValueError(f"{type(module).__name__}: {malformed}")
         # A checkpoint saved with a head may be loaded without it, and the names then
         # lack the head's prefix.
         for head in ("", f"{getattr(module, 'base_model_prefix', '')}."):

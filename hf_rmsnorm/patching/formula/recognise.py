@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HIDDEN_SIZE
@@ -112,6 +113,9 @@ def _refusal(module: Module, values: dict[str, object]) -> Refusal | None:
         is_block = not module._parameters and list(module.parameters())
         return Refusal("" if is_block else "it has submodules", NotInFamily.cure)
     for value in values.values():
+        if is_lazy(value):
+            reason = "its parameters are made by its first call"
+            return Refusal(reason, "run the model once, then patch it")
         if isinstance(value, Tensor) and value.numel() > MAX_HIDDEN_SIZE:
             reason = f"its hidden size {value.numel()} is above {MAX_HIDDEN_SIZE}"
             return Refusal(reason, NotInFamily.cure)

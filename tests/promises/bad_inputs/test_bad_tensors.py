@@ -55,6 +55,19 @@ def test_eps(function, eps):
         function(X, WEIGHT, eps=eps)
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"rounding": "twice"}, "rounding is 'twice': choose one of"),
+        ({"rounding": "weight_dtype"}, "a norm without weight has no"),
+        ({"weight_offset": 1.0}, "a norm without weight has no weight_offset"),
+    ],
+)
+def test_what_no_norm_without_a_weight_has(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        rms_norm(X, **arguments)
+
+
 def test_backend_names():
     with pytest.raises(
         ValueError,

@@ -106,9 +106,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["FSDP2", pytest.param("DDP", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("name", ["FSDP2", pytest.param("DDP", marks=pytest.mark.full)])
 def test_launched_by_flags_unpatched_it_goes_on_exactly_from_the_patched_checkpoint(
     name, trained, tmp_path
 ):

@@ -232,6 +232,14 @@ def test_what_functorch_leaves_behind_is_computed_by_operators(transform):
     torch.testing.assert_close(norm(x), original(x), rtol=1e-6, atol=1e-6)
 
 
+def test_an_input_made_in_inference_mode_trains_the_weight():
+    norm, original = patched(LlamaRMSNorm(HIDDEN))
+    with torch.inference_mode():
+        x = rows()
+    found = [torch.autograd.grad(f(x).sum(), norm.weight) for f in (norm, original)]
+    assert torch.equal(*[gradient for (gradient,) in found])
+
+
 def test_a_forward_that_is_given_other_code_runs_it():
     def forward(self, x):
         return self.weight * x

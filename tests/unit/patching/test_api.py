@@ -372,3 +372,10 @@ def test_a_flag_that_is_no_bool_is_refused(flag, value):
     with pytest.raises(TypeError, match=f"{flag} is {value!r}: pass True or False"):
         patch_model(model, **{flag: value})
     assert type(model[0]) is nn.LayerNorm
+
+
+def test_modules_without_parameters_yet_are_left_alone():
+    model = nn.Sequential(nn.LazyLinear(16), nn.LayerNorm(16))
+    report = patch_model(model)
+    assert swapped(report) == {"1"}
+    assert model(torch.ones(2, 8)).shape == (2, 16)

@@ -22,6 +22,7 @@ from hf_rmsnorm import (
 )
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
+from hf_rmsnorm.record import RECORD_KEY
 
 IDS = torch.arange(3, 35).view(2, 16)
 
@@ -365,3 +366,30 @@ def test_training_goes_through_the_recorded_formula(folders):
             each(input_ids=IDS, labels=IDS).loss.backward()
         gradients.append(each.transformer.ln_f.weight.grad)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+HOSTILE = {
+    "an entry that is a number": {"rms_norms": {"model.norm": 3}},
+    "norms that are a list": {"rms_norms": ["model.norm"]},
+    "an eps that is text": {"rms_norms": {"model.norm": {"eps": "1e-5"}}},
+    "no eps": {"rms_norms": {"model.norm": {}}},
+    "a count that is text": {"rms_norms": {"model.norm": {"eps": 1e-5, "count": "2"}}},
+    "weights that are a list": {"rms_norms": {}, "residual_weights": [1]},
+    "a weight without an axis": {"rms_norms": {}, "residual_weights": {"w": {}}},
+    "blocks that are none": {
+        "rms_norms": {},
+        "residual_weights": {"w": {"axis": 0, "block": 4, "blocks": []}},
+    },
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_record_that_no_conversion_writes_is_refused_in_one_line(what):
+    model = tiny_models.build("llama")
+    setattr(model.config, RECORD_KEY, {"version": 1, **HOSTILE[what]})
+    with pytest.raises(
+        ValueError, match="no record that this package reads: .* is "
+    ) as e:
+        patch_model(model)
+    assert "\n" not in str(e.value)
+    assert not is_patched(model)
