@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
 from hf_rmsnorm.ops import compute_norm, norm
 from hf_rmsnorm.reference import reference_norm
-from tests.unit.ops.modules import DEVICE, random
+from tests.unit.ops.test_operators import DEVICE, random
 
 BF16 = torch.bfloat16
 

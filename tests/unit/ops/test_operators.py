@@ -6,11 +6,22 @@ from itertools import permutations
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
-from hf_rmsnorm import NormSpec
+from hf_rmsnorm import NormSpec, use_backend
+from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.ops.operators import norm_backward_op, norm_forward_op, spec_args
 from hf_rmsnorm.reference import reference_norm
-from tests.unit.ops.modules import LAYER_NORM, LLAMA, random
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
+LAYER_NORM = NormSpec(True, 1e-5, has_bias=True, functional=True)
+
+
+def random(*shape, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE)
+
 
 GATED = NormSpec(False, 1e-6, rounding="before_weight", gate="silu_before")
 GEMMA = NormSpec(False, 1e-6, weight_offset=1.0)
@@ -177,3 +188,44 @@ def test_what_the_reference_serves_has_the_dtype_of_eager(
 def test_formulas_that_no_arguments_tell_are_refused():
     with pytest.raises(TypeError, match="the operators do not take"):
         spec_args(NormSpec(False, 1e-6, group_size=8))
+
+
+class Logged(torch.Tensor):
+    """A wrapper that writes down what is called on it."""
+
+    seen = []
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(str(func))
+        args = tree_map_only(Logged, lambda logged: logged.inner, args)
+        return func(*args, **(kwargs or {}))
+
+
+def test_tensor_subclasses_go_through_the_registered_operator(monkeypatch):
+    monkeypatch.setattr(Logged, "seen", [])
+    with use_backend("triton"), torch.no_grad():
+        got = compute_norm(Logged(ROWS), WEIGHT, None, LLAMA)
+        assert Logged.seen == ["hf_rmsnorm.norm_forward.default"]
+        assert torch.equal(got, compute_norm(ROWS, WEIGHT, None, LLAMA))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_norm_in_groups_compiles_to_one_graph(backend):
+    spec = NormSpec(False, 1e-6, group_size=16)
+
+    def norm(t):
+        return compute_norm(t, WEIGHT, None, spec)
+
+    compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    with use_backend(backend):
+        assert torch.equal(compiled(ROWS), norm(ROWS))
