@@ -31,7 +31,7 @@ from benchmarks.peers import (
 from benchmarks.shapes import ModelShape
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm import patch_model
-from hf_rmsnorm.fused import norm, source
+from hf_rmsnorm.fused import layer, norm
 from hf_rmsnorm.ops import backend
 
 MODES = ("inference", "forward", "forward+backward")
@@ -80,7 +80,7 @@ def launches_left_out() -> Iterator[None]:
     others = {
         (backend, "_device_refusal"): lambda *_: None,
         (norm, "left_alone"): lambda _: False,  # which is asked of CPU tensors
-        (source, "left_alone"): lambda _: False,
+        (layer, "left_alone"): lambda _: False,
         (compiled, "device_limits"): lambda *_: (132, 232_448),
     }
     with ExitStack() as stack:

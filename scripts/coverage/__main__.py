@@ -5,7 +5,7 @@
     python -m scripts.coverage convert --out scripts/results/convert-5.23.0.json
     python -m scripts.coverage diffusers --jobs 1 --out scripts/results/diffusers-0.42.1.json
     python -m scripts.coverage regimes --out scripts/results/regimes.json      trained, offloaded, sharded, ...
-    python -m scripts.coverage regimes --check scripts/results/regimes.json    where that is no longer so
+    python -m scripts.coverage patch --check scripts/results/coverage-5.23.0.json    what runs as a kernel no longer
 
 Each type runs in a process of its own, with a limit of time and of memory. What came of
 it goes to the terminal, and with --out to a JSON with a line for each type.
@@ -31,6 +31,13 @@ COMMANDS = {
     "regimes": "count the fused pieces that run as kernels in each regime",
 }
 
+FEWER = "a JSON made earlier: fewer launches of a type are an error"
+CHECK = {
+    "patch": FEWER,
+    "diffusers": FEWER,
+    "regimes": "a JSON made earlier: another result is an error",
+}
+
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
@@ -43,10 +50,9 @@ def parser() -> argparse.ArgumentParser:
         add = commands.add_parser(name, help=words).add_argument
         add("--only", metavar="NAMES", help="separated by commas")
         add("--out", type=Path, metavar="FILE", help="the JSON")
-        if name == "regimes":
-            help = "a JSON made earlier: another result is an error"
-            add("--check", type=Path, metavar="FILE", help=help)
-        else:
+        if name != "convert":
+            add("--check", type=Path, metavar="FILE", help=CHECK[name])
+        if name != "regimes":
             add("--jobs", type=int, default=2, help="at a time (default 2)")
         if name in ("patch", "convert"):
             add("--mapping", choices=("causal", "base", "all"), default="all")
@@ -54,7 +60,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; returns 1 where a type gave a wrong result."""
+    """Run a command; returns 1 where a type gave a wrong result, or with ``--check``
+    launches fewer kernels.
+    """
     options = parser().parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.command != "convert":

@@ -23,6 +23,7 @@ import transformers
 
 import hf_rmsnorm
 
+from . import launches
 from .models import (
     Made,
     classes_of,
@@ -89,6 +90,8 @@ def _compare(made: Made, fusion: bool) -> dict:
     is_fused = any("not fused" not in how for _, how, _ in run["layers"])
     if fusion and is_fused and made.arguments is not None:
         run["fusion"] = compare_fusion(model, made.arguments)
+    forwards = [(part, arguments) for _, part, arguments in scenes]
+    run["launched"] = launches.in_each_dtype(model, forwards)
     return run
 
 
@@ -275,10 +278,10 @@ def compare_fusion(model, arguments: dict) -> dict:
     with hf_rmsnorm.use_backend("triton"):
         for fused in (False, True):
             hf_rmsnorm.patch_model(model, fuse_residual=fused)
-            with hf_rmsnorm.count_launches(model) as launches:
+            with hf_rmsnorm.count_launches(model) as launched:
                 results.append(_hidden_outputs(model, arguments))
             tokens.append(_generated(model, arguments))
-    rotation = _rotation(model, launches)
+    rotation = _rotation(model, launched)
     hf_rmsnorm.unpatch_model(model)
     return {
         "bit_equal": _same_bits(*results),
@@ -307,12 +310,12 @@ def _generated(model, arguments: dict) -> list[torch.Tensor] | str:
         return line(error)[:100]
 
 
-def _rotation(model, launches) -> str:
+def _rotation(model, launched) -> str:
     """Of the rotary embeddings of a model: ``"fused"``, alone or with norms, or why one
     is not; "" where it has none.
     """
     found = ""
-    for piece in launches.pieces:  # some layers may have no positions
+    for piece in launched.pieces:  # some layers may have no positions
         if "rotary" in piece.what and piece.missed:
             return piece.reason
         if "rotary" in piece.what and piece.has_run:

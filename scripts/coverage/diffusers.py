@@ -22,9 +22,8 @@ import torch
 import hf_rmsnorm
 from benchmarks.tables import markdown
 from hf_rmsnorm.cli.env import versions
-from hf_rmsnorm.fused.watch import MODULATED_SUM, MODULATION
-from hf_rmsnorm.patching.launched import Piece
 
+from . import launches
 from .models import cast, outputs, value_of
 from .runs import Task, chosen, line, take
 
@@ -32,42 +31,34 @@ DATA = Path(__file__).resolve().parents[1] / "data" / "diffusers_models.json"
 TIME_LIMIT = 600  # seconds that a class may take in the interpreter
 MAPPING = "diffusers"
 WARM = "DiTTransformer2DModel", MAPPING
-COUNTED = ("norms", "alone", "modulated", "sums")
 
 
 def examine(name: str, mapping: str) -> dict:
     """Build, run, patch and compare one class in bfloat16; returns its entry of the
     JSON.
     """
-    model, inputs = build(name, torch.bfloat16)
+    launched = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model, inputs = build(name, dtype)
+        words = str(dtype).removeprefix("torch.")
+        launched[words] = launches.of_forwards(model, [(model, inputs)])
     expected = outputs(model, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model without any norm is a result here
         report = hf_rmsnorm.patch_model(model)
-    with hf_rmsnorm.use_backend("triton"), hf_rmsnorm.count_launches(model) as ran:
+    with hf_rmsnorm.use_backend("triton"):
         by_kernels = outputs(model, inputs)
     hf_rmsnorm.unpatch_model(model)
     return {
         "type": name,
         "norms": len(report.swapped),
         "alone": len(report.skipped),
-        **_counts(ran.pieces),
+        "launched": launched,
         "differing": _differing(by_kernels, expected),
         "values": sum(t.numel() for t in expected),
         "verified": _verified(model, inputs),
         "reasons": dict(Counter(f"{r.class_name}: {r.reason}" for r in report.skipped)),
     }
-
-
-def _counts(pieces: tuple[Piece, ...]) -> dict[str, int]:
-    """How many norms of a forward were launched with their modulation, and of these with
-    the sum before.
-    """
-    launched: Counter = Counter()
-    for piece in pieces:
-        launched[piece.what] += piece.launched
-    sums = launched[MODULATED_SUM]
-    return {"modulated": launched[MODULATION] + sums, "sums": sums}
 
 
 def _differing(a: list[torch.Tensor], b: list[torch.Tensor]) -> int:
@@ -92,13 +83,21 @@ def _verified(model: torch.nn.Module, inputs: dict) -> str:
 
 def run(options) -> int:
     """What ``python -m scripts.coverage diffusers`` does; returns 1 where a patch
-    changed a result.
+    changed a result, or launches less than in the file of ``--check``.
     """
     names = chosen(options.only, classes())
     task = Task(examine, verdict, document, WARM, TIME_LIMIT)
     results = take(task, [(name, MAPPING) for name in names], options)
     print("\n".join(page_table(document(results))))
-    return int(any(map(is_wrong, results)))
+    fails = any(map(is_wrong, results))
+    if options.check:
+        before = launches.read(options.check)["types"]
+        fails |= launches.print_falls(_launched(before), _launched(results))
+    return int(fails)
+
+
+def _launched(entries: list[dict]) -> dict[str, launches.Counts]:
+    return {e["type"]: launches.flat(e.get("launched", {})) for e in entries}
 
 
 def document(results: list[dict]) -> dict:
@@ -129,7 +128,9 @@ def page_table(document: dict) -> list[str]:
     """The table for the documentation: a row for each class, alike classes in one row."""
     alike: dict[tuple, list[str]] = {}
     for entry in document["types"]:
-        cells = *(entry.get(name, "") for name in COUNTED), verdict(entry)
+        launched = entry.get("launched", {}).get("bfloat16", {})
+        counts = (launched.get(kind, 0) for kind in ("modulations", "sums"))
+        cells = entry.get("norms", ""), entry.get("alone", ""), *counts, verdict(entry)
         alike.setdefault(cells, []).append(_short(entry["type"]))
     head = [f"diffusers {document['versions']['diffusers']}", "norms swapped"]
     head += ["skipped", "with scale and shift", "with the sum before", "result"]

@@ -13,6 +13,7 @@ import transformers
 
 from hf_rmsnorm.cli.env import versions
 
+from . import launches
 from .compare import UNEXAMINED, examine
 from .models import MAPPINGS
 from .runs import Task, chosen, take
@@ -24,7 +25,7 @@ TIME_LIMIT = 540  # seconds a type may take, on a slow machine
 
 def run(options) -> int:
     """What ``python -m scripts.coverage patch`` does; returns 1 where a type gave a
-    wrong result.
+    wrong result, or launches fewer kernels than in the file of ``--check``.
     """
     transformers.logging.set_verbosity_error()
     mappings = MAPPINGS if options.mapping == "all" else (options.mapping,)
@@ -42,7 +43,23 @@ def run(options) -> int:
     for mapping, of_mapping in _by_mapping(results).items():
         figures = totals(of_mapping).items()
         print(f"{mapping}: " + ", ".join(f"{k} {v}" for k, v in figures))
-    return int(any(map(wrong, results)))
+    is_wrong = any(map(wrong, results))
+    if options.check:
+        mappings = launches.read(options.check)["mappings"].values()
+        before = [result for part in mappings for result in part["types"]]
+        is_wrong |= launches.print_falls(launched(before), launched(results))
+    return int(is_wrong)
+
+
+def launched(results: list[dict]) -> dict[str, launches.Counts]:
+    """What each type launches, with and without its optional features."""
+    found = {}
+    for result in results:
+        counts = found.setdefault(f"{result['mapping']} {result['type']}", {})
+        for run in result["runs"]:
+            suffix = " with its options" if run["features"] else ""
+            counts.update(launches.flat(run["launched"], suffix))
+    return found
 
 
 def verdict(result: dict) -> str:

@@ -33,7 +33,7 @@ from benchmarks.compact import write_result
 from benchmarks.tables import markdown
 from hf_rmsnorm.cli.env import versions
 
-from . import diffusers
+from . import diffusers, launches
 from .runs import WIDTH, chosen, line
 
 RANKS = 2
@@ -249,7 +249,7 @@ def examine(name: str, regime: str) -> dict:
         called = how.prepare(model)
     except NotImplementedError:
         return cell
-    hf_rmsnorm.patch_model(model)
+    report = hf_rmsnorm.patch_model(model)
     with torch.set_grad_enabled(how.trains), hf_rmsnorm.count_launches(model) as ran:
         with how.around(model):
             output = called(**inputs)[0]
@@ -258,8 +258,15 @@ def examine(name: str, regime: str) -> dict:
     pieces = ran.pieces
     missed = [piece for piece in pieces if piece.missed or not piece.has_run]
     reasons = Counter(f"{piece.what}: {piece.reason}" for piece in missed)
+    norms = {norm.path for norm in report.swapped}
+    launched = launches.by_kernels(pieces, norms)
     counts = {"pieces": len(pieces), "ran": len(pieces) - len(missed)}
-    return cell | counts | {"reasons": dict(sorted(reasons.items()))}
+    return (
+        cell
+        | counts
+        | {"launched": launched}
+        | {"reasons": dict(sorted(reasons.items()))}
+    )
 
 
 def examine_safely(name: str, regime: str) -> dict:

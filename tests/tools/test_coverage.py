@@ -1,8 +1,7 @@
-"""A sample of `python -m scripts.coverage patch`: tiny models of types drawn by date."""
+"""A sample of `python -m scripts.coverage patch`, and its committed table."""
 
-import datetime
+import functools
 import json
-import random
 from pathlib import Path
 
 import pytest
@@ -14,47 +13,62 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from scripts.coverage import patch
+import hf_rmsnorm
+from scripts.coverage import launches, patch
+from scripts.coverage.__main__ import main
 
 COMMITTED = SCRIPTS / "results" / f"coverage-{transformers_version}.json"
 MAPPINGS = {"causal": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "base": MODEL_MAPPING_NAMES}
 TABLE = (
     json.loads(COMMITTED.read_text(encoding="utf-8")) if COMMITTED.exists() else None
 )
-SAMPLE = sorted(
-    random.Random(datetime.date.today().isoformat()).sample(
-        sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), 8
-    )
+# sums, norms of heads and rotations of every kind; norms that keep float32
+SAMPLE = ("llama", "qwen3", "gemma3_text", "gpt2", "olmo", "zamba2", "cohere")
+KEPT = (
+    "hf_rmsnorm.patch_model",
+    functools.partial(hf_rmsnorm.patch_model, exclude="*.1.*norm*"),
 )
 
 
-def committed_types(mapping: str) -> list[dict]:
-    """The records of a mapping; none for a version of Transformers without a committed
-    table.
-    """
-    return TABLE["mappings"][mapping]["types"] if TABLE else []
-
-
-def run_coverage(out: Path, mapping: str, types) -> dict[str, dict]:
-    """The records that the script writes for these types; it must end well."""
-    how = ("--mapping", mapping, "--jobs", "1", "--only", ",".join(types))
-    python("-m", "scripts.coverage", "patch", *how, "--out", out)
-    table = json.loads(out.read_text())["mappings"][mapping]["types"]
-    records = {record["type"]: record for record in table}
-    assert sorted(records) == sorted(types)
-    for record in table:
-        assert not record["wrong"], record["type"]
-        for run in record["runs"] if record["ran"] else ():
-            assert run["bit_equal"] and all(run["bit_equal"])
-            assert run["saved_equal"] and run["classes_restored"]
-    return records
+def coverage(types, *arguments) -> int:
+    how = ("--mapping", "causal", "--jobs", "1", "--only", ",".join(types))
+    return main(["patch", *how, *map(str, arguments)])
 
 
 @pytest.mark.full
-def test_a_sample_drawn_by_date_is_bit_equal_patched_and_unpatched(tmp_path):
-    records = run_coverage(tmp_path / "sample.json", "causal", SAMPLE)
-    must_run = {t["type"] for t in committed_types("causal") if t["ran"]} & set(SAMPLE)
-    assert {name for name, t in records.items() if t["ran"]} >= must_run
+def test_a_sample_is_bit_equal_and_launches_what_the_committed_table_has(tmp_path):
+    out = tmp_path / "sample.json"
+    assert coverage(SAMPLE, "--out", out, "--check", COMMITTED) == 0
+    table = json.loads(out.read_text(encoding="utf-8"))["mappings"]["causal"]["types"]
+    assert {record["type"] for record in table} == set(SAMPLE)
+    for record in table:
+        assert record["ran"] and not record["wrong"]
+        for run in record["runs"]:
+            assert run["bit_equal"] and all(run["bit_equal"])
+            assert run["launched"]["bfloat16"]["norms"] > 0
+            assert run["launched"]["float32"]["norms"] > 0
+
+
+@pytest.mark.full
+def test_a_norm_that_no_longer_runs_as_a_kernel_is_named(tmp_path, monkeypatch, capfd):
+    """Its model has the same bits, so nothing else would tell."""
+    out = tmp_path / "before.json"
+    types = ("llama", "qwen3")
+    assert coverage(types, "--out", out) == 0
+    monkeypatch.setattr(*KEPT)
+    assert coverage(types, "--check", out) == 1
+    words = capfd.readouterr().err
+    assert "fewer launches: causal llama: bfloat16 norms 5 -> 3" in words
+    assert "fewer launches: causal llama: float32 sums 2 -> 1" in words
+    assert "fewer launches: causal qwen3: float32 qk_norms 4 -> 2" in words
+
+
+def test_more_launches_and_types_that_were_not_tried_are_no_fall(capsys):
+    before = {"a": {"bfloat16 norms": 2, "bfloat16 sums": 1}, "b": {"float32 norms": 1}}
+    more = {"a": {"bfloat16 norms": 3, "bfloat16 sums": 1, "float32 norms": 1}}
+    assert not launches.print_falls(before, more)
+    assert launches.print_falls(before, {"a": {}})
+    assert "a: bfloat16 norms 2 -> 0" in capsys.readouterr().err
 
 
 @pytest.mark.full

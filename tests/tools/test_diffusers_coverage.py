@@ -9,6 +9,7 @@ diffusers = pytest.importorskip(
     "diffusers", reason="the library that this is for, of scripts/requirements"
 )
 coverage = pytest.importorskip("scripts.coverage.diffusers")
+from scripts.coverage.__main__ import main  # noqa: E402
 
 COMMITTED = SCRIPTS / "results" / f"diffusers-{diffusers.__version__}.json"
 pytestmark = pytest.mark.skipif(
@@ -16,9 +17,9 @@ pytestmark = pytest.mark.skipif(
 )
 SAMPLE = [
     "FluxTransformer2DModel",
-    pytest.param("WanTransformer3DModel", marks=pytest.mark.full),
-    pytest.param("ZImageTransformer2DModel", marks=pytest.mark.full),
-    pytest.param("SD3Transformer2DModel", marks=pytest.mark.full),
+    "WanTransformer3DModel",
+    "ZImageTransformer2DModel",
+    "SD3Transformer2DModel",
 ]
 
 
@@ -40,3 +41,17 @@ def test_every_transformer_is_in_the_table_and_none_is_changed_by_a_patch():
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_of_the_table_made_anew(name):
     assert coverage.examine(name, "diffusers") == entries()[name]
+
+
+def test_fewer_launches_than_in_the_table_fail(monkeypatch, tmp_path, capsys):
+    name = SAMPLE[0]
+    entry = {"type": name, "norms": 1, "alone": 0, "differing": 0, "verified": "PASS"}
+    before = entry | {"launched": {"bfloat16": {"norms": 4}, "float32": {"norms": 4}}}
+    now = entry | {"launched": {"bfloat16": {"norms": 3}, "float32": {"norms": 4}}}
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"types": [before]}))
+    run = ["diffusers", "--only", name, "--check", str(table)]
+    for result, code in ((before, 0), (now, 1)):
+        monkeypatch.setattr(coverage, "take", lambda *args, result=result: [result])
+        assert main(run) == code
+    assert f"{name}: bfloat16 norms 4 -> 3" in capsys.readouterr().err
