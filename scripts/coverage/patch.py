@@ -58,7 +58,7 @@ def launched(results: list[dict]) -> dict[str, launches.Counts]:
         counts = found.setdefault(f"{result['mapping']} {result['type']}", {})
         for run in result["runs"]:
             suffix = " with its options" if run["features"] else ""
-            counts.update(launches.flat(run["launched"], suffix))
+            counts.update(launches.flat(run.get("launched", {}), suffix))
     return found
 
 
