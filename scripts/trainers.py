@@ -58,12 +58,12 @@ TRAINERS = {
         *["swift sft examples/trainers/swift.yaml"] * 2, ("torch==2.13.0",)
     ),
     "llamafactory": Trainer(
-        "accelerate launch -m hf_rmsnorm.integrations.run -m llamafactory.launcher examples/trainers/llamafactory.yaml",
+        "accelerate launch -m hf_rmsnorm run -m llamafactory.launcher examples/trainers/llamafactory.yaml",
         "llamafactory-cli train examples/trainers/llamafactory.yaml",
         ("torch==2.11.0", "torchaudio==2.11.0"),
     ),
     "trl": Trainer(
-        "accelerate launch -m hf_rmsnorm.integrations.run -m trl.scripts.sft --config examples/trainers/trl.yaml",
+        "accelerate launch -m hf_rmsnorm run -m trl.scripts.sft --config examples/trainers/trl.yaml",
         "trl sft --config examples/trainers/trl.yaml",
         ("torch==2.13.0", "peft"),
     ),
@@ -121,7 +121,7 @@ def train(words: str, yaml_without: bool, python: str, place: Path) -> Run:
     states = list(place.glob(f"runs/**/checkpoint-{STEPS}/trainer_state.json"))
     if done.returncode or not states:
         raise RuntimeError(f"{words}: {versions.last_line(done)}")
-    swapped = re.search(r"^hf_rmsnorm: (.*)$", done.stderr, re.MULTILINE)
+    swapped = re.search(r"^hf_rmsnorm: (?:\w+: )?(.*)$", done.stderr, re.MULTILINE)
     history = json.loads(states[0].read_text(encoding="utf-8"))["log_history"]
     with open(states[0].parent / "model.safetensors", "rb") as file:
         tensors = json.loads(file.read(int.from_bytes(file.read(8), "little")))

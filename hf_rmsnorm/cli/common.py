@@ -65,6 +65,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_choice_of_norms(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `patch_model` that choose norms."""
+    glob = {"metavar": "GLOB", "action": "append"}
+    parser.add_argument("--include", **glob, help="patch only module paths that match")
+    parser.add_argument("--exclude", **glob, help="skip module paths that match")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail if a norm would be skipped"
+    )
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",

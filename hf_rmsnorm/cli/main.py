@@ -11,10 +11,10 @@ from importlib.util import find_spec
 
 from .. import __version__
 from ..paths import did_you_mean
-from . import bench, convert, env, report, verify
-from .common import one_line, say
+from . import bench, convert, env, report, run, verify
+from .common import CliError, one_line, say
 
-COMMANDS = (report, verify, convert, bench, env)
+COMMANDS = (report, verify, convert, bench, env, run)
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,13 +79,15 @@ def add_command(commands, name: str, module) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(sub)
+    sub.set_defaults(run=module.run, command=name)
+    if module is run:  # what it prints is PROGRAM's
+        return
     sub.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text"
     )
     sub.add_argument(
         "--traceback", action="store_true", help="show where an error comes from"
     )
-    sub.set_defaults(run=module.run, command=name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,14 +96,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 if `verify` does not print PASS; 2 after an error, which is one line on
         stderr; 3 if the result of `convert` fails its verification; 130 if the user
-        interrupted it.
+        interrupted it. `run` returns 0, or raises what its program raises.
     """
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ and find_spec("argcomplete"):
         import argcomplete
 
         argcomplete.autocomplete(parser)  # answers a shell, and exits
-    return execute(parser, argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["run"]:
+        return _run_program(parser, words[1:])
+    return execute(parser, words)
+
+
+def _run_program(parser: Parser, words: list[str]) -> int:
+    options, program = run.split(words)
+    args = parser.parse_args(["run", *options])
+    args.program = program
+    try:
+        args.found = run.find(program)
+    except CliError as error:
+        parser.error(str(error))
+    return run.run(args)
 
 
 def execute(parser: Parser, argv: Sequence[str] | None = None) -> int:

@@ -9,17 +9,12 @@ from dataclasses import replace
 
 from ..sources import find
 from . import models
-from .common import Result, add_model, pick_device, progress_bar
+from .common import Result, add_choice_of_norms, add_model, pick_device, progress_bar
 
 
 def add_arguments(parser) -> None:
     add_model(parser)
-    glob = {"metavar": "GLOB", "action": "append"}
-    parser.add_argument("--include", **glob, help="patch only module paths that match")
-    parser.add_argument("--exclude", **glob, help="skip module paths that match")
-    parser.add_argument(
-        "--strict", action="store_true", help="fail if a norm would be skipped"
-    )
+    add_choice_of_norms(parser)
 
 
 def run(args) -> Result:

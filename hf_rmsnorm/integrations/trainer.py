@@ -140,14 +140,14 @@ class HfRmsNormCallback(TrainerCallback):
             self._patch(before, args.use_liger_kernel)
         line = swapped_line(self.report, args.device)
         if line != self._said and state.is_world_process_zero:
-            print(line, file=sys.stderr)
+            self._say(line)
         self._said = line
 
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr)
+
     def _patch(self, model: torch.nn.Module, liger: bool) -> None:
-        with warnings.catch_warnings():
-            if liger:  # it may have them all, which is said where training begins
-                warnings.filterwarnings("ignore", "patch_model changed no norm")
-            self.report = patch_model(model, **self._options)
+        self.report = self._swap(model, liger)
         self._patched = weakref.ref(model)
         if str(self.report) == self._logged:
             return
@@ -159,22 +159,11 @@ class HfRmsNormCallback(TrainerCallback):
                 f"each norm that the conversion recorded {conversion.why_not}"
             )
 
-
-class EndingCallback(HfRmsNormCallback):
-    """`HfRmsNormCallback` for options that no script has: where they do not fit a
-    model, one line ends the program.
-    """
-
-    has_seen_a_trainer = False
-
-    def _prepare(self, args, state, *arguments) -> None:
-        self.has_seen_a_trainer = True
-        try:
-            super()._prepare(args, state, *arguments)
-        except ValueError as error:  # of patch_model and Recentre, about this model
-            if state.is_world_process_zero:
-                print(f"hf_rmsnorm: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+    def _swap(self, model: torch.nn.Module, liger: bool) -> PatchReport:
+        with warnings.catch_warnings():
+            if liger:  # it may have them all, which is said where training begins
+                warnings.filterwarnings("ignore", "patch_model changed no norm")
+            return patch_model(model, **self._options)
 
 
 def swapped_line(report: PatchReport, device: torch.device) -> str:

@@ -108,17 +108,29 @@ class PatchReport:
         norms = "norm" if count == 1 else "norms"
         return f"{count} {norms} swapped, {len(self.skipped)} skipped"
 
+    @property
+    def places(self) -> list[str]:
+        """Where the norms run: a sentence for all devices where the same computes them."""
+        places = where_norms_run(self.devices)
+        if self._backends() == {"cpu": "original"}:
+            places[-1] += "; on an NVIDIA GPU the norms run fused"
+        return places
+
+    @property
+    def in_one_line(self) -> str:
+        """The counts, and where the norms run."""
+        return "; ".join([self.counts, *[f"runs on {place}" for place in self.places]])
+
     def _runs_on(self) -> list[str]:
         """The lines that say where the norms run."""
-        lines = [f"  runs on   {text}" for text in where_norms_run(self.devices)]
-        backends = [record["backend"] for record in self.devices]
-        names = [record["device"] for record in self.devices]
-        if "triton" in backends:
+        lines = [f"  runs on   {place}" for place in self.places]
+        if "triton" in self._backends().values():
             compiled = WHILE_COMPILING[settings.while_compiling]
             lines.append(f"  compiled  {compiled}")
-        elif names == ["cpu"]:
-            lines[-1] += "; on an NVIDIA GPU the norms run fused"
         return lines
+
+    def _backends(self) -> dict[str, str]:
+        return {record["device"]: record["backend"] for record in self.devices}
 
     def __str__(self) -> str:
         return self.to_text()

@@ -19,6 +19,7 @@ from places import ROOT
 import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
+from hf_rmsnorm.cli.run import split
 from hf_rmsnorm.ops import backend
 from hf_rmsnorm.patching import report
 from scripts.coverage.__main__ import parser as coverage_parser
@@ -119,9 +120,27 @@ def begins_with_a_file(words):
     return is_file(words[0])
 
 
+# In environments of their own: no test of this folder meets them.
+INSTALLED = ("lm_eval", "transformers", "train.py", "PROGRAM")
+MODULES = ("trl.scripts.", "llamafactory.launcher", "package")
+
+
+def is_a_run(words):
+    """Of `hf-rmsnorm run`: options that it has, and a program that a clone has."""
+    options, program = split(words)
+    build_parser().parse_args(["run", *options])
+    if program[0] == "-m":
+        return program[1].startswith(MODULES)
+    return program[0] in INSTALLED or is_file(program[0])
+
+
 # The first words of a command, and whether the others are right; a parser exits where
 # they are not.
 KINDS = {
+    "hf-rmsnorm run": is_a_run,
+    "accelerate launch -m hf_rmsnorm run": is_a_run,
+    "accelerate launch --num_processes 1 -m hf_rmsnorm run": is_a_run,
+    "torchrun --nproc-per-node 2 -m hf_rmsnorm run": is_a_run,
     "hf-rmsnorm": lambda words: callable(build_parser().parse_args(words).run),
     "python -m benchmarks": lambda words: benchmarks_parser().parse_args(words),
     "python -m scripts.coverage": lambda words: coverage_parser().parse_args(words),

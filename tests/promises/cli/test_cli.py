@@ -22,6 +22,7 @@ from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import DEMO_MODELS, demo_path
 from hf_rmsnorm.ops import runs_on
 
+COMMANDS = ["report", "verify", "convert", "bench", "env", "run"]
 NORMS = {"demo:llama": 5 * 2 + 1, "demo:qwen3": 4 * 4 + 1, "demo:gpt2": 5 * 2 + 1}
 
 
@@ -672,11 +673,11 @@ def test_demos_are_the_ones_in_the_help(capsys):
 def test_the_help_of_a_command_is_a_whole_sentence(capsys):
     _, out, _ = run(capsys, "--help")
     words = " ".join(out.split())
-    for name in ("report", "verify", "convert", "bench", "env"):
+    for name in COMMANDS:
         sentence, _, _ = import_module(f"hf_rmsnorm.cli.{name}").__doc__.partition(".")
         assert " ".join(sentence.split()) in words
 
 
-@pytest.mark.parametrize("command", ["report", "verify", "convert", "bench", "env"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_at_most_100_columns_wide(capsys, command):
     assert max(map(len, run(capsys, command, "--help")[1].splitlines())) <= 100
