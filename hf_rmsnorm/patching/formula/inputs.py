@@ -73,10 +73,10 @@ class Trial(Probe):
         """Rows of about so many elements: those of `ROWS`, of the smallest and largest
         numbers, and with an outlier.
         """
-        extremes = HALF_EXTREMES if half else EXTREMES
-        kinds = torch.tensor(ROWS + extremes, dtype=torch.float32)
-        scale, mean = kinds.unsqueeze(2).unbind(1)
-        repeats = math.ceil(elements / (len(kinds) * self.size))
+        kinds = ROWS + (HALF_EXTREMES if half else EXTREMES)
+        scale, mean = torch.tensor(kinds, dtype=torch.float32).unsqueeze(2).unbind(1)
+        of_each_kind = len(kinds) * self.size
+        repeats = math.ceil(elements / of_each_kind)
         x = self.normal(repeats, len(kinds), self.size) * scale + mean
         x[:, 0, self.size // 2] = 300.0
         return x.flatten(0, 1)
@@ -160,13 +160,14 @@ class Trial(Probe):
         moved = x.clone()
         # so that the sign of a difference changes, all that a row of two may show
         moved[0, 0] = 2 * x[0, -1] - x[0, 0]
-        change = self.run(moved) != y
-        in_row = change[0]
+        changed = self.run(moved) != y
+        in_row, others = changed[0], changed[1:]
         if not close(y_scaled, y, 1e-3) or not in_row[1:].any():
             raise Unusable("it does not normalise over the last dimension")
-        if change[1:].any():
+        if others.any():
             raise Unusable("the result of a row depends on other rows")
-        self.group = int(in_row.nonzero().max()) + 1
+        last = in_row.nonzero().max()
+        self.group = int(last) + 1
 
     def agrees(
         self, recipe: Recipe, x: Tensor, dtypes: Iterable[Dtypes] = (ALL_FP32,)
@@ -175,7 +176,9 @@ class Trial(Probe):
         for each in dtypes:
             self.draw_tensors(uneven=True)
             rows = x.to(each.x)
-            gate = None if recipe.gate is None else self.gates(x).to(each.gate)
+            gate = None
+            if recipe.gate is not None:
+                gate = self.gates(x).to(each.gate)
             tensors = self.in_dtype(each.weight)
             y = self.run(rows, gate)
             if not is_formula(y, recipe, rows, tensors, gate, self.exact):

@@ -22,8 +22,10 @@ from torch.nn import Module
 from ..arithmetic import (
     CAST,
     DROP,
+    EFFECTS,
     ELEMENTS,
     JOIN,
+    QUESTION,
     REDUCTION,
     VIEW,
     WRITING,
@@ -201,10 +203,10 @@ class _Body(ast.NodeVisitor):
         self.code = code
         self.function = function
         self.owner = owner
-        self.local: dict[str, int] = {}
-        for parameter in (*parameters.args, *parameters.kwonlyargs, parameters.vararg):
-            if parameter is not None:
-                self.local[parameter.arg] = TENSOR
+        named = [*parameters.args, *parameters.kwonlyargs]
+        if parameters.vararg is not None:
+            named.append(parameters.vararg)
+        self.local = {parameter.arg: TENSOR for parameter in named}
         self.itself = None
         if owner is not None:
             self.itself = parameters.args[0].arg
@@ -258,7 +260,8 @@ class _Body(ast.NodeVisitor):
         named = {keyword.arg: keyword.value for keyword in context.keywords}
         if None in named:
             return False
-        given = inspect.signature(called).bind_partial(*context.args, **named).arguments
+        signature = inspect.signature(called)
+        given = signature.bind_partial(*context.args, **named).arguments
         enabled = given.pop("enabled", None)
         self._visit_all(given.values())
         return isinstance(enabled, ast.Constant) and enabled.value is False
@@ -327,32 +330,41 @@ class _Body(ast.NodeVisitor):
         """What a condition is for every input; None where that is not known here."""
         answer = None
         match test:
-            case ast.BoolOp(operator, parts):
-                answers = set(map(self._answer, parts))
-                deciding = isinstance(operator, ast.Or)
-                if deciding in answers:
-                    return deciding
-                return None if None in answers else not deciding
+            case ast.BoolOp():
+                return self._answer_of_parts(test)
             case ast.UnaryOp(ast.Not(), operand):
                 answer = self._answer(operand)
                 return None if answer is None else not answer
             case ast.Call():
                 return self._answer_of_call(test)
+            case ast.Compare():
+                return self._answer_of_comparison(test)
             case ast.Attribute(ast.Name(self.itself), name):
                 self.code.read_attribute(name)
                 answer = getattr(self.code.module, name, None)
-            # of a library that is not there: a flag such as `has_apex`, or a function
-            # that is None
             case ast.Name(name) if LIBRARY_FLAG.match(name):
-                answer = self._resolve(test)
+                answer = self._resolve(test)  # `has_apex`
+        return answer if isinstance(answer, bool) else None
+
+    def _answer_of_parts(self, test: ast.BoolOp) -> bool | None:
+        """That of ``a and b``, or of ``a or b``."""
+        answers = set(map(self._answer, test.values))
+        deciding = isinstance(test.op, ast.Or)
+        if deciding in answers:
+            return deciding
+        return None if None in answers else not deciding
+
+    def _answer_of_comparison(self, test: ast.Compare) -> bool | None:
+        """Whether a function of a library that is not there is None."""
+        match test:
             case ast.Compare(
-                ast.Name(name),
+                ast.Name(name) as function,
                 [ast.Is() | ast.IsNot() as operator],
                 [ast.Constant(None)],
             ) if name not in self.local and name in self.function.__globals__:
-                if self._resolve(test.left) is None:
+                if self._resolve(function) is None:
                     return isinstance(operator, ast.Is)
-        return answer if isinstance(answer, bool) else None
+        return None
 
     def _answer_of_call(self, test: ast.Call) -> bool | None:
         """That of a function of torch, or of one that asks for a library, as
@@ -361,13 +373,13 @@ class _Body(ast.NodeVisitor):
         called = self._resolve(test.func)
         if called is None:
             return None
-        text = ast.unparse(test)
-        name = ast.unparse(test.func).rpartition(".")[2]
+        _, _, name = ast.unparse(test.func).rpartition(".")
         if name in AUTOCAST_QUESTIONS:
             self.code.asks_autocast = True
             return False
         if called is torch.jit.is_scripting:
             return False
+        text = ast.unparse(test)
         if text.startswith("is_") and text.endswith("_available()"):
             return bool(called())
         return None
@@ -431,13 +443,13 @@ class _Body(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> int:
         text = ast.unparse(node.func)
-        name = text.rpartition(".")[2]
+        _, _, name = text.rpartition(".")
         arguments = _arguments(node)
         if text in ("len", "int"):
             return self._visit_number(node, arguments)
-        if isinstance(node.func, ast.Attribute) and name in ("dim", "size"):
+        if isinstance(node.func, ast.Attribute) and EFFECTS.get(name) == QUESTION:
             self._visit_all((node.func.value, *arguments))
-            question = ast.unparse(node).rpartition(".")[2]
+            _, _, question = ast.unparse(node).rpartition(".")
             return SIZES.get(question, SHAPE)
         owner = None
         if node.args and self._is_self(node.args[0]):
@@ -468,12 +480,13 @@ class _Body(ast.NodeVisitor):
         if called is not None:
             self.code.read_function(called, text, owner)
             return
-        mro = type(self.code.module).__mro__
         match function:
             case ast.Attribute(ast.Call(ast.Name("super"), []), name) if self.owner:
-                self.code.read_method(name, mro[mro.index(self.owner) + 1 :])
+                mro = type(self.code.module).__mro__
+                behind = mro.index(self.owner) + 1
+                self.code.read_method(name, mro[behind:])
             case ast.Attribute(ast.Name(self.itself), name):
-                self.code.read_method(name, mro)
+                self.code.read_method(name, type(self.code.module).__mro__)
             case ast.Attribute(value, name) if name in ARITHMETIC:
                 self._number(value)
             case ast.Subscript(ast.Name("ACT2FN") as table, key):
