@@ -46,3 +46,11 @@ FACTS = frozenset({"device", "dtype", "ndim", "shape"})
 def words_that(*effects: str) -> frozenset[str]:
     """The words with one of these effects."""
     return frozenset(word for word, effect in EFFECTS.items() if effect in effects)
+
+
+# What takes all elements through the same steps, whatever they are and however many. A
+# run on one row tells of dimensions that were dropped.
+SAME_STEPS = words_that(ELEMENTS, CAST, REDUCTION, VIEW, JOIN, DROP)
+# Methods that have no effect and are no module's. Modules are called `self.norm`, so of
+# arithmetic there is `tanh` alone, which Lumina's gates call.
+OF_TENSORS = words_that(CAST, VIEW, CUT, PART, CHOICE, DROP, QUESTION) | {"tanh"}

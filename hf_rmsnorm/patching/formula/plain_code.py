@@ -19,30 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from ..arithmetic import (
-    CAST,
-    DROP,
-    EFFECTS,
-    ELEMENTS,
-    JOIN,
-    QUESTION,
-    REDUCTION,
-    VIEW,
-    WRITING,
-    words_that,
-)
+from ..arithmetic import EFFECTS, QUESTION, SAME_STEPS, WRITING
 from ..source import CannotRewrite, definition_of
 from .probe import is_plain, own_values
 from .refusals import NotPlain
 
-# What takes all elements through the same steps, whatever they are and however many. A
-# run on one row tells of dimensions that were dropped.
-ARITHMETIC = words_that(ELEMENTS, CAST, REDUCTION, VIEW, JOIN, DROP)
 PLACES = (torch, F, torch.linalg)
 FUNCTIONS = [
     getattr(place, name)
     for place in PLACES
-    for name in ARITHMETIC.intersection(dir(place))
+    for name in SAME_STEPS.intersection(dir(place))
 ]
 TAKE_SHAPES = ("view", "reshape", "expand")  # they may be given any size of the input
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
@@ -487,7 +473,7 @@ class _Body(ast.NodeVisitor):
                 self.code.read_method(name, mro[behind:])
             case ast.Attribute(ast.Name(self.itself), name):
                 self.code.read_method(name, type(self.code.module).__mro__)
-            case ast.Attribute(value, name) if name in ARITHMETIC:
+            case ast.Attribute(value, name) if name in SAME_STEPS:
                 self._number(value)
             case ast.Subscript(ast.Name("ACT2FN") as table, key):
                 # Transformers' table of gates, of which the module names one

@@ -4,25 +4,11 @@ import ast
 import itertools
 from collections.abc import Callable, Iterable, Set
 
-from ..arithmetic import (
-    CAST,
-    CHOICE,
-    CUT,
-    DROP,
-    FACTS,
-    PART,
-    QUESTION,
-    VIEW,
-    WRITING,
-    words_that,
-)
+from ..arithmetic import FACTS, OF_TENSORS, WRITING
 from .calls import is_modulated
 
 Statements = list[ast.stmt]
 
-# Methods of a tensor that make a new one. Of arithmetic `tanh` alone, which Lumina's
-# gates call: modules have methods of the other names, as `self.norm`.
-_METHODS = words_that(CAST, VIEW, CUT, PART, CHOICE, DROP, QUESTION) | {"tanh"}
 # What is evaluated whole, and changes nothing.
 ARITHMETIC = (
     ast.Assign,
@@ -117,8 +103,8 @@ def only_computes(
             new tensor may be called without asking.
     """
     match node:
-        case ast.Call(ast.Attribute(owner, name)) if name in _METHODS and not _is_self(
-            owner
+        case ast.Call(ast.Attribute(owner, name)) if (
+            name in OF_TENSORS and not _is_self(owner)
         ):
             parts = ast.iter_child_nodes(node)
         case ast.Call() if may_call(node):
