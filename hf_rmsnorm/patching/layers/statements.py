@@ -55,6 +55,12 @@ def is_product(node: ast.AST) -> bool:
     return False
 
 
+def is_arithmetic(node: ast.AST) -> bool:
+    """Whether an expression adds and scales variables and numbers, and calls nothing."""
+    plain = ast.Name, ast.Constant, ast.BinOp, ast.operator, ast.expr_context
+    return all(isinstance(part, plain) for part in ast.walk(node))
+
+
 def norm_input(node: ast.AST | None, itself: str, norms: Set[str]) -> ast.expr | None:
     """The x in ``self.norm(x)``, a call of one of these child norms with one input; None
     of anything else.
@@ -104,7 +110,7 @@ def only_computes(
     """
     match node:
         case ast.Call(ast.Attribute(owner, name)) if (
-            name in OF_TENSORS and not _is_self(owner)
+            name in OF_TENSORS and not _is_of_self(owner)
         ):
             parts = ast.iter_child_nodes(node)
         case ast.Call() if may_call(node):
@@ -120,8 +126,10 @@ def only_computes(
     return all(only_computes(part, may_call) for part in parts)
 
 
-def _is_self(node: ast.AST) -> bool:
-    """Whether this is the module, whose methods are no tensor's."""
+def _is_of_self(node: ast.AST) -> bool:
+    """Whether this is the module or what it holds, whose methods may be no tensor's."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
     return isinstance(node, ast.Name) and node.id == "self"
 
 

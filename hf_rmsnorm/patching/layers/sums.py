@@ -7,11 +7,13 @@ computed with that norm.
 
     self.norm(a + b)      ->    add_and_norm(a, b, self.norm)[1]
 
-Only such an alias, and statements that only compute and do not mention the sum, may
-stand between the two. A norm that runs only on a condition is left alone. One `if`
-without `else` may stand between: sum and norm are then put on both of its ways. What
-scales and shifts the norm's result (`modulation`) is computed with it, and so is a gate
-of one summand:
+Only such an alias (LLaMA), and assignments that only compute with other variables
+(HunyuanVideo, which adds to two streams before it normalises them), may stand between
+the two. A norm that runs only on a condition is left alone. One `if` without `else` may stand between, if neither its
+condition nor the sum calls anything: sum and norm are then put on both of its ways
+(GPT-2, Whisper and BART, whose decoders may have cross-attention). What scales and
+shifts the norm's result (`modulation`) is computed with it, and so is a gate of one
+summand (diffusers):
 
     y = gate * y                h, y = add_and_modulate(h, gate, y, self.norm, scale, shift)
     h = h + y             ->
@@ -34,6 +36,7 @@ from .statements import (
     alias_of,
     bound,
     first_effect,
+    is_arithmetic,
     is_dead_behind,
     is_plain_test,
     is_product,
@@ -50,7 +53,7 @@ def fuse_sums(
     cls: type,
     itself: str,
     norms: Set[str],
-    rows: Set[str],
+    modulated_norms: Set[str],
 ) -> list[str]:
     """Compute norms with the sum before them or the modulation behind them; returns
     these pieces in words.
@@ -59,154 +62,153 @@ def fuse_sums(
         definition: of the forward of a class; it is changed.
         itself: the forward's name for its module.
         norms: the names of the children that one launch may compute with a sum.
-        rows: the names of those that one launch may compute with a modulation.
+        modulated_norms: the names of those that it may compute with a modulation.
     """
     _, *inside = ast.walk(definition)
     if any(isinstance(node, (ast.FunctionDef, ast.Lambda)) for node in inside):
         return []  # it may read any variable
-    Modulations(cls, itself, rows).visit(definition)
-    exchange = _Exchange(itself, norms)
-    exchange.block(definition.body, [])
-    exchange.visit(definition)
-    return list(dict.fromkeys(exchange.sites))
+    if itself in bound(*definition.body):
+        return []
+    Modulations(cls, itself, modulated_norms).visit(definition)
+    fuser = _SumFuser(itself, norms)
+    fuser.fuse_block(definition.body, [])
+    fuser.visit(definition)
+    return list(dict.fromkeys(fuser.pieces))
 
 
-class _Reader(NamedTuple):
-    """The first statement behind a sum that is more than an alias or a computation.
+class _NextNorm(NamedTuple):
+    """What follows a sum.
 
     Args:
-        at: how many stand between.
+        at: how many statements stand between.
         names: the names that the sum has there.
-        norm: the norm of the sum, if the statement begins with it.
+        call: that of the norm of the sum, if the statement begins with it.
     """
 
     at: int
     names: set[str]
-    norm: ast.Call | None
+    call: ast.Call | None
 
 
-class _Exchange(ast.NodeTransformer):
-    """Puts the calls in their places: of two statements by `block`, of one expression
-    by `visit`.
+class _SumFuser(ast.NodeTransformer):
+    """Joins sums and norms: of two statements by `fuse_block`, of one expression by
+    `visit`.
 
     Args:
         itself: the forward's name for its module.
         norms: the names of the children that may be computed with a sum.
+
+    Attributes:
+        pieces: what was joined, in words.
     """
 
     def __init__(self, itself: str, norms: Set[str]):
         self.itself = itself
         self.norms = norms
-        self.sites: list[str] = []
+        self.pieces: list[str] = []
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """``self.norm(a + b)``, and what is left of modulations."""
         self.generic_visit(node)
-        inputs = self._inputs(node)
+        inputs = self._norm_inputs(node)
         if inputs and is_sum(inputs[0]):
             self._note(node, "+ ")
-            both = _of_both(inputs[0], node)
+            both = _add_and_norm(inputs[0], node)
             return ast.Subscript(both, ast.Constant(1), ast.Load())
         if is_modulated(node, or_later=True):
             self._note(node, "")
         return node
 
-    def block(self, body: Statements, after: Statements) -> None:
-        """Exchange the sums in a list of statements; `after` are those that follow it."""
+    def fuse_block(self, body: Statements, after: Statements) -> None:
+        """Fuse the sums in a list of statements; `after` are those that follow it."""
         for at, statement in enumerate(body):  # which may get shorter behind
             match statement:
                 case ast.Assign([ast.Name(name)], total) if is_sum(total):
-                    self._behind(body, at, name, after)
+                    next_norm = self._next_norm(body[at + 1 :], {name})
+                    if next_norm.call is not None:
+                        self._fuse(body, at, next_norm, after)
+                    else:
+                        self._copy_into_branches(body, at, next_norm)
             match body[at]:
                 case ast.If(_, inside, otherwise):
                     rest = [*body[at + 1 :], *after]
-                    self.block(inside, rest)
-                    self.block(otherwise, rest)
+                    self.fuse_block(inside, rest)
+                    self.fuse_block(otherwise, rest)
 
-    def _behind(self, body: Statements, at: int, name: str, after: Statements) -> None:
-        """Exchange ``h = a + b`` and a statement behind it that begins with
-        ``self.norm(h)``.
-        """
-        adds, *following = body[at:]
-        reader = self._reader(following, {name})
-        if reader.norm is None:
-            self._on_both_ways(body, at, reader)
-            return
-        self._note(reader.norm, "+ ")
-        normed = f"_hf_rmsnorm_normed_{len(self.sites)}"
+    def _fuse(
+        self, body: Statements, at: int, next_norm: _NextNorm, after: Statements
+    ) -> None:
+        """Fuse ``h = a + b`` with the norm of h in a statement behind it."""
+        norm = next_norm.call
+        self._note(norm, "+ ")
+        if is_modulated(norm) and at:
+            _take_product(body, at, after)
+        adds = body[at]
+        fused = _add_and_norm(adds.value, norm)
+        normed = f"_hf_rmsnorm_normed_{len(self.pieces)}"
+        reader_at = at + 1 + next_norm.at
         use = ast.Name(normed, ast.Load())
-        changed = Replace(reader.norm, use).visit(following[reader.at])
-        body[at + 1 + reader.at] = changed
-        if is_modulated(reader.norm) and at:
-            self._take_product(body, at, following + after)
-        both = _of_both(adds.value, reader.norm)
-        later = [changed, *following[reader.at + 1 :], *after]
-        if not only_adds_and_scales(later, reader.names):
-            shared = ast.keyword("shared", ast.Constant(True))
-            both.keywords.append(shared)
+        body[reader_at] = Replace(norm, use).visit(body[reader_at])
+        if not only_adds_and_scales([*body[reader_at:], *after], next_norm.names):
+            fused.keywords.append(ast.keyword("shared", ast.Constant(True)))
         names = [*adds.targets, ast.Name(normed, ast.Store())]
         adds.targets = [ast.Tuple(names, ast.Store())]
-        adds.value = both
+        adds.value = fused
 
-    def _take_product(self, body: Statements, at: int, later: Statements) -> None:
-        """Make ``h = h + gate * y`` of ``y = gate * y`` and ``h = h + y``, where
-        nothing reads that y later.
+    def _copy_into_branches(
+        self, body: Statements, at: int, next_norm: _NextNorm
+    ) -> None:
+        """Put a sum on both ways of the `if` that follows it, and the norm too if that
+        comes behind, to be fused there.
         """
-        total = body[at].value
-        match body[at - 1], total:
-            case (
-                ast.Assign([ast.Name(name)], product),
-                ast.BinOp(ast.Name(left), _, ast.Name(right)),
-            ) if is_product(product) and left != name == right:
-                if is_dead_behind(body[at], name, later):
-                    total.right = product
-                    body[at - 1] = ast.Pass()
-
-    def _on_both_ways(self, body: Statements, at: int, reader: _Reader) -> None:
-        """Put a sum that an `if` reads first, and the norm if it comes behind that, on
-        both ways of it, to be exchanged there.
-        """
-        if_at = at + 1 + reader.at
+        if_at = at + 1 + next_norm.at
         head = body[at:if_at]
         match body[if_at:]:
-            case [ast.If(test, inside, []) as branch, *behind] if is_plain_test(
-                test, bound(*head)
-            ):
-                next_reader = self._reader(behind, reader.names)
-                count = 0 if next_reader.norm is None else next_reader.at + 1
-                if count or self._reader(inside, reader.names).norm is not None:
-                    tail = behind[:count]
-                    branch.orelse = head + tail
-                    branch.body = copy.deepcopy(head) + inside + copy.deepcopy(tail)
-                    body[at : if_at + 1 + count] = [branch]
+            case [ast.If(test, inside, []) as branch, *behind]:
+                pass
+            case _:
+                return
+        if not is_arithmetic(body[at].value) or not is_plain_test(test, bound(*head)):
+            return
+        names = next_norm.names
+        following = self._next_norm(behind, names)
+        count = 0 if following.call is None else following.at + 1
+        if not count and self._next_norm(inside, names).call is None:
+            return
+        tail = behind[:count]
+        branch.orelse = head + tail
+        branch.body = copy.deepcopy(head) + inside + copy.deepcopy(tail)
+        body[at : if_at + 1 + count] = [branch]
 
-    def _reader(self, statements: Statements, names: set[str]) -> _Reader:
-        """The first statement behind a sum that is no alias and does more than compute."""
+    def _next_norm(self, statements: Statements, names: set[str]) -> _NextNorm:
+        """The norm of a sum that a statement behind it begins with; what stands between
+        is as well computed behind the norm.
+        """
         names = set(names)
-        at = 0
-        while at < len(statements) and self._may_pass(statements[at], names):
-            names |= alias_of(statements[at], names)
-            at += 1
-        norm = None
-        if at < len(statements):
-            norm = first_effect(statements[at])
-        row, *modulation = self._inputs(norm) or [None]
-        changed = names | bound(*statements[:at])
-        is_of_sum = isinstance(row, ast.Name) and row.id in names
-        if not is_of_sum or any(reads(part, changed) for part in modulation):
-            norm = None
-        return _Reader(at, names, norm)
+        changed = set(names)
+        for at, statement in enumerate(statements):
+            alias = alias_of(statement, names)
+            if not alias and not _computes_apart(statement, names):
+                norm = self._norm_of(names, changed, statement)
+                return _NextNorm(at, names, norm)
+            names |= alias
+            changed |= bound(statement)
+        return _NextNorm(len(statements), names, None)
 
-    def _may_pass(self, statement: ast.stmt, names: set[str]) -> bool:
-        """Whether a norm of a sum may be computed before a statement as well."""
-        if reads(statement, names):
-            return bool(alias_of(statement, names))
-        return only_computes(statement, self._is_norm)
+    def _norm_of(
+        self, names: set[str], changed: set[str], statement: ast.stmt
+    ) -> ast.Call | None:
+        """The norm of one of these names, where a statement calls that first, with a
+        scale and shift that are not changed before.
+        """
+        effect = first_effect(statement)
+        match self._norm_inputs(effect):
+            case [ast.Name(name), *modulation] if name in names:
+                if not any(reads(part, changed) for part in modulation):
+                    return effect
+        return None
 
-    def _is_norm(self, node: ast.AST) -> bool:
-        return self._inputs(node) is not None
-
-    def _inputs(self, node: ast.AST | None) -> list[ast.expr] | None:
+    def _norm_inputs(self, node: ast.AST | None) -> list[ast.expr] | None:
         """What a norm is computed with: its input, and its scale and shift; None of
         another call.
         """
@@ -222,10 +224,33 @@ class _Exchange(ast.NodeTransformer):
         if is_modulated(norm, or_later=True):
             child = norm.args[1]
             behind = " * (1 + scale) + shift"
-        self.sites.append(f"{before}{child.attr}{behind}")
+        self.pieces.append(f"{before}{child.attr}{behind}")
 
 
-def _of_both(total: ast.BinOp, norm: ast.Call) -> ast.Call:
+def _computes_apart(statement: ast.stmt, names: set[str]) -> bool:
+    """Whether a statement assigns what it computes with other variables alone."""
+    match statement:
+        case ast.Assign([ast.Name()], value):
+            return not reads(statement, names) and only_computes(value)
+    return False
+
+
+def _take_product(body: Statements, at: int, after: Statements) -> None:
+    """Make ``h = h + gate * y`` of ``y = gate * y`` and ``h = h + y``, where nothing
+    reads that y later.
+    """
+    total = body[at].value
+    match body[at - 1], total:
+        case (
+            ast.Assign([ast.Name(name)], product),
+            ast.BinOp(ast.Name(left), _, ast.Name(right)),
+        ) if is_product(product) and left != name == right:
+            if is_dead_behind(body[at], name, [*body[at + 1 :], *after]):
+                total.right = product
+                body[at - 1] = ast.Pass()
+
+
+def _add_and_norm(total: ast.BinOp, norm: ast.Call) -> ast.Call:
     """``(a + b, norm(a + b))`` in one call, of a norm that may be modulated."""
     right = total.right
     if not is_modulated(norm):

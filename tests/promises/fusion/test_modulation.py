@@ -131,6 +131,17 @@ class KeepsTheNorm(Block):
         return y + z
 
 
+class ScalesByTheProduct(Block):
+    """What is added scales the norm too."""
+
+    products = 1
+
+    def forward(self, x, gate, scale, shift):
+        inner = gate * scale
+        x = x + inner
+        return self.norm(x) * (1 + inner) + shift
+
+
 class KeepsTheProduct(Block):
     products = 1
 

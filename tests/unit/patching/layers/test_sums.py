@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_rmsnorm import patch_model, use_backend
 
+STATE = {}
 X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(2))
 
 
@@ -60,7 +61,8 @@ class NormInTheIf(Block):
     cross = True
 
     def forward(self, x):
-        h = x + self.a(self.n1(x))
+        attended = self.a(self.n1(x))
+        h = x + attended
         if self.cross:
             residual = h
             h = self.n2(h)
@@ -74,7 +76,8 @@ class NormBehindTheIf(NormInTheIf):
     cross = False
 
     def forward(self, x):
-        h = x + self.a(self.n1(x))
+        attended = self.a(self.n1(x))
+        h = x + attended
         if self.cross:
             residual = h
             h = residual + self.b(h)
@@ -91,7 +94,36 @@ class Multiplied(Block):
         return h + self.b(self.n2(h)) * 0.5
 
 
+class Sets(Block):
+    """A layer whose mixture of experts sets and asks."""
+
+    aux = None
+    losses = ()
+
+    def moe(self, x):
+        y = self.a(x)
+        self.aux = y.square().mean()
+        return y
+
+    def set_aux(self):
+        self.aux = None
+        return True
+
+
+class AsksBehindTheSum(Sets):
+    """The sum calls nothing, so its place does not matter."""
+
+    def forward(self, x):
+        y = self.moe(x)
+        h = x + y
+        if self.aux is None or self.training:
+            self.aux = y
+        return h + self.b(self.n2(h))
+
+
 class ComputesBetween(Block):
+    """As HunyuanVideo computes another stream."""
+
     def forward(self, x):
         h = x + self.a(self.n1(x))
         half = x.flatten(1).view(x.shape) * 0.5
@@ -107,6 +139,7 @@ FUSED = {  # class -> its norms that are computed with a sum
     NormInTheIf: "+ n2",
     NormBehindTheIf: "+ n2",
     Multiplied: "+ n2",
+    AsksBehindTheSum: "+ n2",
     ComputesBetween: "+ n2",
 }
 
@@ -222,7 +255,150 @@ class CalledBetween(Block):
         return self.n2(h) + h * scale
 
 
+class AsksWhatTheSumSets(Sets):
+    def forward(self, x):
+        h = x + self.moe(x)
+        if self.aux is not None:
+            h = h.clamp(-0.5, 0.5)
+            self.aux = None
+        return h * 2 + self.n2(h)
+
+
+class AsksAListThatTheSumFills(Sets):
+    def forward(self, x):
+        kept = []
+        h = x + self.b(kept.append(x) or x)
+        if kept:
+            h = h * 2
+        return h * 2 + self.n2(h)
+
+
+class AsksAGlobalThatTheSumSets(Sets):
+    def forward(self, x):
+        STATE.clear()
+        h = x + self.b(STATE.setdefault("x", x))
+        if STATE:
+            h = h * 2
+        return h * 2 + self.n2(h)
+
+
+class AsksAVariableThatTheSumBinds(Sets):
+    def forward(self, x):
+        h = (seen := x.abs()) + x
+        if seen is not None:
+            h = h * 2
+        return h * 2 + self.n2(h)
+
+
+class AsksAPart(Sets):
+    def forward(self, x):
+        flags = [False]
+        h = x + self.b(x if flags.insert(0, True) else x)
+        if flags[0] or self.training:
+            h = h * 2
+        return h * 2 + self.n2(h)
+
+
+class AsksTwice(Sets):
+    def forward(self, x):
+        h = x + self.moe(x)
+        if not self.training:
+            h = h * 2
+        if self.aux is not None:
+            h = h * 2
+        return h * 2 + self.n2(h)
+
+
+class BindsByItsTest(Sets):
+    def forward(self, x):
+        h = x + x
+        if (x := self.a(x)) is not None:
+            h = h * 2
+        return h * 2 + self.n2(h) + x
+
+
+class CallsInItsTest(Sets):
+    def forward(self, x):
+        y = self.moe(x)
+        h = x + y
+        if self.set_aux():
+            y.mul_(2)
+        return y + self.n2(h)
+
+
+class ChoosesASummand(Sets):
+    def forward(self, x):
+        self.aux = None
+        h = x + (self.moe(x) if self.aux is None else x)
+        if self.aux is None or self.training:
+            h = h * 2
+        return h * 2 + self.n2(h)
+
+
+class DrawsBetween(Block):
+    def forward(self, x):
+        h = x + self.a(x)
+        noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
+        return self.n2(h) + noise
+
+
+class SelectsBetween(Block):
+    """By a child's method of a tensor's name."""
+
+    class Counts(nn.Linear):
+        count = 0
+
+        def where(self):
+            self.count += 1
+            return self.count
+
+    def __init__(self):
+        super().__init__()
+        self.b = self.Counts(32, 32)
+
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        count = self.b.where()
+        return self.n2(h) + h * (count > 0)
+
+
+class ComputesWithACallBetween(Block):
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        half = self.b(x) * 0.5
+        return half + self.n2(h)
+
+
+class WritesAPartBetween(Block):
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        parts = [x, h]
+        parts[0] = h.mul_(2)
+        return parts[0] + self.n2(h)
+
+
+class BindsItself(Block):
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        self = self.b
+        return self(h)
+
+
 REFUSED = [
+    SelectsBetween,
+    ComputesWithACallBetween,
+    WritesAPartBetween,
+    AsksWhatTheSumSets,
+    AsksAListThatTheSumFills,
+    AsksAGlobalThatTheSumSets,
+    AsksAVariableThatTheSumBinds,
+    AsksAPart,
+    AsksTwice,
+    BindsByItsTest,
+    CallsInItsTest,
+    ChoosesASummand,
+    DrawsBetween,
+    BindsItself,
     AskedBetween,
     CalledBetween,
     InAConditionalExpression,
