@@ -2,9 +2,9 @@
 
 from .conversion import convert_checkpoint as convert_checkpoint
 from .conversion import plan_conversion as plan_conversion
+from .converted.finetuned import Recentre as Recentre
+from .converted.finetuned import train_as_rms as train_as_rms
 from .formula import NormSpec as NormSpec
-from .integrations.finetuned import Recentre as Recentre
-from .integrations.finetuned import train_as_rms as train_as_rms
 from .integrations.trainer import HfRmsNormCallback as HfRmsNormCallback
 from .ops import layer_norm as layer_norm
 from .ops import rms_norm as rms_norm

@@ -41,7 +41,7 @@ from hf_rmsnorm import patch_model  # noqa: E402
 from hf_rmsnorm.cli.env import versions  # noqa: E402
 from hf_rmsnorm.conversion.proxy.layer_norms import find_layer_norms  # noqa: E402
 from hf_rmsnorm.conversion.proxy.model import with_settings  # noqa: E402
-from hf_rmsnorm.record import make_record  # noqa: E402
+from hf_rmsnorm.converted.record import make_record  # noqa: E402
 
 RESULT = ROOT / "scripts" / "results" / "minilm.json"
 EXAMPLE = ROOT / "examples" / "distil.py"

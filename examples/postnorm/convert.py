@@ -49,7 +49,7 @@ from hf_rmsnorm.conversion.proxy.model import with_settings
 from hf_rmsnorm.conversion.proxy.prove import BOUND, difference, run_as_rms
 from hf_rmsnorm.conversion.proxy.run import run
 from hf_rmsnorm.conversion.proxy.shift_invariance import ZERO_MEAN, input_means
-from hf_rmsnorm.record import RECORD_KEY, make_record
+from hf_rmsnorm.converted.record import RECORD_KEY, make_record
 from hf_rmsnorm.verification.context import default_inputs, max_positions
 
 REMAINS = "--level fit remains"

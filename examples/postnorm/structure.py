@@ -34,7 +34,7 @@ from hf_rmsnorm.conversion.proxy.shift_invariance import (
     input_means,
     shift_invariance_test,
 )
-from hf_rmsnorm.record import centre_
+from hf_rmsnorm.converted.record import centre_
 from hf_rmsnorm.verification.context import leaves_of
 
 NEURONS = 2

@@ -105,7 +105,7 @@ def _verify(args, source, dtype: str, device, bar) -> tuple:
     converted model or "").
     """
     from .. import patch_model, verify_equivalence
-    from ..patching.converted import conversion_of
+    from ..converted.follow import conversion_of
     from ..verification.layer_errors import errors_by_layer
     from ..verification.recorded import as_recorded
 

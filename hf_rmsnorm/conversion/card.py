@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from .. import __version__
-from ..record import RECORD_KEY
+from ..converted.record import RECORD_KEY
 from .folders import CONFIG, read_json
 
 # in the cache of the hub

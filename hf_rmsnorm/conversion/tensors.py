@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from ..record import RECORD_KEY, centre_, is_centred
+from ..converted.record import RECORD_KEY, centre_, is_centred
 from .checkpoint.source import FLOATS, Checkpoint
 from .plan import Centre, CentringPlan, ConversionError
 

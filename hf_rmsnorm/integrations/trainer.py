@@ -9,12 +9,12 @@ import torch
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..converted.finetuned import TRAINED, Recentre, mark_as_rms
+from ..converted.follow import conversion_of
 from ..ops.backend import runs_on, where_norms_run
 from ..patching import PatchReport, patch_model
 from ..patching.api import check_options
-from ..patching.converted import conversion_of
 from ..paths import did_you_mean
-from .finetuned import TRAINED, Recentre, mark_as_rms
 
 # whose level and handlers are Transformers'
 logger = logging.get_logger("transformers.integrations.hf_rmsnorm")

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 from torch.nn import Module
 
+from ..converted.follow import STAYS, Recorded, conversion_of
 from ..fused.norm import patch_of
 from ..fused.recipe import Asked
-from .converted import STAYS, Recorded, conversion_of
 from .entries import Entry
 from .formula.probe import neutral_modes
 from .formula.recognise import NOT_A_NORM, recognise

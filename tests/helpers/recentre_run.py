@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from hf_rmsnorm import Recentre, patch_model, use_backend
-from hf_rmsnorm.patching.converted import conversion_of
+from hf_rmsnorm.converted.follow import conversion_of
 
 STEPS = 3
 

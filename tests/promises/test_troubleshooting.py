@@ -30,7 +30,7 @@ FRAMES = {
     ("integrations/trainer.py", "on_save"): "TRAINED of finetuned.py",
     ("kernels/compiled.py", "_load"): "a KernelUnavailable",
     ("patching/api.py", "_patch"): "what the report says",
-    ("patching/converted.py", "conversion_of"): "a model, before 'is no record'",
+    ("converted/follow.py", "conversion_of"): "a model, before 'is no record'",
     ("patching/formula/fit.py", "recipe"): "an error of NormSpec",
     ("patching/formula/plain_code.py", "_refusal"): "a verb and its object",
     ("patching/formula/plain_code.py", "read_function"): "another reason",

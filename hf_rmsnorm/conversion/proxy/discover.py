@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
+from ...converted.record import RECORD_KEY, make_record
 from ...patching.formula.recognise import recognise
-from ...record import RECORD_KEY, make_record
 from ...verification.context import is_float, leaves_of, one_line
 from ..plan import (
     Centre,

@@ -14,7 +14,7 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from ...record import RECORD_KEY, TRAINED_AS_RMS
+from ...converted.record import RECORD_KEY, TRAINED_AS_RMS
 from ...sources import without_weights
 from ...verification.context import in_dtype_of, one_line
 from ..folders import CONFIG, read_json

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...record import centre_, rows_of
+from ...converted.record import centre_, rows_of
 from .layer_norms import ModelNorm
 from .run import run
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from ...converted.record import RECORD_KEY
 from ...paths import compact_paths
-from ...record import RECORD_KEY
 from ..card import add_to_card, provenance
 from ..checkpoint.layout import Layout, lay_out
 from ..checkpoint.source import Checkpoint

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from ...record import RECORD_KEY, trained_as_rms
+from ...converted.record import RECORD_KEY, trained_as_rms
 from ..plan import Centre, ConversionRefused
 from ..proxy.model import shapes_of
 from ..tensors import Lazy, Stored, filled, folded_bias, plus

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from ...converted.record import RECORD_KEY, trained_as_rms
 from ...ops import use_backend
 from ...patching import patched
-from ...record import RECORD_KEY, trained_as_rms
 from ...verification import EquivalenceReport, verify_equivalence
 from ...verification.recorded import as_recorded
 from ..options import ConversionOptions

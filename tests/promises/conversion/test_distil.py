@@ -20,7 +20,7 @@ from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFa
 
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.conversion.proxy.layer_norms import find_layer_norms
-from hf_rmsnorm.record import make_record
+from hf_rmsnorm.converted.record import make_record
 
 EXAMPLE = EXAMPLES / "distil.py"
 WORDS = [f"w{i}" for i in range(60)]

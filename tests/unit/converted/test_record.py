@@ -10,7 +10,12 @@ from conversion_models import carry_out, causal_lm, config_of
 
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import give_weights, make_proxy
-from hf_rmsnorm.record import RECORD_KEY, explain_violation, make_record, matching
+from hf_rmsnorm.converted.record import (
+    RECORD_KEY,
+    explain_violation,
+    make_record,
+    matching,
+)
 
 
 def converted(name, dtype=torch.float64):

@@ -20,8 +20,8 @@ from hf_rmsnorm import (
     train_as_rms,
     use_backend,
 )
+from hf_rmsnorm.converted.follow import conversion_of
 from hf_rmsnorm.demo import demo_path
-from hf_rmsnorm.patching.converted import conversion_of
 
 peft = pytest.importorskip(
     "peft", reason="adapters come with peft, of scripts/requirements"

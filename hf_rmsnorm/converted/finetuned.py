@@ -7,8 +7,8 @@ import warnings
 import torch
 
 from ..ops.operators import is_dtensor
-from ..patching.converted import STAYS, Recorded, conversion_of
-from ..record import RECORD_KEY, TRAINED_AS_RMS, centre_
+from .follow import STAYS, Recorded, conversion_of
+from .record import RECORD_KEY, TRAINED_AS_RMS, centre_
 
 TRAINED = (
     "a model that is trained as RMSNorm computes LayerNorm, which is another function, where what is saved of it is "

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..ops.launches import TENSOR_TYPES
-from ..record import (
+from .record import (
     RECORD_KEY,
     TRAINED_AS_RMS,
     ResidualWeights,

@@ -22,7 +22,7 @@ from hf_rmsnorm import (
 )
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
-from hf_rmsnorm.record import RECORD_KEY
+from hf_rmsnorm.converted.record import RECORD_KEY
 
 IDS = torch.arange(3, 35).view(2, 16)
 
