@@ -4,6 +4,7 @@ state a module can be in.
 
 import pytest
 import torch
+import torch.nn.functional as F
 from reports import formula_of, report_on
 from torch import nn
 from transformers import LlamaConfig
@@ -19,6 +20,17 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from hf_rmsnorm import NormSpec, use_backend
+
+
+class Float32LayerNorm(nn.LayerNorm):
+    """As diffusers has it."""
+
+    def forward(self, x):
+        weight = self.weight.float()
+        bias = self.bias.float()
+        y = F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps)
+        return y.to(x.dtype)
+
 
 FAMILY = [
     (
@@ -47,6 +59,7 @@ FAMILY = [
         lambda d: nn.LayerNorm(d, eps=1e-5),
         NormSpec(True, 1e-5, has_bias=True, functional=True),
     ),
+    (lambda d: Float32LayerNorm(d, eps=1e-6), NormSpec(True, 1e-6, has_bias=True)),
     (lambda d: nn.LayerNorm(d, bias=False), NormSpec(True, 1e-5, functional=True)),
     (
         lambda d: nn.LayerNorm(d, elementwise_affine=False),
