@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import is_grad_enabled
 
 from ..formula import Rotation, dtype_of
 from ..kernels.operands import Kind, Launch, any_requires_grad, of_rotation, row_major
@@ -49,8 +49,6 @@ class _QKFunction(torch.autograd.Function):
         launches, launch = call
         q, k, q_weight, k_weight, cos, sin = operands
         yq, yk, rstd = launch.on(operands)
-        _, of_q, of_k, of_q_weight, of_k_weight, _, _ = ctx.needs_input_grad
-        _ask(ctx, (yq, yk), (of_q or of_q_weight, of_k or of_k_weight))
         ctx.save_for_backward(*operands, rstd)
         ctx.kept = launches, launch.way
         ctx.weight = id(q_weight)
@@ -59,57 +57,16 @@ class _QKFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk):
-        if dq is None and dk is None:
-            return (None,) * 7
         launches, way = ctx.kept
         need = ctx.needs_input_grad[1:5]
         saved = saved_tensors(ctx, launches)
-        gradients = dq, dk
-        alone = _alone(dq, dk)
-        if alone is not None:
-            gradients, saved, need = _of_side(alone, gradients, saved, need)
         grads = None
         if not needs_operators():
             kind = Kind(_make_backward, (need, way))
-            grads = by_kernel(launches, kind, (*gradients, *saved))
+            grads = by_kernel(launches, kind, (dq, dk, *saved))
         if grads is None:
-            grads = _by_formula(launches, saved, gradients, need, way)
-        if alone == 1:
-            dx, _, dweight, _ = grads
-            grads = None, dx, None, dweight
+            grads = _by_formula(launches, saved, (dq, dk), need, way)
         return None, *grads, None, None
-
-
-def _ask(ctx, results: tuple, asking: tuple[bool, bool]) -> None:
-    """Have each result ask for gradients where the model's own does: where q is trained
-    and k is frozen, k does not. A backward then gets None for it.
-    """
-    ctx.set_materialize_grads(False)
-    frozen = [y for y, asks in zip(results, asking, strict=True) if not asks]
-    if frozen:
-        ctx.mark_non_differentiable(*frozen)
-
-
-def _alone(dq: Tensor | None, dk: Tensor | None) -> int | None:
-    """0 where q alone has a gradient, 1 where k has, None where both have."""
-    if dk is None:
-        return 0
-    return 1 if dq is None else None
-
-
-def _of_side(alone: int, gradients: tuple, saved: tuple, need: tuple) -> tuple:
-    """(gradients, saved tensors, need) of one side: it takes the place of q, and k has
-    no heads.
-    """
-    q, k, q_weight, k_weight, cos, sin, rstd = saved
-    dy = gradients[alone]
-    x = (q, k)[alone]
-    weight = (q_weight, k_weight)[alone]
-    rows = dy.numel() // dy.shape[-1]
-    rstd = rstd[-rows:] if alone else rstd[:rows]
-    no_heads = dy[:, :0]
-    saved = x, no_heads.to(x.dtype), weight, weight, cos, sin, rstd
-    return (dy, no_heads), saved, (need[alone], False, need[2 + alone], False)
 
 
 def _by_formula(launches: Launches, saved: tuple, gradients: tuple, need, way):
@@ -163,71 +120,45 @@ class _RotaryFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *operands):
-        _, ctx.launch = call
+        rotations, ctx.launch = call
         q, k, q_weight, k_weight, cos, sin = operands
         ctx.save_for_backward(cos, sin)
-        yq, yk, _ = ctx.launch.on(operands)
-        _, of_q, of_k, _, _, _, _ = ctx.needs_input_grad
-        _ask(ctx, (yq, yk), (of_q, of_k))
+        yq, yk, rstd = ctx.launch.on(operands)
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
-        if dq is None and dk is None:
-            return (None,) * 7
         cos, sin = ctx.saved_tensors
-        alone = _alone(dq, dk)
-        if alone is not None:
-            dy = (dq, dk)[alone]
-            dq, dk = dy, dy[:, :0]
         made = None
         if not needs_operators():
-            kind = Kind(_make_rotary_backward, (ctx.launch, alone))
+            kind = Kind(_make_rotary_backward, (ctx.launch,))
             made = by_kernel(_rotations, kind, of_rotation(dq, dk, cos, sin))
         if made is None:
-            inputs = _inputs(ctx.launch, alone)
-            made = _rotated_back(inputs, (dq, dk), cos, sin, ctx.launch.way)
+            made = _rotated_back(ctx.launch, (dq, dk), cos, sin)
         dxq, dxk, *_ = made
-        if alone == 0:
-            dxk = None
-        elif alone == 1:
-            dxq, dxk = None, dxq
         return None, dxq, dxk, None, None, None, None
 
 
-def _inputs(forward: Launch, alone: int | None) -> tuple[Tensor, Tensor]:
-    """What a backward gives the gradients of, on meta."""
-    if alone is None:
-        return forward.inputs
-    x = forward.inputs[alone]
-    return x, x[:, :0]
-
-
-def _rotated_back(inputs: tuple, gradients: tuple, cos, sin, way: Rotation) -> list:
+def _rotated_back(forward: Launch, gradients: tuple, cos, sin) -> list:
     def formula(*tensors):
-        return [rotated(x, cos, sin, way) for x in tensors]
+        return [rotated(x, cos, sin, forward.way) for x in tensors]
 
     # At any q and k, as it is linear; not made like the gradients, which may be batched.
-    zeros = []
-    for x in inputs:
-        zero = torch.zeros(x.shape, dtype=x.dtype, device=cos.device)
-        zeros.append(zero.requires_grad_())
-    return gradients_of_all(formula, zeros, gradients, (True, True))
+    inputs = []
+    for x in forward.inputs:
+        zeros = torch.zeros(x.shape, dtype=x.dtype, device=cos.device)
+        inputs.append(zeros.requires_grad_())
+    return gradients_of_all(formula, inputs, gradients, (True, True))
 
 
 def _make_rotary_backward(
-    launches: Launches,
-    operands: tuple,
-    aligned: bool,
-    forward: Launch,
-    alone: int | None,
+    launches: Launches, operands: tuple, aligned: bool, forward: Launch
 ) -> Launch | None:
     dq, dk, q_weight, k_weight, cos, sin = operands
     way = forward.way
     if why_not_rotated(dq, dk, cos, sin, way):
         return None
-    inputs = _inputs(forward, alone)
-    return kernels().QKForward(operands, inputs, aligned, way, back=True)
+    return kernels().QKForward(operands, forward.inputs, aligned, way, back=True)
 
 
 def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
@@ -248,18 +179,36 @@ def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
     """
     if not starts_kernels():
         return None
-    if is_grad_enabled() and any_requires_grad(operands):
-        *others, cos, sin = operands
-        if any_requires_grad((cos, sin)):
+    if not (is_grad_enabled() and any_requires_grad(operands)):
+        made = by_kernel(launches, Kind(_make_forward, (rotary, False)), operands)
+        if made is None:
             return None
-        function = _RotaryFunction if launches.spec is None else _QKFunction
-        kind = Kind(_make_forward, (rotary, True))
-        return by_kernel(launches, kind, operands, function.apply)
-    made = by_kernel(launches, Kind(_make_forward, (rotary, False)), operands)
-    if made is None:
+        yq, yk, rstd = made
+        return yq, yk
+    q, k, q_weight, k_weight, cos, sin = operands
+    if any_requires_grad((cos, sin)):
         return None
-    yq, yk, _ = made
-    return yq, yk
+    of_q = any_requires_grad((q, q_weight))
+    if of_q != any_requires_grad((k, k_weight)) and k.numel():
+        return _run_apart(launches, operands, rotary)
+    function = _RotaryFunction if launches.spec is None else _QKFunction
+    kind = Kind(_make_forward, (rotary, True))
+    return by_kernel(launches, kind, operands, function.apply)
+
+
+def _run_apart(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
+    """q and k in a launch each, as one of them is frozen: it must not ask for gradients."""
+    q, k, q_weight, k_weight, cos, sin = operands
+    results = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        no_heads = x.detach()[:, :0]
+        one = x, no_heads, weight, weight, cos, sin
+        made = run_qk(launches, one, rotary)
+        if made is None:
+            return None
+        y, nothing = made
+        results.append(y)
+    return tuple(results)
 
 
 def run_rotary(operands: tuple, rotary: Rotary) -> tuple | None:

@@ -214,19 +214,6 @@ def test_one_of_them_frozen(trained):
     assert_equal(*results)
 
 
-@parametrize("used", [0, 1])
-def test_a_result_that_is_not_used_gives_no_gradient(used):
-    results = []
-    for function in (Rotary.fused, Rotary.eager):
-        rotary = made(shape=(2, 4, 5, 64))
-        leaves = [x.detach().requires_grad_() for x in (rotary.q, rotary.k)]
-        y = function(rotary, *leaves)[used]
-        grads = torch.autograd.grad(y, leaves, y.detach(), allow_unused=True)
-        assert grads[1 - used] is None
-        results.append([grads[used]])
-    assert_equal(*results)
-
-
 def test_gradients_and_tables_that_come_back_in_other_strides():
     """As from hooks of saved tensors, and of a sum: the formula takes over."""
     rotary = made()
