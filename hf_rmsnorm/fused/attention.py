@@ -101,7 +101,7 @@ def rotate_together(
     rotary = made = None
     heads = q, k
     if type(q) is type(k) is type(cos) is type(sin) is Tensor:
-        called = RotaryCall(False, more, tuple(named.items()))
+        called = False, more, tuple(named.items())  # a `RotaryCall` takes longer
         rotary = rotary_of(rotate, called, q, q.dtype, cos)
     if rotary is not None:
         if rotary.transposed and q.dim() == k.dim() == 4:

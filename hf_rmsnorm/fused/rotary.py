@@ -116,7 +116,7 @@ def rotary_of(
         return rotary
     if not (starts_kernels() and _may_wait(q.device)):
         return None
-    return find(proof, rotate, RotaryCase(*case))
+    return find(proof, rotate, RotaryCase(RotaryCall(*called), *case[1:]))
 
 
 def _may_wait(device: torch.device) -> bool:
