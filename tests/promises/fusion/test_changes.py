@@ -1,5 +1,5 @@
 """Whatever is done to a model whose sums and q/k norms are fused, it computes what it
-computes without fusion.
+computes without fusion, bit for bit, and what the unpatched one does.
 """
 
 import pytest
@@ -21,6 +21,12 @@ def both():
     for model, fuse_residual in zip(models, (True, False), strict=True):
         patch_model(model, fuse_residual=fuse_residual)
     return models
+
+
+def assert_equal_and_near(ours, theirs, unpatched):
+    assert all(map(torch.equal, ours, theirs))
+    for a, b in zip(ours, unpatched, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
 
 
 def states(model):
@@ -109,7 +115,47 @@ def weight_of_q_in_another_dtype(layer):
     layer.self_attn.q_norm.bfloat16()
 
 
+def in_columns(t):
+    """t in other strides, the last one 2."""
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def weight_in_another_dtype(layer):
+    norm = layer.post_attention_layernorm
+    norm.weight = nn.Parameter(norm.weight.detach().bfloat16())
+
+
+def strided_weight(layer):
+    norm = layer.post_attention_layernorm
+    norm.weight = nn.Parameter(in_columns(norm.weight.detach()))
+
+
+def data_in_another_dtype(layer):
+    layer.input_layernorm.weight.data = torch.rand(64).bfloat16()
+
+
+def strided_data(layer):
+    for norm in (layer.input_layernorm, layer.self_attn.q_norm):
+        norm.weight.data = in_columns(torch.rand(norm.weight.shape))
+
+
+def other_eps(layer):
+    layer.input_layernorm.variance_epsilon = 0.5
+
+
+def float64(layer):
+    layer.post_attention_layernorm.double()
+    layer.mlp.double()
+    layer.register_forward_hook(lambda module, args, output: output.float())
+
+
 CHANGES = [
+    weight_in_another_dtype,
+    strided_weight,
+    data_in_another_dtype,
+    strided_data,
+    other_eps,
+    float64,
     replaced_forward,
     hook_that_changes_the_input_in_place,
     hook_that_exchanges_the_next_weight,
@@ -127,13 +173,14 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_is_done_to_a_model_it_computes_what_the_norms_alone_do(change):
-    models = both()
-    with torch.no_grad(), use_backend("triton"):
+    models = *both(), build("qwen3")
+    with torch.no_grad(), use_backend("auto"):
         for model in models:
             states(model)
+            torch.manual_seed(0)
             change(layers_of(model)[1])
         for _ in range(2):
-            assert all(map(torch.equal, *map(states, models)))
+            assert_equal_and_near(*map(states, models))
 
 
 def twice(function):

@@ -5,16 +5,11 @@ optimizer, parameters and loss.
 import pytest
 import tiny_models
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from hf_rmsnorm import count_launches, patch_model, use_backend
+from hf_rmsnorm import patch_model, use_backend
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-CHECKPOINTING = {
-    "off": {},
-    "reentrant": {"use_reentrant": True},
-    "not reentrant": {"use_reentrant": False},
-}
 STEPS = 3
 
 
@@ -31,12 +26,12 @@ OPTIONS = {
 }
 
 
-def make_trainer(model, folder, callbacks=(), **options):
-    arguments = TrainingArguments(str(folder), **OPTIONS, **options)
+def make_trainer(model, folder):
+    arguments = TrainingArguments(str(folder), **OPTIONS)
     rows = []
     for r in tiny_models.token_ids(2 * STEPS):
         rows.append({"input_ids": r, "labels": r})
-    return Trainer(model, arguments, train_dataset=rows, callbacks=list(callbacks))
+    return Trainer(model, arguments, train_dataset=rows)
 
 
 def named_groups(optimizer, model):
@@ -93,50 +88,3 @@ def test_an_optimizer_made_before_the_patch_updates_the_same_parameters(family):
         assert after[name] is before[name]
     expected = dict(plain.named_parameters())
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-6)
-
-
-class PatchAtTheStart(TrainerCallback):
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        patch_model(model, strict=True)
-
-
-def losses(trainer):
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-RUNS = [
-    ("before", "off"),
-    ("after the optimizer", "reentrant"),
-    ("in a callback", "not reentrant"),
-]
-
-
-@pytest.mark.parametrize(("when", "checkpointing"), RUNS)
-def test_trainer_trains_a_patched_model_as_it_trains_the_model(
-    when, checkpointing, tmp_path, fused_calls
-):
-    how = CHECKPOINTING[checkpointing]
-    options = {
-        "gradient_checkpointing": bool(how),
-        "gradient_checkpointing_kwargs": how,
-    }
-    plain = tiny_models.build("qwen3")
-    model = tiny_models.build("qwen3")
-    expected = losses(make_trainer(plain, tmp_path, **options))
-    if when == "before":
-        patch_model(model, strict=True)
-    callbacks = []
-    if when == "in a callback":
-        callbacks = [PatchAtTheStart()]
-    trainer = make_trainer(model, tmp_path, callbacks, **options)
-    if when == "after the optimizer":
-        trainer.create_optimizer()
-        patch_model(model, strict=True)
-    with use_backend("reference"), count_launches() as launches:
-        got = losses(trainer)
-    assert len(got) == STEPS and not launches
-    # those of the two layers run twice
-    assert len(fused_calls) == STEPS * (9 if checkpointing == "off" else 17)
-    assert got == pytest.approx(expected, rel=1e-4)
-    assert len(patch_model(model).swapped) == 9

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from hf_rmsnorm import count_launches, patch_model, use_backend
+from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 
 IDS = tiny_models.token_ids(2, 6)
 DROPOUT = {"attention_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.3}
@@ -269,3 +269,15 @@ def gradients_of_checkpoint(model, reentrant, forward, backward):
     with use_backend(backward):
         y.square().sum().backward()
     return [x.grad, *tiny_models.gradients(model).values()]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt2"])
+def test_plain_torch_has_the_bits_of_the_model_in_bfloat16(family):
+    """Gradients too, and what is unpatched again."""
+    model = tiny_models.build(family, torch.bfloat16)
+    eager = training(model)
+    patch_model(model)
+    with use_backend("reference"):
+        assert all(map(torch.equal, training(model), eager))
+    unpatch_model(model)
+    assert all(map(torch.equal, training(model), eager))
