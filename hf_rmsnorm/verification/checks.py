@@ -116,16 +116,17 @@ def judge_norm(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     expected = theirs[0].double()
     # the coarser one is where the original rounds
     dtype = max(x.dtype, theirs[0].dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    spread, mean = torch.std_mean(x.double(), -1, correction=0, keepdim=True)
-    shift = mean.abs() / spread.clamp_min(1e-30)
-    amplified = (1 + shift).nan_to_num(1.0, 1.0)
-    sizes = expected.nan_to_num(0.0, 0.0, 0.0).abs()
     finest = torch.promote_types(dtype, torch.float32)
-    fine = sizes.amax(-1, keepdim=True) * amplified * torch.finfo(finest).eps
+    amplified = _amplification(x)
+    sizes = expected.nan_to_num(0.0, 0.0, 0.0).abs()
+    largest = sizes.amax(-1, keepdim=True)
+    fine = largest * amplified * torch.finfo(finest).eps
     unequal = _unequal(y, expected)
-    difference = torch.where(unequal, (y - expected).abs(), 0.0)
+    distance = (y - expected).abs()
+    difference = torch.where(unequal, distance, 0.0)
     difference = difference.nan_to_num(torch.inf, torch.inf)
-    steps = (difference / torch.maximum(ulp(sizes, dtype), fine)).max().item()
+    step = torch.maximum(ulp(sizes, dtype), fine)
+    steps = (difference / step).max().item()
     # half-precision output is rounded last; other output may be multiplied by the
     # weight after the rounding
     tolerated = 0.0 if ours[0].dtype in HALF_DTYPES else MAX_ULP * fine
@@ -138,6 +139,13 @@ def judge_norm(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     text = text.format(count, y.numel(), allowed, steps, WORST_ULP)
     passed = count <= allowed and steps <= WORST_ULP
     return Check(call.path, passed, text, y.numel(), unequal.sum().item())
+
+
+def _amplification(x: torch.Tensor) -> torch.Tensor:
+    """How many times a row's mean enlarges the roundings of its norm: (..., 1)."""
+    spread, mean = torch.std_mean(x.double(), -1, correction=0, keepdim=True)
+    shift = mean.abs() / spread.clamp_min(1e-30)
+    return (1 + shift).nan_to_num(1.0, 1.0)
 
 
 def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
@@ -153,7 +161,7 @@ def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     if not differing:
         return Check(call.path, True, text, compared)
     fusion = layer_part(type(call.module))._hf_rmsnorm_fusion
-    if getattr(fusion, "keeps_bits", False):
+    if fusion.keeps_bits:
         with call.original() as original:
             again = _run(call, original)
         if not _differing(theirs, again):

@@ -137,9 +137,11 @@ def _compares_text_with_images(config) -> bool:
 
 def _random_ids(config, size: tuple[int, int]) -> torch.Tensor:
     """Token ids that have no special meaning."""
-    words = set(range(3, first_number(config, "vocab_size", default=64)))
-    ids = [value for name, value in vars(config).items() if name.endswith("_id")]
-    words.difference_update(value for value in ids if isinstance(value, int))
+    count = first_number(config, "vocab_size", default=64)
+    words = set(range(3, count))
+    for name, value in vars(config).items():
+        if name.endswith("_id") and isinstance(value, int):
+            words.discard(value)
     plain = torch.tensor(sorted(words))
     return plain[torch.randint(len(plain), size)]
 

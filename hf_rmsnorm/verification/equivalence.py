@@ -16,7 +16,7 @@ from .context import evaluating, leaves_of
 from .float64 import in_float64
 from .inputs import checked_inputs, device_of
 from .noise import NoiseFloor, noise_floor
-from .parts import Parts
+from .parts import Pair, Parts
 from .quantised import first_dtype, quantised_modules
 from .report import EquivalenceReport
 from .runs import compare_greedy, generate, outputs_of, why_not_generate
@@ -163,13 +163,13 @@ def _check_has_gradients(reference: nn.Module, candidate: nn.Module) -> None:
         )
 
 
-def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
+def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, Pair]:
     """The patched norms of the candidate, by path; with all leaf modules, beside those
     of the reference, if it is another model.
     """
     if candidate is reference:
         modules = candidate.named_modules()
-        return {path: (norm, None) for path, norm in modules if keeps_formula(norm)}
+        return {path: Pair(norm) for path, norm in modules if keeps_formula(norm)}
     leaves = leaves_of(candidate)
     others = leaves_of(reference)
     alone = sorted(leaves.keys() ^ others.keys())
@@ -178,16 +178,17 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, tuple]:
             f"the architectures differ: one of the models has no {alone[0]}; pass "
             "norms=False to compare outputs alone"
         )
-    return {path: (module, others[path]) for path, module in leaves.items()}
+    return {path: Pair(module, others[path]) for path, module in leaves.items()}
 
 
-def _fused_layers(model: nn.Module) -> dict[str, tuple]:
+def _fused_layers(model: nn.Module) -> dict[str, Pair]:
     """The layers that are fused, by path and fused pieces."""
-    return {
-        f"{path}: {part._hf_rmsnorm_fusion.words}": (module, None)
-        for path, module in model.named_modules()
-        if (part := layer_part(type(module))) is not None
-    }
+    layers = {}
+    for path, module in model.named_modules():
+        part = layer_part(type(module))
+        if part is not None:
+            layers[f"{path}: {part._hf_rmsnorm_fusion.words}"] = Pair(module)
+    return layers
 
 
 def _tie_margin(floor: NoiseFloor, quantised: bool) -> float:

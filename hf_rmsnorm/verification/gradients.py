@@ -56,9 +56,11 @@ def _check(call: Call, inputs: Tensors) -> list[Check]:
         return [Check(f"{call.path}, gradients", False, f"raises {one_line(error)}")]
     floors = defaultdict(list)
     for number in range(CALLS):
-        similar = {place: x * (1 + number / 16) for place, x in inputs.items()}
+        factor = 1 + number / 16
+        similar = {place: x * factor for place, x in inputs.items()}
         with call.original() as original:
-            theirs = _gradients(call.again(), original, similar, parameters, cotangents)
+            again = call.again()
+            theirs = _gradients(again, original, similar, parameters, cotangents)
         with call.exactly() as again:
             exact = _gradients(again, module, similar, parameters, cotangents)
         for name, gradient in ours.items():
@@ -66,34 +68,34 @@ def _check(call: Call, inputs: Tensors) -> list[Check]:
             floors[name].append(floor)
     checks = []
     for name, found in floors.items():
-        floor = _judged_by_all(found, ours[name])
-        path = f"{call.path}, {name}"
-        checks.append(Check(path, floor.passed, floor.text, ours[name].numel()))
+        checks.append(_judged(f"{call.path}, {name}", found, ours[name]))
     return checks
 
 
-def _judged_by_all(floors: list[NoiseFloor], gradient: torch.Tensor) -> NoiseFloor:
-    """The first of these with the largest error of the original in any."""
+def _judged(path: str, floors: list[NoiseFloor], gradient: torch.Tensor) -> Check:
+    """The check of a gradient, by the first of these errors and the largest of the
+    original.
+    """
     first = floors[0]
     # what is added up over rows is rounded in float32 more than once
-    summed = ulp(gradient.abs().max(), torch.float32).item()
-    return replace(
+    largest = gradient.abs().max()
+    summed = ulp(largest, torch.float32).item()
+    floor = replace(
         first,
         reference_max=max(floor.reference_max for floor in floors),
         reference_rms=max(floor.reference_rms for floor in floors),
         rms_slack=max(first.rms_slack, summed),
     )
+    return Check(path, floor.passed, floor.text, gradient.numel())
 
 
 def _norm_parameters(module: nn.Module) -> Tensors:
     """The parameters of the patched norms in a module, by name, as far as they are here."""
-    return {
-        name: parameter
-        for path, norm in module.named_modules()
-        if recipe_of(norm) is not None
-        for name, parameter in norm.named_parameters(path, recurse=False)
-        if not parameter.is_meta
-    }
+    parameters = {}
+    for path, norm in module.named_modules():
+        if recipe_of(norm) is not None:
+            parameters |= norm.named_parameters(path, recurse=False)
+    return {name: p for name, p in parameters.items() if not p.is_meta}
 
 
 def _gradients(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
@@ -16,18 +17,32 @@ from .gradients import check_gradients
 NOT_REACHED = "not reached by these inputs"
 
 
+class Pair(NamedTuple):
+    """A module, and the one that it is compared with; None: itself, unpatched."""
+
+    module: nn.Module
+    original: nn.Module | None = None
+
+    @property
+    def is_patched(self) -> bool:
+        return recipe_of(self.module) is not None or _is_fused(self.module)
+
+
+def _is_fused(module: nn.Module) -> bool:
+    return layer_part(type(module)) is not None
+
+
 class Parts:
     """The comparison of modules with the originals: at the first call of each that has
     one row, and at the first that has several.
 
     Attributes:
-        modules: by path, with the fused pieces of a layer: each with the module to
-            compare it with; None: itself, unpatched.
+        pairs: by path, with the fused pieces of a layer.
         gradients: the checks of gradients, where these are asked for.
     """
 
-    def __init__(self, modules: dict[str, tuple], judge: Judge, backward: bool):
-        self.modules = modules
+    def __init__(self, pairs: dict[str, Pair], judge: Judge, backward: bool):
+        self.pairs = pairs
         self.gradients = []
         self._judge = judge
         self._backward = backward
@@ -38,20 +53,21 @@ class Parts:
         """The worst check of each patched norm and layer, and of each other module that
         gives another output than the reference's.
         """
-        checks = {path: Check(path, True, NOT_REACHED) for path in self.modules}
+        checks = {path: Check(path, True, NOT_REACHED) for path in self.pairs}
         for (path, _), check in self._checks.items():
             checks[path] = worst([check, checks[path]])
-        return [
-            check
-            for path, check in checks.items()
-            if check.differing or not check.passed or _is_patched(self.modules[path][0])
-        ]
+        shown = []
+        for path, check in checks.items():
+            has_fault = check.differing or not check.passed
+            if has_fault or self.pairs[path].is_patched:
+                shown.append(check)
+        return shown
 
     @contextmanager
     def compared(self) -> Iterator[None]:
         """Inside, the modules are compared when they are called."""
         with ExitStack() as stack:
-            for path, (module, original) in self.modules.items():
+            for path, (module, original) in self.pairs.items():
                 before = partial(self._before, path, original)
                 hook = module.register_forward_pre_hook(before, with_kwargs=True)
                 stack.callback(hook.remove)
@@ -72,15 +88,11 @@ class Parts:
         if (call.path, has_rows) in self._checks:
             return
         module = call.module
-        is_fused = keeps_formula(module) or layer_part(type(module)) is not None
+        has_gradients = keeps_formula(module) or _is_fused(module)
         self._busy = True
         try:
             self._checks[call.path, has_rows] = check_outputs(call, self._judge)
-            if self._backward and has_rows and is_fused:
+            if self._backward and has_rows and has_gradients:
                 self.gradients += check_gradients(call)
         finally:
             self._busy = False
-
-
-def _is_patched(module: nn.Module) -> bool:
-    return recipe_of(module) is not None or layer_part(type(module)) is not None

@@ -81,22 +81,19 @@ def pieces_of(call: Call) -> list[PieceCall]:
     part = layer_part(type(module))
     if part is None or "forward" in vars(module):
         return []
-    made = []
-    functions = {
-        name: _recorded(function, call.path, made)
-        for name, function in FUNCTIONS.items()
-    }
+    recorder = Recorder(call.path)
+    functions = {}
+    for name, function in FUNCTIONS.items():
+        functions[name] = functools.partial(recorder.record, function)
+    base = part._hf_rmsnorm_layer_base
     try:
-        forward = part._hf_rmsnorm_fusion.rewrite(
-            part._hf_rmsnorm_layer_base, functions
-        )
+        forward = part._hf_rmsnorm_fusion.rewrite(base, functions)
     except CannotRewrite:  # its class has another forward now, which runs unfused
         return []
-    parameters = {
-        name: parameter.detach().requires_grad_()
-        for name, parameter in module.named_parameters()
-        if is_float(parameter) and not parameter.is_meta
-    }
+    parameters = {}
+    for name, parameter in module.named_parameters():
+        if is_float(parameter) and not parameter.is_meta:
+            parameters[name] = parameter.detach().requires_grad_()
     x = call.x.detach().clone().requires_grad_()
     vars(module)["forward"] = types.MethodType(forward, module)
     try:
@@ -104,28 +101,37 @@ def pieces_of(call: Call) -> list[PieceCall]:
             call.again().outputs(module, {call.place: x}, parameters)
     finally:
         del vars(module)["forward"]
-    return made
+    return recorder.calls
 
 
-def _recorded(function: Callable, path: str, made: list[PieceCall]) -> Callable:
-    """The function, whose calls are added to a list where they return new tensors."""
-    signature = inspect.signature(function)
+class Recorder:
+    """Keeps the calls of functions that return new tensors.
 
-    @functools.wraps(function)
-    def record(*args, **kwargs):
+    Attributes:
+        path: of the layer.
+        calls: without autograd's graph.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.calls: list[PieceCall] = []
+
+    def record(self, function: Callable, *args, **kwargs):
+        """What the function returns."""
         returned = function(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs).arguments
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         given = set(map(id, arguments.values()))
-        results = tree_leaves(returned)
-        is_computed = all(is_float(y) and id(y) not in given for y in results)
+        for y in tree_leaves(returned):
+            if not is_float(y) or id(y) in given:
+                return returned
         tensors = _without_graph(arguments)
-        if tensors and is_computed:
-            what = f"{path}, {function.__name__} {len(made) + 1}"
+        if tensors:
+            number = len(self.calls) + 1
+            path = f"{self.path}, {function.__name__} {number}"
             piece = Piece(function, arguments)
-            made.append(PieceCall(what, piece, None, tensors, next(iter(tensors))))
+            first = next(iter(tensors))
+            self.calls.append(PieceCall(path, piece, None, tensors, first))
         return returned
-
-    return record
 
 
 def _without_graph(arguments: dict) -> dict[str, torch.Tensor]:
@@ -135,10 +141,9 @@ def _without_graph(arguments: dict) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, value in arguments.items():
         is_prepared = isinstance(value, OnePlusScale)
-        tensor = value.value if is_prepared else value
-        if is_float(tensor) and tensor.requires_grad:
-            tensors[name] = tensor.detach()
-            arguments[name] = tensors[name]
-            if is_prepared:
-                arguments[name] = OnePlusScale(tensors[name])
+        t = value.value if is_prepared else value
+        if is_float(t) and t.requires_grad:
+            t = t.detach()
+            tensors[name] = t
+            arguments[name] = OnePlusScale(t) if is_prepared else t
     return tensors

@@ -165,15 +165,20 @@ class _Part:
         mark = "FAIL" if self.failed else check.mark
         if not self.what:
             return [(mark, self.name, check.text)]
-        good = [check for check in self.checks if check.mark == "PASS"]
-        text = f"{len(good)} of {len(self.checks)} {self.what}"
-        if differing := sum(check.differing for check in self.checks):
+        good = differing = 0
+        bad = []
+        for check in self.checks:
+            good += check.mark == "PASS"
+            differing += check.differing
+            if not check.passed:
+                bad.append(check)
+        text = f"{good} of {len(self.checks)} {self.what}"
+        if differing:
             text += f"; {differing} values differ"
-        shown = self.checks
-        if not verbose:
-            shown = [check for check in shown if not check.passed][:_SHOWN]
-        rows = [(check.mark, f"    {check.path}:", check.text) for check in shown]
-        return [(mark, self.name, text), *rows]
+        rows = [(mark, self.name, text)]
+        for check in self.checks if verbose else bad[:_SHOWN]:
+            rows.append((check.mark, f"    {check.path}:", check.text))
+        return rows
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -94,7 +94,8 @@ def compare_greedy(reference: list, candidate: list, tie_margin: float) -> Check
         # of each row the first token that is another
         for row in unequal.any(1).nonzero().flatten().tolist():
             step = unequal[row].int().argmax().item()
-            token, other = tokens[row, step].item(), others[row, step].item()
+            token = tokens[row, step].item()
+            other = others[row, step].item()
             scores = logits[row, step].double()
             lead = (scores[token] - scores[other]).item()
             text = (
