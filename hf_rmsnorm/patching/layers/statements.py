@@ -127,9 +127,14 @@ def only_computes(
 
 
 def _is_of_self(node: ast.AST) -> bool:
-    """Whether this is the module or what it holds, whose methods may be no tensor's."""
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        node = node.value
+    """Whether this is the module or what it holds, whose methods may be no tensor's.
+    What is indexed by None is a tensor, as LTX's tables are.
+    """
+    match node:
+        case ast.Subscript(_, ast.Tuple([ast.Constant(None), *_]) | ast.Constant(None)):
+            return False
+        case ast.Attribute(owner) | ast.Subscript(owner):
+            return _is_of_self(owner)
     return isinstance(node, ast.Name) and node.id == "self"
 
 
