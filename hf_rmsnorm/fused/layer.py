@@ -51,7 +51,7 @@ def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
     Args:
         owner: will hold the subclass of base that gets this forward.
     """
-    is_exchanged = _exchange_of(base)
+    is_exchanged = _exchange_check(base)
 
     @functools.wraps(forward)
     def stepping_aside(self, *args, **kwargs):
@@ -67,8 +67,8 @@ def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
     return stepping_aside
 
 
-def _exchange_of(base: type) -> Callable[[], bool]:
-    """Asks whether a class has another forward than now, or that forward other code, as
+def _exchange_check(base: type) -> Callable[[], bool]:
+    """Returns a function that asks whether a class has another forward than now, or that forward other code, as
     autoreload gives it.
     """
     original = base.forward

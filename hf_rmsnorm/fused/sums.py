@@ -22,7 +22,7 @@ def add_and_norm(left, right, norm, shared: bool = False):
             gradient without the part that comes through the norm.
     """
     apart = shared and is_grad_enabled()
-    both = None if apart else _launched_sum(left, right, norm)
+    both = None if apart else _launch_sum(left, right, norm)
     if watchers:
         is_fused = both is not None
         note(SUM, (norm,), right, is_fused, _why_apart(left, right, apart))
@@ -47,7 +47,7 @@ def _why_apart(left, right, apart: bool) -> str:
     return ""
 
 
-def _launched_sum(left, right, norm) -> tuple | None:
+def _launch_sum(left, right, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
     if type(left) is not Tensor or type(right) is not Tensor:
         return None

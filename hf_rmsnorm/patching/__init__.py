@@ -3,7 +3,7 @@ fused ones.
 """
 
 from .api import is_patched, patch_model, patched, unpatch_model
-from .launched import count_launches
+from .launch_counts import count_launches
 from .report import PatchReport
 
 __all__ = [

@@ -14,7 +14,7 @@ from .entries import Entry
 from .layers.fusions import fuse_layers
 from .plan import Globs, Options, make_plan
 from .report import PatchReport, report_on
-from .swap import carry_out, own_fusions, restore, set_recipe, unfuse, why_not_run
+from .swap import carry_out, own_fusions, restore, unfuse, unswap_norm, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
@@ -121,7 +121,7 @@ def unpatch_model(model: Module) -> int:
         for module in model.modules():
             unfuse(module)
             count += recipe_of(module) is not None
-            set_recipe(module)
+            unswap_norm(module)
     return count
 
 

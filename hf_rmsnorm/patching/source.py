@@ -76,7 +76,7 @@ def definition_of(code: CodeType) -> ast.FunctionDef:
     for node in ast.walk(definition):
         _check_name(node)
     now = functions.get((code.co_name, code.co_firstlineno))
-    if now is None or _gist(now) != _gist(code):
+    if now is None or _bytecode(now) != _bytecode(code):
         raise CannotRewrite(
             "the source of its forward has changed since it was imported"
         )
@@ -146,11 +146,12 @@ def _compiled(text: str) -> dict:
     return functions
 
 
-def _gist(code) -> tuple:
+def _bytecode(code: CodeType) -> tuple:
+    """What a function does, whatever file and line it has."""
     consts = []
     for const in code.co_consts:
         if isinstance(const, CodeType):
-            consts.append(_gist(const))
+            consts.append(_bytecode(const))
         else:
             consts.append(repr(const))
     return code.co_code, code.co_names, code.co_varnames, consts
@@ -227,7 +228,7 @@ def compiled_again(
     return forward
 
 
-def wrappers(forward: Callable) -> list:
+def wrapper_codes(forward: Callable) -> list:
     """The code of each function around the innermost one, but for those of `guarded`.
 
     Each counts once: what `__init_subclass__` wraps around the forward of every subclass

@@ -18,8 +18,8 @@ from .formula.refusals import Refusal
 from .layers.layer_class import fused_layer_class, layer_part
 
 
-def replaced_forward(module: Module) -> str | None:
-    """The name of a forward that other code has set on the instance; None if there is
+def replaced_forward(module: Module) -> str:
+    """The name of a forward that other code has set on the instance; "" if there is
     none.
 
     The forward of the class would not run. The hooks of accelerate and diffusers do not
@@ -28,7 +28,7 @@ def replaced_forward(module: Module) -> str | None:
     """
     stored = module.__dict__.get("forward")
     if stored is None:
-        return None
+        return ""
     called = [stored]
     if isinstance(stored, functools.partial):
         # a hook's; it calls what is kept elsewhere
@@ -37,14 +37,14 @@ def replaced_forward(module: Module) -> str | None:
         stored = (called or held)[0]
     own = type(module).forward
     if any(_cells_of(types.CellType(forward), module, own) for forward in called):
-        return None
+        return ""
     return name_of(stored)
 
 
 def why_not_run(norm: Module, recipe: Recipe) -> Refusal | None:
     """Why a norm with a class for this recipe would run its own forward all the same."""
     other = replaced_forward(norm)
-    if other is not None:
+    if other:
         reason = f"its forward was replaced on the instance by {other}"
         cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
         return Refusal(reason, cure)
@@ -56,23 +56,29 @@ def why_not_run(norm: Module, recipe: Recipe) -> Refusal | None:
     return None
 
 
-def set_recipe(
-    norm: Module, proven: Recipe | None = None, asked: Asked = NOTHING
-) -> None:
+def swap_norm(norm: Module, proven: Recipe, asked: Asked = NOTHING) -> None:
     """Give a norm the class that computes a recipe as it is asked, in place of one that
-    it has; None: its own class.
+    it has.
 
-    A class derived from the fused one derives from the original afterwards. A class may
-    refuse to be subclassed: then its error is raised, and the norm has its own class.
+    A class may refuse to be subclassed: then its error is raised, and the norm has its
+    own class.
     """
     part = fused_part(type(norm))
     if part is not None:
         has = part._hf_rmsnorm_patch
         if (has.proven, has.asked) == (proven, asked):
             return
+        unswap_norm(norm)
+    _put_on(norm, fused_class(type(norm), proven, asked))
+
+
+def unswap_norm(norm: Module) -> None:
+    """Give a norm its own class. A class derived from the fused one derives from the
+    original afterwards.
+    """
+    part = fused_part(type(norm))
+    if part is not None:
         _take_off(norm, part, part._hf_rmsnorm_base)
-    if proven is not None:
-        _put_on(norm, fused_class(type(norm), proven, asked))
 
 
 def unfuse(layer: Module):
@@ -106,8 +112,10 @@ def own_fusions(modules: Iterable[Module]) -> list[tuple]:
 def restore(before: list[tuple]) -> None:
     """Give norms and layers the classes back that they had before."""
     for module, patch, _ in before:
-        recipe = () if patch is None else (patch.proven, patch.asked)
-        set_recipe(module, *recipe)
+        if patch is None:
+            unswap_norm(module)
+        else:
+            swap_norm(module, patch.proven, patch.asked)
     for module, _, fusion in before:
         unfuse(module)
         if fusion is not None:
@@ -116,10 +124,12 @@ def restore(before: list[tuple]) -> None:
 
 def carry_out(entry: Entry) -> None:
     """Do to a norm what its entry says, or leave it with the reason."""
-    if entry.proven is None and not entry.excluded:
+    if entry.proven is None:
+        if entry.excluded:
+            unswap_norm(entry.module)
         return
     try:
-        set_recipe(entry.module, entry.proven, entry.asked)
+        swap_norm(entry.module, entry.proven, entry.asked)
     except Exception as error:
         # a metaclass or __init_subclass__ of the user's may refuse in any way
         what = f"its class cannot be subclassed: {type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..fused.norm import patch_of
 from ..ops import use_backend
-from ..patching.swap import own_fusions, restore, set_recipe
+from ..patching.swap import own_fusions, restore, unswap_norm
 from .context import is_float
 from .float64 import in_float64
 
@@ -91,7 +91,7 @@ def unpatched(*modules: nn.Module) -> Iterator[None]:
     """
     before = own_fusions(modules)
     for module in modules:
-        set_recipe(module)
+        unswap_norm(module)
     try:
         yield
     finally:

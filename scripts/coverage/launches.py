@@ -15,7 +15,7 @@ import torch
 
 import hf_rmsnorm
 from hf_rmsnorm.fused import watch
-from hf_rmsnorm.patching.launched import Piece
+from hf_rmsnorm.patching.launch_counts import Piece
 
 from .models import outputs
 from .runs import line

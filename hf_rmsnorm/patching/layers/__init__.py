@@ -1,3 +1,45 @@
 """Which sums, and which q and k norms, a layer computes with its norms: learned from
 its own forward.
+
+A fusion gives the model's own outputs and gradients if all this holds. Each condition has
+the function that decides it, and the test that fails without it.
+
+When the model is patched, of the source of a forward:
+
+1. The source is what runs: compiled again, it has the bytecode of the forward.
+   `source.definition_of`; `test_source.py`, a changed file is not believed.
+2. The forward may be compiled again: it does not look at its variables, and no decorator
+   or wrapper that may keep state, or that the source does not show, is around it.
+   `source.forward_source`, `source.wrapper_codes`; `test_source.py`, CLASSES and
+   `test_wrappers_that_the_source_does_not_show`.
+3. No code of the user runs because there is a new class, as a registry of subclasses.
+   `fused.subclass.derive`; `test_subclass.py`.
+4. Nothing is moved over a call that could change what it reads. Between a sum and its
+   norm stand only aliases (LLaMA: ``residual = h``), and assignments that compute with
+   other variables (HunyuanVideo adds to two streams before it normalises them).
+   `sums._SumFuser._next_norm`, `statements.only_computes`. A sum is put on both ways of
+   an `if` only where neither it nor the condition calls anything (GPT-2, Whisper and
+   BART, whose decoders may have cross-attention). `statements.is_arithmetic`,
+   `statements.is_plain_test`; `test_sums.py`, REFUSED.
+5. Where gradients are on, nothing else gets hold of the sum, as a hook on it would see
+   only a part of its gradient (MPT gives it to its MLP).
+   `statements.only_adds_and_scales`, which sets ``shared``; `test_looked_at_sums.py`.
+
+At each call:
+
+6. The summands are plain tensors. `fused.sums._launch_sum`; `unit/fused/test_sums.py`,
+   `test_sums_of_anything_but_plain_tensors_are_torchs`.
+7. The norm is still patched, and nothing but its forward runs when it is called: no
+   hook, wrapper or parametrisation. `fused.layer.operands_ahead`,
+   `fused.hooks.why_called`; `test_hooks.py`.
+8. The class still has the forward that was read, with the same code.
+   `fused.layer.guarded`; `test_a_guarded_forward_steps_aside_for_another`.
+
+Patterns, and the models for whose sake they are there:
+
+- ``norm(a + b)`` in one expression: BERT.
+- ``h = h + gate * y``, and ``norm(h) * (1 + scale) + shift``: diffusion transformers.
+- The same scale and shift in a helper: Qwen-Image. In ``1 + scale`` computed before: Z-Image.
+- q and k norms in front of a rotary embedding: Qwen3; one by one: Gemma 4.
+- A rotary embedding without norms: LLaMA.
 """

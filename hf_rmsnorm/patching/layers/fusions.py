@@ -26,18 +26,12 @@ from .sums import fuse_sums
 NO_SUM = "no sum in its forward is followed directly by a patched norm of its own"
 
 
-class Norms(NamedTuple):
-    """The names of a module's children that are patched norms.
+class FusibleNorms(NamedTuple):
+    """The names of a module's child norms, by what one launch may compute them with."""
 
-    Args:
-        simple: those that may be computed with a sum.
-        of_rows: those that may be computed with a modulation.
-        of_heads: those that may be computed with a rotation.
-    """
-
-    simple: frozenset[str]
-    of_rows: frozenset[str]
-    of_heads: frozenset[str]
+    with_sum: frozenset[str]
+    with_modulation: frozenset[str]
+    with_rotation: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ class Fusion:
         definition: of that forward, changed to compute it.
     """
 
-    norms: Norms
+    norms: FusibleNorms
     words: str
     forward: Callable = field(compare=False)
     definition: ast.FunctionDef = field(compare=False)
@@ -87,7 +81,7 @@ class Fusion:
         return compiled_again(base, fusion.definition, functions)
 
 
-def find_fusion(cls: type, norms: Norms) -> Fusion | None:
+def find_fusion(cls: type, norms: FusibleNorms) -> Fusion | None:
     """What may be computed with these child norms in the forward of a class; None where
     nothing may.
 
@@ -96,12 +90,12 @@ def find_fusion(cls: type, norms: Norms) -> Fusion | None:
     """
     definition, itself = forward_source(cls)
     shown = cls.forward, definition
-    pieces = fuse_sums(definition, cls, itself, norms.simple, norms.of_rows)
+    pieces = fuse_sums(definition, cls, itself, norms.with_sum, norms.with_modulation)
     is_modulated = any("*" in piece for piece in pieces)
     if pieces:
         words = _in_words(pieces, is_modulated)
         return Fusion(norms, words, *shown)
-    normed = fuse_qk(definition, cls, itself, norms.of_heads)
+    normed = fuse_qk(definition, cls, itself, norms.with_rotation)
     alone = fuse_rotations(definition, cls, itself)
     pieces = normed + alone
     if not pieces:
@@ -119,6 +113,13 @@ def _in_words(pieces: list[str], in_one_launch: bool) -> str:
     return f"{words} in one launch"
 
 
+class _Outcome(NamedTuple):
+    """The fusion that a module was given, and why it could not be given one."""
+
+    fusion: Fusion | None = None
+    reason: str = ""
+
+
 def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     """Compile the forwards of a patched model again where they show what surrounds a
     norm, or a rotation of q and k; none is fused yet. Nothing is, unless a norm may be.
@@ -127,41 +128,49 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
         For each module that repeats in the model, and for its parts: what was fused, or
         the reason for no fusion.
     """
-    find = functools.cache(find_fusion)  # most layers of a model are alike
     modules = dict(model.named_modules())
     if not any(map(fusible_norm, modules.values())):
         return ()
+    find = functools.cache(find_fusion)  # most layers of a model are alike
     repeated = _repeated(model)
-    records = {}
-    with_sums = []
+    records = []
+    explained: list[str] = []  # the paths whose sums are listed
     for path, module in reversed(modules.items()):
-        is_layer = module in repeated
-        norms = _norms_of(module)
-        fusion, reason = None, ""
-        if any(norms) or may_rotate(type(module)):
-            fusion, reason = _fused(module, find, norms)
-        name = type(module).__name__
-        if fusion is not None:
-            records[path] = FusedLayer(path, name, fusion.words)
-        elif shared := _shared_norms(module):
-            records[path] = FusedLayer(path, name, "", shared)
-        elif is_layer:
-            reason = _why_not_fused(path, module, with_sums, reason)
-            if reason:
-                records[path] = FusedLayer(path, name, "", reason)
-        if path in records and not (fusion and fusion.rotates):
-            with_sums.append(path)
-    return tuple(reversed(records.values()))
+        outcome = _fuse(module, find)
+        reason = ""
+        if outcome.fusion is None:
+            reason = _shared_norms(module)
+            if not reason and module in repeated:
+                reason = _why_not_fused(path, module, explained, outcome.reason)
+        record = _record(path, module, outcome.fusion, reason)
+        if record is None:
+            continue
+        records.append(record)
+        if outcome.fusion is None or not outcome.fusion.rotates:
+            explained.append(path)
+    return tuple(reversed(records))
 
 
-def _why_not_fused(path: str, module: Module, with_sums: list[str], reason: str) -> str:
+def _record(
+    path: str, module: Module, fusion: Fusion | None, reason: str
+) -> FusedLayer | None:
+    """What the report says of a module; None where it says nothing."""
+    name = type(module).__name__
+    if fusion is not None:
+        return FusedLayer(path, name, fusion.words)
+    if reason:
+        return FusedLayer(path, name, "", reason)
+    return None
+
+
+def _why_not_fused(path: str, module: Module, explained: list[str], reason: str) -> str:
     """The reason, or `NO_SUM`, of a layer that holds norms; "" if it holds none, or a
     part of it is listed already.
     """
     _, *parts = module.modules()
     if not any(map(fusible_norm, parts)):
         return ""
-    for other in with_sums:
+    for other in explained:
         if other.startswith(f"{path}."):
             return reason
     return reason or NO_SUM
@@ -179,46 +188,49 @@ def _shared_norms(module: Module) -> str:
     return ""
 
 
-def _fused(module: Module, find: Callable, norms: Norms) -> tuple[Fusion | None, str]:
-    """(the fusion that a module was given, why it could not be given one)."""
+def _fuse(module: Module, find: Callable) -> _Outcome:
+    """Give a module the fusion that its forward shows, if it can have one."""
+    norms = _norms_of(module)
+    if not any(norms) and not may_rotate(type(module)):
+        return _Outcome()
     # Not of the wrappers around a norm or a layer: FSDP's forward would gather weights,
     # on one rank before another.
     if _inner(module) is not module:
-        return None, ""
+        return _Outcome()
     other = replaced_forward(module)
-    if other is not None:
-        return None, f"its forward was replaced on the instance by {other}"
+    if other:
+        return _Outcome(reason=f"its forward was replaced on the instance by {other}")
     if "parametrizations" in module._modules:
         # Removed, they take the class below the current one.
-        return None, "its own parameters are parametrized: patch before that"
+        return _Outcome(reason="its own parameters are parametrized: patch before that")
     try:
         fusion = find(type(module), norms)
         if fusion is not None:
             fuse(module, fusion)
     except CannotRewrite as error:
-        return None, str(error)
+        return _Outcome(reason=str(error))
     except Exception as error:
         # whatever a user's class does, its norms are swapped
-        return None, f"{type(error).__name__}: {error}"
-    return fusion, ""
+        return _Outcome(reason=f"{type(error).__name__}: {error}")
+    return _Outcome(fusion)
 
 
-def _norms_of(module: Module) -> Norms:
-    simple = set()
-    of_rows = set()
-    of_heads = set()
+def _norms_of(module: Module) -> FusibleNorms:
+    with_sum = set()
+    with_modulation = set()
+    with_rotation = set()
     for name, norm in module.named_children():
-        patched = fusible_norm(norm)
-        if patched is None:
+        patch = fusible_norm(norm)
+        if patch is None:
             continue
-        recipe = patched.recipe
-        if recipe.is_simple:
-            simple.add(name)
-        if recipe.is_of_rows:
-            of_rows.add(name)
-        if recipe.is_simple and _is_of_heads(norm, recipe):
-            of_heads.add(name)
-    return Norms(frozenset(simple), frozenset(of_rows), frozenset(of_heads))
+        if patch.joins:
+            with_sum.add(name)
+        if patch.joins_of_any_input:
+            with_modulation.add(name)
+        if patch.joins and _is_of_heads(norm, patch.recipe):
+            with_rotation.add(name)
+    sets = with_sum, with_modulation, with_rotation
+    return FusibleNorms(*map(frozenset, sets))
 
 
 def _is_of_heads(norm: Module, recipe: Recipe) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 from ...fused.subclass import derive, marked
-from ..source import CannotRewrite, wrappers
+from ..source import CannotRewrite, wrapper_codes
 
 
 def fused_layer_class(base: type, fusion) -> type:
@@ -30,7 +30,7 @@ def _made(base: type, own: Callable, fusion) -> type:
     forward = fusion.forward_for(base, owner)
     cls = derive(base, forward, marks, fused_layer_class, fusion)
     owner.append(cls)
-    if wrappers(cls.forward) != wrappers(own):
+    if wrapper_codes(cls.forward) != wrapper_codes(own):
         raise CannotRewrite(
             "something has wrapped its forward that its source does not show"
         )
