@@ -131,45 +131,6 @@ def test_a_gate_that_may_be_left_out_is_and_one_that_may_not_runs_the_modules_ow
         assert (counted, norm.calls) == (count, 1 - count)
 
 
-@pytest.mark.parametrize(
-    "change, call",
-    [
-        (lambda norm: None, lambda norm, x: norm(x, 2.0)),
-        (lambda norm: None, lambda norm, x: norm(x, scale=2.0)),
-        (lambda norm: setattr(norm, "variance_epsilon", -1.0), lambda norm, x: norm(x)),
-        (lambda norm: norm.double(), lambda norm, x: norm(x.double())),
-        (lambda norm: None, lambda norm, x: norm(x.double())),
-    ],
-    ids=[
-        "a second input",
-        "a second input by name",
-        "no eps",
-        "float64",
-        "float64 alone",
-    ],
-)
-def test_calls_that_no_kernel_serves_run_the_modules_own_forward(change, call):
-    norm, x = Norm(), torch.randn(2, D)
-    change(norm)
-    with torch.no_grad():
-        expected = call(norm, x)
-    y, count = launches(lambda: call(fused(norm), x))
-    assert count == 0 and norm.calls == 2
-    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_bias_of_another_dtype_than_the_weight_runs_the_modules_own_forward():
-    recipe = Recipe(
-        NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"),
-        weight="weight",
-        bias="bias",
-    )
-    norm, x = fused(Norm(bias=True), recipe), torch.randn(2, D)
-    assert launches(lambda: norm(x))[1] == 1 and norm.calls == 0
-    norm.bias.data = norm.bias.data.bfloat16()
-    assert launches(lambda: norm(x))[1] == 0 and norm.calls == 1
-
-
 def test_a_bias_that_is_gone_or_new_runs_the_modules_own_forward():
     recipe = Recipe(
         NormSpec(False, 1e-6, has_bias=True, rounding="before_weight"),
@@ -288,13 +249,6 @@ def test_parameters_that_go_after_calls_leave_the_modules_own_forward(gone, dtyp
         setattr(norm[0], name, None)
         setattr(own, name, None)
     assert all(torch.equal(norm(x), own(x)) for _ in range(2))
-
-
-def test_shapes_that_take_turns_are_told_apart():
-    norm = fused(Norm())
-    for rows in (2, 3, 2, 3, 3, 2):
-        x = torch.randn(rows, D)
-        torch.testing.assert_close(norm(x), Norm.forward(norm, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])

@@ -2,44 +2,19 @@
 serves.
 """
 
-import pytest
 import torch
-from heads import ROTARIES, fused_qk_norm
+from heads import ROTARIES
 
 from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.qk import run_qk
 from tests.unit.kernels.test_qk_forward import (
     BF16,
-    FP32,
     QWEN3,
     angles,
-    contiguous,
     parameters,
     transposed,
 )
-
-
-@pytest.mark.parametrize("way", ["", "once"])
-@pytest.mark.parametrize("columns", [6, 4])
-def test_gradients_and_their_gradients_in_float64(columns, way):
-    q = transposed((2, 2, 3, 6), FP32, 0).double()
-    k = contiguous((2, 1, 3, 6), FP32, 1).double()
-    q_weight, k_weight = parameters(QWEN3, 6, FP32)
-    cos, sin = angles(2, 3, columns, FP32, shared=False)
-    cos = cos.double()
-    sin = sin.double()
-    leaves = []
-    for t in (q, k, q_weight, k_weight):
-        leaf = t.detach().double()
-        leaves.append(leaf.requires_grad_())
-
-    def function(*operands):
-        return fused_qk_norm(*operands, QWEN3, cos, sin, way)
-
-    with use_backend("reference"):
-        assert torch.autograd.gradcheck(function, leaves)
-        assert torch.autograd.gradgradcheck(function, leaves)
 
 
 class Tagged(torch.Tensor):
