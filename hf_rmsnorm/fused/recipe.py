@@ -156,17 +156,6 @@ class Recipe:
             return False
         return not (self.asks_autocast and autocast_anywhere())
 
-    def notes(self) -> str:
-        """The calls that are not fused, in words for a report; "" if there are none."""
-        notes = []
-        if self.only_float32:
-            notes.append("in float32 only: in half precision it runs its own forward")
-        if self.asks_autocast:
-            notes.append("under autocast it runs its own forward")
-        if self.other_input is not None:
-            notes.append(f"calls that give {self.other_input!r} run its own forward")
-        return "; ".join(notes)
-
 
 @lru_cache(1_024)
 def changed(spec: NormSpec, **changes) -> NormSpec:
@@ -240,24 +229,6 @@ class Asked:
         weight, bias = parameters_of(module, recipe) or (None, None)
         reason = input_needed(weight, bias, recipe.spec)
         return replace(self, memory_efficient=True, input_needed=reason)
-
-    def notes(self) -> str:
-        """What it says for a report; "" where it asks for nothing."""
-        notes = []
-        if self.as_rms:
-            notes.append("as the converted checkpoint says")
-        notes.append(self._memory_note())
-        return "; ".join(filter(None, notes))
-
-    def _memory_note(self) -> str:
-        """The tensor that the module saves for the backward, in words; "" where it is
-        its input, unless `memory_efficient` asks for another.
-        """
-        if self.keeps_output:
-            return "keeps its output for backward, but not where one launch rotates or modulates it"
-        if self.memory_efficient:
-            return f"keeps its input for backward: {self.input_needed}"
-        return ""
 
 
 NOTHING = Asked()

@@ -20,7 +20,7 @@ from ..ops.limits import why_not
 from ..paths import fitted
 from .api import check_module
 from .layers.layer_class import layer_part
-from .report import alike, group_lines
+from .report import alike, calls_not_fused, group_lines
 from .swap import why_not_run
 
 NOT_CALLED = "not called from Python: not part of this forward, or inside torch.compile or a CUDA graph"
@@ -186,7 +186,7 @@ def _why_not_launched(what: str, norms: list[Module], x) -> str:
         reason = next(filter(None, map(why_called, norms)), "")
     if not reason and isinstance(x, Tensor):
         reason = _why_not_served(norm, x)
-    return reason or recipe.notes() or UNKNOWN
+    return reason or calls_not_fused(recipe) or UNKNOWN
 
 
 def _why_not_served(norm: Module, x: Tensor) -> str:

@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from ..formula import NormSpec
 from ..fused.hooks import why_called
+from ..fused.recipe import Asked, Recipe
 from ..ops.backend import runs_on, where_norms_run
 from ..ops.settings import settings
 from ..paths import compact_paths, fitted
@@ -157,8 +158,34 @@ def report_on(
     return PatchReport(tuple(swapped), tuple(skipped), layers, tuple(devices))
 
 
+def calls_not_fused(recipe: Recipe) -> str:
+    """The calls of a norm that run its own forward, in words; "" if there are none."""
+    notes = []
+    if recipe.only_float32:
+        notes.append("in float32 only: in half precision it runs its own forward")
+    if recipe.asks_autocast:
+        notes.append("under autocast it runs its own forward")
+    if recipe.other_input is not None:
+        notes.append(f"calls that give {recipe.other_input!r} run its own forward")
+    return "; ".join(notes)
+
+
+def saved_for_backward(asked: Asked) -> str:
+    """The tensor that a norm saves for its backward, in words; "" where it is its input,
+    unless `memory_efficient` asks for another.
+    """
+    if asked.keeps_output:
+        return "keeps its output for backward, but not where one launch rotates or modulates it"
+    if asked.memory_efficient:
+        return f"keeps its input for backward: {asked.input_needed}"
+    return ""
+
+
 def _notes(entry: Entry) -> str:
-    notes = [entry.computed.notes(), entry.asked.notes()]
+    notes = [calls_not_fused(entry.computed)]
+    if entry.asked.as_rms:
+        notes.append("as the converted checkpoint says")
+    notes.append(saved_for_backward(entry.asked))
     why = why_called(entry.module)
     if why and entry.asked.fuse_residual:
         notes.append(f"computed by itself: {why}")
