@@ -221,7 +221,7 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
 
     def rotated(q, k):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return norm_and_rotate(waiting(*fused), True, rotate, q, k, *tables)
+        return norm_and_rotate(waiting(*fused), rotate, q, k, *tables)
 
     call = composed(kind, fused)
     if kind == "add + RMSNorm":

@@ -50,13 +50,14 @@ def norm_now(norms: Waiting | None, norm, rows):
 
 
 def norm_and_rotate(
-    norms: Waiting | None, transposed: bool, rotate: Callable, q, k, cos, sin
-) -> tuple:
+    norms: Waiting | None, rotate: Callable, q, k, cos, sin
+) -> tuple[Tensor, Tensor]:
     """(q, k), normalised by two norms, and rotated as ``rotate(q, k, cos, sin)`` does.
 
     Args:
         norms: None where they were called, or where the forward did not come to them.
-        transposed: the forward transposed q and k behind the norms.
+        q, k: (batch, heads, tokens, head_dim).
+        cos, sin: (batch or 1, tokens, columns).
     """
     if norms is None:
         return rotate(q, k, cos, sin)
@@ -65,14 +66,16 @@ def norm_and_rotate(
         note(QK, norms.norms, q, rotated is not None)
     if rotated is not None:
         return rotated
-    return rotate(*norm_each(norms, transposed, q, k), cos, sin)
+    return rotate(*norm_each(norms, q, k), cos, sin)
 
 
-def norm_and_rotate_one(
-    norms: Waiting | None, transposed: bool, rotate: Callable, x, cos, sin
-):
+def norm_and_rotate_one(norms: Waiting | None, rotate: Callable, x, cos, sin) -> Tensor:
     """``rotate(norm(x), cos, sin, unsqueeze_dim=2)`` by the one norm, in one launch
     where that gives the same bits.
+
+    Args:
+        norms, cos, sin: as of `norm_and_rotate`.
+        x: (batch, tokens, heads, head_dim).
     """
     if norms is None:
         return rotate(x, cos, sin, unsqueeze_dim=2)
@@ -84,8 +87,9 @@ def norm_and_rotate_one(
     if watchers:
         note(QK, norms.norms, x, rotated is not None)
     if rotated is not None:
-        return rotated[0].transpose(1, 2)
-    (normed,) = norm_each(norms, transposed, x)
+        y, nothing = rotated
+        return y.transpose(1, 2)
+    (normed,) = norm_each(norms, x)
     return rotate(normed, cos, sin, unsqueeze_dim=2)
 
 
@@ -120,19 +124,14 @@ def rotate_together(
     return made
 
 
-def norm_each(norms: Waiting | None, transposed: bool, *tensors) -> tuple:
-    """The tensors, each normalised by its own norm if that waits."""
+def norm_each(norms: Waiting | None, *heads: Tensor) -> list[Tensor]:
+    """Heads of q, or of q and k, each normalised by its own norm if that waits.
+
+    The forward may have transposed them since: no element moves by that.
+    """
     if norms is None:
-        return tensors
-    results = []
-    for norm, x in zip(norms.norms, tensors, strict=True):
-        if transposed:
-            x = x.transpose(1, 2)
-        y = norm(x)
-        if transposed:
-            y = y.transpose(1, 2)
-        results.append(y)
-    return tuple(results)
+        return [*heads]
+    return [norm(x) for norm, x in zip(norms.norms, heads, strict=True)]
 
 
 def _launched_heads(

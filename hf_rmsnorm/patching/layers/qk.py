@@ -11,7 +11,7 @@ becomes
     q = norm_now(norms := waiting(self.q_norm, self.k_norm), self.q_norm, rows).transpose(1, 2)
     k = norm_now(norms, self.k_norm, others).transpose(1, 2)
     v = self.v_proj(x)
-    q, k = norm_and_rotate(norms, True, apply_rotary_pos_emb, q, k, cos, sin)
+    q, k = norm_and_rotate(norms, apply_rotary_pos_emb, q, k, cos, sin)
 
 and
 
@@ -21,7 +21,7 @@ and
 becomes
 
     x = norm_now(norms := waiting(self.q_norm), self.q_norm, x)
-    x = norm_and_rotate_one(norms, False, rotate, x, cos, sin)
+    x = norm_and_rotate_one(norms, rotate, x, cos, sin)
 
 Between a norm and the rotation a forward may transpose q and k, and may do what can
 neither read nor write them: compute, and call children on its own arguments. The
@@ -95,13 +95,11 @@ class _Normed(NamedTuple):
 
     Args:
         call: of the norm.
-        transposed: heads and rows change places between the norm and the rotation.
         branches: those that it stands under, and the rotation does not.
     """
 
     statement: ast.Assign
     call: ast.Call
-    transposed: bool
     branches: list[ast.If]
 
 
@@ -186,31 +184,26 @@ class _Search:
         rotation.norms = [self._normed(name, before) for name in rotation.names]
         if None in rotation.norms:
             return False
-        first, *others = [normed[2:] for normed in rotation.norms]
+        first, *others = [normed.branches for normed in rotation.norms]
         return all(other == first for other in others)
 
     def _normed(self, name: str, before: Statements) -> _Normed | None:
         """The statement that normalised a tensor, if only what may pass it stands
         behind.
         """
-        transposed = False
         for statement in reversed(before):
             match statement:
                 case ast.Assign([ast.Name(target)], value) if target == name:
-                    inner = _transposed(value)
-                    if inner is not None:
-                        transposed = not transposed
-                        value = inner
+                    value = _untransposed(value)
                     if self._is_norm(value):
-                        return _Normed(statement, value, transposed, [])
+                        return _Normed(statement, value, [])
                     if not isinstance(value, ast.Name) or value.id != name:
                         return None
                 case ast.If(_, body, []) if reads(statement, {name}):
                     normed = self._normed(name, body)
-                    return normed and normed._replace(
-                        transposed=transposed != normed.transposed,
-                        branches=[statement, *normed.branches],
-                    )
+                    if normed is not None:
+                        normed.branches.insert(0, statement)
+                    return normed
                 case _ if not self._may_pass(statement, [name]):
                     return None
         return None
@@ -268,18 +261,17 @@ def _put_off(rotation: _Rotation) -> None:
     if rotation.branch is not None:
         unrotated = copy.deepcopy(statement)
         tensors = rotated.args[: len(norms)]
-        unrotated.value = call(norm_each, rotated, _NORMS, first.transposed, *tensors)
+        unrotated.value = call(norm_each, rotated, _NORMS, *tensors)
         rotation.branch.orelse = [unrotated]
     rotate = norm_and_rotate if len(norms) == 2 else norm_and_rotate_one
-    operands = _NORMS, first.transposed, rotated.func, *rotated.args
-    statement.value = call(rotate, rotated, *operands)
+    statement.value = call(rotate, rotated, _NORMS, rotated.func, *rotated.args)
 
 
-def _transposed(value: ast.expr) -> ast.expr | None:
-    """x in ``x.transpose(1, 2)``."""
+def _untransposed(value: ast.expr) -> ast.expr:
+    """x in ``x.transpose(1, 2)``; anything else as it is."""
     match value:
         case ast.Call(
             ast.Attribute(inner, "transpose"), [ast.Constant(1), ast.Constant(2)], []
         ):
             return inner
-    return None
+    return value
