@@ -36,10 +36,10 @@ def destination(source: Source, dst: str | os.PathLike) -> Path:
         raise ConversionError(
             f"{dst}: lies inside of the source, which is only read: choose another DST"
         )
+    _refuse_if_taken(dst)
     home = next(parent for parent in dst.parents if os.path.lexists(parent))
     if not home.is_dir():
         raise ConversionError(f"{dst}: {home} is no folder: choose another DST")
-    _refuse_if_taken(dst)
     if not os.access(home, os.W_OK | os.X_OK):
         raise ConversionError(
             f"{dst}: {home} is read-only, or gives no permission to write: choose "

@@ -406,6 +406,8 @@ def test_a_destination_that_cannot_be_made_is_refused_before_anything_is_planned
 ):
     with pytest.raises(ConversionError, match="exists already"):
         convert_checkpoint(GPT2, tmp_path)
+    with pytest.raises(ConversionError, match="/: exists already"):
+        convert_checkpoint(GPT2, "/")
     (tmp_path / "file").touch()
     with pytest.raises(ConversionError, match=r"file is no folder: choose another DST"):
         convert_checkpoint(GPT2, tmp_path / "file" / "new" / "dst")
