@@ -65,14 +65,16 @@ class Fit(Trial):
         """
         near = self._near_in_float32(calls_norm)
         orders = _rounding_orders(near)
+        elements = 4096
         if calls_norm:
             # What casts around torch's own norm may round as plain arithmetic does.
             orders += _rounding_orders(with_spec(near, functional=False))
+            elements = 16_384  # few of which tell it from torch's own norm
         for recipe in orders:
             dtypes = SAME_DTYPES + _mixed_dtypes(recipe)
             if not self._agrees_in_float32(recipe):
                 continue
-            if self._agrees_in(recipe, dtypes, 4096):
+            if self._agrees_in(recipe, dtypes, elements):
                 return recipe
         recipe = orders[0]
         # x has to be float32 then, but the weight need not
