@@ -19,12 +19,12 @@ def add_arguments(parser) -> None:
 
 
 def run(args) -> Result:
-    from ..ops.backend import interprets
+    from ..ops.backend import interprets, launch_path
 
     installed = versions()
     names = _device_names()
     devices = [{"name": name, **_tried(device)} for device, name in names.items()]
-    launches = _launches(devices)
+    launches = launch_path()
     data = {
         "versions": installed,
         "launches": launches,
@@ -77,20 +77,6 @@ def _device_names() -> dict[str, str]:
         for index in range(torch.accelerator.device_count()):
             names[f"{accelerator.type}:{index}"] = name_of(index)
     return names
-
-
-def _launches(devices: list[dict]) -> str:
-    """How kernels are started on the devices that run them."""
-    import torch
-
-    from ..ops.backend import launch_path
-
-    paths = [
-        launch_path(torch.device(record["device"]))
-        for record in devices
-        if record["backend"] == "triton"
-    ]
-    return "; ".join(dict.fromkeys(paths)) or launch_path()
 
 
 def _tried(device: str) -> dict:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import counting, device, launchers
+from . import c_launcher, counting, device
 from .failure import KernelUnavailable, failed, is_of_the_device, unavailable
 from .interpreter import faithful_interpreter
 
@@ -99,17 +99,17 @@ class Kernel:
             return _interpreted(variant[grid], tail)
         compiled = self.compile(start, operands)
         try:
-            run = compiled.run
+            launcher = compiled.run
         except Exception:
             # as in a CUDA graph that is captured; Triton would take the kernel for
             # loaded
             compiled._run = None
             raise
-        if launchers.slow_because(start.device):
+        if not c_launcher.KNOWN:
             options = self.options(start)
             return lambda operands: variant[grid](*operands, *tail, **options)
-        if launchers.KNOWN and launchers.has_c_launcher(run):
-            start.on = launchers.by_launcher(start, compiled, run)
+        if c_launcher.is_usable(launcher):
+            start.on = c_launcher.start_by(launcher, compiled, start)
         call = compiled[grid]
         return lambda operands: call(*operands, *tail)
 

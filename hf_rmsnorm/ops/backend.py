@@ -104,39 +104,25 @@ def runs_on(device: torch.device | str) -> dict:
     elif interprets():
         reason = "Triton kernels in Triton's interpreter, exact but slow"
     else:
-        launches = launch_path(device)
+        launches = launch_path()
         if launches != DIRECT:
             reason += f", launched {launches}"
     return {"device": str(device), "backend": backend, "reason": reason}
 
 
-def launch_path(device: torch.device | None = None) -> str:
-    """How kernels are started on a device that they run on, in words: `DIRECT`, or
-    through Triton's dispatch and why. Without a device: what the version alone tells.
-    """
+def launch_path() -> str:
+    """How kernels are started, in words: `DIRECT`, or why not."""
     if find_spec("triton") is None:
         return "none, as triton is not installed"
-    from ..kernels import launchers
-
-    version = launchers.VERSION
     if interprets():
         return "by Triton's interpreter"
-    if launchers.KNOWN:
-        return DIRECT
-    if device is None:
-        return (
-            f"tried on the first GPU, as Triton {version} is newer than this hf-rmsnorm"
-        )
-    try:
-        reason = launchers.slow_because(device)
-    except Exception:
-        # no kernel compiles or runs there, as the first launch will say
-        return DIRECT
-    if not reason:
+    from ..kernels import c_launcher
+
+    if c_launcher.KNOWN:
         return DIRECT
     return (
         "through Triton's dispatch, about three times the host time: "
-        f"upgrade hf-rmsnorm, which does not know Triton {version} ({reason})"
+        f"upgrade hf-rmsnorm, which does not know Triton {c_launcher.VERSION}"
     )
 
 
