@@ -24,16 +24,22 @@ When the model is patched, of the source of a forward:
 5. Where gradients are on, nothing else gets hold of the sum, as a hook on it would see
    only a part of its gradient (MPT gives it to its MLP).
    `statements.only_adds_and_scales`, which sets ``shared``; `test_looked_at_sums.py`.
+6. A rotary function computes along the last dimension alone, and nothing that it reads
+   can change unseen. `rotary_code.read`; `unit/fused/test_rotary.py`, CASES and
+   `test_a_function_that_cannot_be_watched`.
 
 At each call:
 
-6. The summands are plain tensors. `fused.sums._launch_sum`; `unit/fused/test_sums.py`,
+7. The summands are plain tensors. `fused.sums._launch_sum`; `unit/fused/test_sums.py`,
    `test_sums_of_anything_but_plain_tensors_are_torchs`.
-7. The norm is still patched, and nothing but its forward runs when it is called: no
+8. The norm is still patched, and nothing but its forward runs when it is called: no
    hook, wrapper or parametrisation. `fused.layer.operands_ahead`,
    `fused.hooks.why_called`; `test_hooks.py`.
-8. The class still has the forward that was read, with the same code.
+9. The class still has the forward that was read, with the same code.
    `fused.layer.guarded`; `test_a_guarded_forward_steps_aside_for_another`.
+10. A rotary function is still what was read, and was run, on this device, to rotate heads
+   of this dtype and width as a launch does. `fused.rotary.rotary_of`;
+   `unit/fused/test_rotary.py`, CASES and CHANGES.
 
 Patterns, and the models for whose sake they are there:
 
