@@ -42,6 +42,7 @@ def commands() -> dict[str, str]:
         # The row "newest" has no pins: it says first what a new release breaks.
         "other versions": f"{PYTHON} scripts/versions.py --no-write",
         "trainers with a YAML": f"{PYTHON} -m scripts.trainers --no-write",
+        "programs": f"{PYTHON} -m scripts.programs",
         "notebook": "python3 scripts/quickstart.py --notebook",
         "release": '.ci/release "$(mktemp -d)"',
     }

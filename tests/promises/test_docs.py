@@ -146,6 +146,7 @@ KINDS = {
     "python -m scripts.coverage": lambda words: coverage_parser().parse_args(words),
     "python -m scripts.real_configs": lambda words: configs_parser().parse_args(words),
     "python3 -m scripts.trainers": lambda words: words[0] in ROWS,
+    "python -m scripts.programs": lambda words: words == [],
     "python -m scripts.tables": lambda words: words in ([], ["--write"]),
     "python -m docs.draw_speeds": lambda words: words == [],
     "python -m pytest": has_these_tests,

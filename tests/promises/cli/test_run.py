@@ -264,13 +264,18 @@ def test_a_model_that_cannot_be_patched_is_told_and_the_program_runs_on(run, scr
     )
 
 
-def test_norms_that_liger_takes_are_told_again(run, script):
+@pytest.mark.full
+def test_norms_that_liger_takes_are_told_again(script, tmp_path):
     pytest.importorskip("liger_kernel", reason="the patcher that this is for")
-    text = TRAINS.replace("tmp, ", "tmp, use_liger_kernel=True, ")
-    _, said = run(script(text + "Trainer(make(), args, train_dataset=rows).train()\n"))
-    first, *_, last = lines(said)
-    assert first == of_model("LlamaForCausalLM", 3)
-    assert last.startswith("hf_rmsnorm: LlamaForCausalLM: 0 norms swapped, 3 skipped")
+    others = "rope", "swiglu", "cross_entropy", "fused_linear_cross_entropy"
+    norms_alone = dict.fromkeys(others, False) | {"rms_norm": True}
+    liger = f"use_liger_kernel=True, liger_kernel_config={norms_alone}, "
+    text = TRAINS.replace("(tmp, ", f"(tmp, {liger}")
+    path = script(text + "Trainer(make(), args, train_dataset=rows).train()\n")
+    _, told, code = ended([*RUN, path], tmp_path)
+    first, last = lines(told)
+    assert (code, first) == (0, of_model("LlamaForCausalLM", 3))
+    assert last == of_model("LlamaForCausalLM", 0, 3, "")
 
 
 def test_a_quantised_model_is_patched_when_it_is_whole(run, script):
