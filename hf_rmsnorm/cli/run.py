@@ -22,7 +22,7 @@ KINDS = "name a Python file, a command that pip installed, or -m MODULE"
 LAUNCHERS = {
     "accelerate": "accelerate launch -m hf_rmsnorm run PROGRAM",
     "torchrun": "torchrun -m hf_rmsnorm run PROGRAM",
-    "deepspeed": "deepspeed --module hf_rmsnorm run PROGRAM",
+    "deepspeed": "deepspeed --no_local_rank --module hf_rmsnorm run PROGRAM",
     "trl": "accelerate launch -m hf_rmsnorm run -m trl.scripts.sft, or .dpo",
 }
 LAUNCHERS["accelerate.commands.launch"] = LAUNCHERS["accelerate"]

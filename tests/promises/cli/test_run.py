@@ -365,7 +365,7 @@ REFUSED = {
     "--exclude": "argument --exclude: expected one argument",
     "accelerate launch x.py": f"accelerate {STARTS}accelerate launch -m hf_rmsnorm run PROGRAM",
     "-m torch.distributed.run x.py": f"torch.distributed.run {STARTS}torchrun -m hf_rmsnorm run PROGRAM",
-    "/usr/bin/deepspeed x.py": f"/usr/bin/deepspeed {STARTS}deepspeed --module hf_rmsnorm run PROGRAM",
+    "/usr/bin/deepspeed x.py": f"/usr/bin/deepspeed {STARTS}deepspeed --no_local_rank --module hf_rmsnorm run PROGRAM",
     "trl dpo": f"trl {STARTS}accelerate launch -m hf_rmsnorm run -m trl.scripts.sft, or .dpo",
 }
 
