@@ -114,14 +114,16 @@ def rotary_of(
     rotary = proof.found.get(case, _UNSEEN)
     if rotary is not _UNSEEN:
         return rotary
-    if not (starts_kernels() and _may_wait(q.device)):
+    if not can_run(q.device):
         return None
     return find(proof, rotate, RotaryCase(RotaryCall(*called), *case[1:]))
 
 
-def _may_wait(device: torch.device) -> bool:
-    """Whether kernels run on a device, and the host may wait for their results."""
-    if device_refusal(device.type, device.index) is not None:
+def can_run(device: torch.device) -> bool:
+    """Whether a function can be run on a device here and now: kernels are started there,
+    and the host may wait for results.
+    """
+    if not starts_kernels() or device_refusal(device.type, device.index) is not None:
         return False
     if device.type != "cuda":
         return True
