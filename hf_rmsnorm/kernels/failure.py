@@ -24,6 +24,8 @@ UNKNOWN = (
 )
 # Texts of Triton, and of the programs that it calls, with their cures.
 _CURES = (
+    # an error about a file, but one that is not found or is no program
+    (r"\[Errno (?!2\]|8\])", CACHE),
     (r"Python\.h", HEADERS),
     (r"C compiler|\b(gcc|clang|cc)\b", COMPILER),
     (r"ptxas", PTXAS),
@@ -38,14 +40,6 @@ _OF_THE_DEVICE = re.compile(
     r"|misaligned address|device-side assert|launch failure|captur",
     re.IGNORECASE,
 )
-_OF_THE_CACHE = {
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.ESTALE,
-}
 # another try may succeed
 _OF_THE_MOMENT = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 _MOST = 300  # characters of a cause
@@ -65,13 +59,11 @@ def unavailable(error: Exception) -> KernelUnavailable:
     """An error of Triton, the compiler or the loader as one line with its cure."""
     cause = _cause(error).rstrip(".")
     return KernelUnavailable(
-        f"kernels cannot be compiled here: {cause}\nWhat to do: {_cure(error, cause)}"
+        f"kernels cannot be compiled here: {cause}\nWhat to do: {_cure(cause)}"
     )
 
 
-def _cure(error: Exception, cause: str) -> str:
-    if isinstance(error, OSError) and error.errno in _OF_THE_CACHE:
-        return CACHE
+def _cure(cause: str) -> str:
     for pattern, cure in _CURES:
         if re.search(pattern, cause, re.IGNORECASE):
             return cure
