@@ -9,8 +9,11 @@ from collections.abc import Callable
 
 import triton
 
+from ..formula import OptionalTensor
 from . import counting
 
+# the tensors of a launch, in the order of the kernel's pointers
+Pointers = tuple[OptionalTensor, ...]
 VERSION = triton.__version__
 # Versions of which the arguments of each launch were compared with what the compiled
 # code expects.
@@ -31,7 +34,7 @@ def is_usable(launcher) -> bool:
     return launcher.global_scratch_size == 0 and profile == 0
 
 
-def start_by(launcher, compiled, careful) -> Callable[[tuple], None]:
+def start_by(launcher, compiled, careful) -> Callable[[Pointers], None]:
     """A function that calls the launcher in C while nothing watches launches.
 
     Quicker than `compiled[grid]`, which at each call asks for the device, builds the
@@ -53,7 +56,7 @@ def start_by(launcher, compiled, careful) -> Callable[[tuple], None]:
     fixed = _behind_the_stream(launcher, compiled)
     in_one_tuple = hasattr(launcher, "kernel_signature")
 
-    def on(operands: tuple) -> None:
+    def on(operands: Pointers) -> None:
         before = _knobs.launch_enter_hook
         after = _knobs.launch_exit_hook
         watched = getattr(before, "calls", before) or getattr(after, "calls", after)

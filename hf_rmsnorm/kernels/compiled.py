@@ -4,7 +4,7 @@ on.
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import c_launcher, counting, device
+from .c_launcher import Pointers
 from .failure import KernelUnavailable, failed, is_of_the_device, unavailable
 from .interpreter import faithful_interpreter
 
@@ -88,7 +89,7 @@ class Kernel:
         tail = tuple(values[name] for name in self.fixed)
         return Start(self, grid, num_warps, tail, device, aligned)
 
-    def load(self, start: "Start", operands: tuple) -> Callable[[tuple], None]:
+    def load(self, start: "Start", operands: Pointers) -> Callable[[Pointers], None]:
         """Compile this kernel, load it on the current device, and return the function
         that launches it.
         """
@@ -113,7 +114,7 @@ class Kernel:
         call = compiled[grid]
         return lambda operands: call(*operands, *tail)
 
-    def compile(self, start: "Start", operands: tuple):
+    def compile(self, start: "Start", operands: Pointers):
         """The kernel that Triton compiled for such operands, or has compiled before."""
         return self.variants[start.aligned].warmup(
             *operands, *start.tail, grid=start.grid, **self.options(start)
@@ -159,7 +160,7 @@ class Start:
         self.on = self.with_care
         self._loaded = None
 
-    def with_care(self, operands: tuple) -> None:
+    def with_care(self, operands: Pointers) -> None:
         """Start the kernel, also if it is not loaded, launches are counted or watched,
         or another device is current.
         """
@@ -172,7 +173,7 @@ class Start:
             counting.record_launch(self.kernel.name)
         self._loaded(operands)
 
-    def _load(self, operands: tuple) -> Callable[[tuple], None]:
+    def _load(self, operands: Pointers) -> Callable[[Pointers], None]:
         if self.device in failed:
             raise KernelUnavailable(failed[self.device])
         try:
@@ -187,8 +188,8 @@ def _no_index() -> None:
     """The index of a device that has none."""
 
 
-def _interpreted(function: Callable, tail: tuple) -> Callable[[tuple], None]:
-    def run(operands: tuple) -> None:
+def _interpreted(function: Callable, tail: Sequence) -> Callable[[Pointers], None]:
+    def run(operands: Pointers) -> None:
         with _interpreter_lock, _disable_current_modes(), faithful_interpreter():
             function(*operands, *tail)
 

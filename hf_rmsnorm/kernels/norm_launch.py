@@ -78,7 +78,7 @@ class NormForward:
 
     Args:
         spec: a formula that `serves` lists.
-        operands: `NormOperands`.
+        operands: also as a plain tuple.
         aligned: the operands start at multiples of 16 bytes.
         stats: also return rstd and mean for the backward.
         modulation: what a scale becomes: `ONE_PLUS` or `ALONE`.
@@ -90,7 +90,7 @@ class NormForward:
     def __init__(
         self,
         spec: NormSpec,
-        operands: tuple,
+        operands: NormOperands,
         aligned: bool,
         stats: bool = True,
         modulation: str = ONE_PLUS,
@@ -133,8 +133,8 @@ class NormForward:
         grid = (-(-rows // (config.rows * heads)), heads, 1)
         self.start = NORM_FORWARD.bind(grid, config.num_warps, named, x.device, aligned)
 
-    def on(self, operands: tuple) -> tuple:
-        """`NormResults` of these `NormOperands`."""
+    def on(self, operands: NormOperands) -> tuple:
+        """`NormResults`, as a plain tuple."""
         x = operands[0]
         h = self.empty_h(x) if self.keeps_sum else None
         y = self.empty_y(x)
@@ -152,7 +152,7 @@ class NormBackward:
     """The backward of a formula on operands of this layout.
 
     Args:
-        operands: `GradientOperands`.
+        operands: also as a plain tuple.
         aligned: those that are read start at multiples of 16 bytes.
         need: whether dx, dweight, dbias, dgate and dscale are wanted.
         from_output: x is the result of the forward, in the dtype and with the order of
@@ -163,7 +163,7 @@ class NormBackward:
     def __init__(
         self,
         spec: NormSpec,
-        operands: tuple,
+        operands: GradientOperands,
         aligned: bool,
         need: tuple[bool, ...],
         from_output: bool = False,
@@ -229,7 +229,7 @@ class NormBackward:
         self.partials = blank(x.device, halves, parts, heads * size)
         self.sum = sum_of_partials(x.device, parts, parts, heads * size)
 
-    def on(self, operands: tuple) -> tuple:
+    def on(self, operands: GradientOperands) -> tuple:
         """(dx, dweight, dbias, dgate, dscale), None where not wanted; the sums of those
         of parameters have a fixed order.
         """

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from ..formula import HALVES, NormSpec, Rotation
 from . import compiled, qk_backward, qk_forward
+from .c_launcher import Pointers
 from .compiled import Kernel
 from .norm_launch import sum_of_partials
+from .operands import HeadOperands
 from .rows import allocator, blank, without_data
 from .sizes import QK_PROGRAMS_PER_SM, qk_config, qk_stages
 
@@ -75,7 +77,8 @@ class QKForward:
     it if there are any; or the backward of a rotation alone.
 
     Args:
-        operands: `HeadOperands`; of a backward with the gradients of the results.
+        operands: also as a plain tuple; of a backward with the gradients of the
+            results.
         results: meta tensors with the strides and dtypes of the results.
         aligned: the operands start at multiples of 16 bytes.
         way: how they are rotated; with norms halves.
@@ -89,8 +92,8 @@ class QKForward:
 
     def __init__(
         self,
-        operands: tuple,
-        results: tuple,
+        operands: HeadOperands,
+        results: tuple[Tensor, Tensor],
         aligned: bool,
         way: Rotation = HALVES,
         spec: NormSpec | None = None,
@@ -125,7 +128,7 @@ class QKForward:
         num_warps = qk_config(q.shape[-1]).num_warps
         self.start = kernel.bind(grid, num_warps, named, q.device, aligned)
 
-    def on(self, operands: tuple) -> tuple:
+    def on(self, operands: HeadOperands) -> tuple:
         """(q', k', rstd): rstd is float32, one for each row of q and then of k; or
         None.
         """
@@ -153,7 +156,7 @@ class QKBackward:
     def __init__(
         self,
         spec: NormSpec,
-        operands: tuple,
+        operands: Pointers,
         aligned: bool,
         need: tuple[bool, ...],
         way: Rotation = HALVES,
@@ -181,7 +184,7 @@ class QKBackward:
         self.partials = blank(device, q_parts + k_parts, head_dim)
         self.sum = sum_of_partials(device, q_parts, k_parts, head_dim)
 
-    def on(self, operands: tuple) -> tuple:
+    def on(self, operands: Pointers) -> tuple:
         """The gradients of q, k and their weights, None where not wanted; the sums have
         a fixed order.
         """

@@ -5,7 +5,7 @@ packed projection) need no copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,20 @@ from torch import Tensor
 from ..formula import NormSpec, OptionalTensor
 
 Shape = tuple[int, ...]
+
+
+class Addressing(NamedTuple):
+    """How a kernel reaches the rows of its tensors.
+
+    Args:
+        in_place: it reads and writes all where they lie; else copies of some.
+        flat: no gaps are between the rows of any.
+        arguments: its parameters, by name.
+    """
+
+    in_place: bool
+    flat: bool
+    arguments: dict[str, int]
 
 
 class RowAddress(NamedTuple):
@@ -28,9 +42,8 @@ def addresses(
     order: Shape | None,
     outputs: list[Tensor],
     read: dict[str, OptionalTensor],
-) -> tuple[bool, bool, dict[str, int]]:
-    """(whether kernels read these tensors and write these outputs where they lie,
-    whether no gaps are between the rows of all tensors, the kernels' parameters).
+) -> Addressing:
+    """How a kernel reads these tensors and writes these outputs.
 
     Args:
         order: in which rows are taken; None is that of the dimensions.
@@ -55,7 +68,7 @@ def addresses(
         arguments[f"{name}_len"] = address.length
         arguments[f"{name}_outer"] = address.outer
         arguments[f"{name}_inner"] = address.inner
-    return in_place, flat, arguments
+    return Addressing(in_place, flat, arguments)
 
 
 def memory_order(shape: Shape, strides: Shape) -> Shape | None:
@@ -65,11 +78,12 @@ def memory_order(shape: Shape, strides: Shape) -> Shape | None:
     if strides[-1] != 1 and shape[-1] != 1:
         return None  # such rows are copied, and a copy has its own order
     leading = range(len(shape) - 1)
-    real = [d for d in leading if shape[d] > 1]
-    slowest_first = sorted(real, key=lambda d: -strides[d])
-    if slowest_first == real:
+    single = [d for d in leading if shape[d] == 1]
+    others = [d for d in leading if shape[d] != 1]
+    slowest_first = sorted(others, key=lambda d: -strides[d])
+    if slowest_first == others:
         return None
-    return *slowest_first, *(d for d in leading if shape[d] == 1)
+    return *slowest_first, *single
 
 
 def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress | None:
@@ -93,10 +107,8 @@ def row_address(shape: Shape, strides: Shape, order: Shape | None) -> RowAddress
         return RowAddress()
     if len(steps) > 2:
         return None
-    outer = 0
-    if len(steps) == 2:
-        outer = steps[0]
-    return RowAddress(sizes[-1], outer, steps[-1])
+    *outer, inner = steps
+    return RowAddress(sizes[-1], sum(outer), inner)
 
 
 def row_order(x: Tensor, spec: NormSpec, heads: int) -> Shape | None:
@@ -188,8 +200,8 @@ def copied_in_order(t: Tensor, order: Shape | None) -> Tensor:
 
 def start_on_copies(
     start: Callable[[tuple], None],
-    operands: tuple,
-    outputs: tuple,
+    operands: Sequence[OptionalTensor],
+    outputs: Sequence[OptionalTensor],
     shape: Shape,
     order: Shape | None,
 ) -> None:
