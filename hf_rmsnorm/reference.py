@@ -250,6 +250,35 @@ def input_of_output(
     return xhat / rstd.view(*rows, 1)
 
 
+def gradients_of_output(
+    dy: Tensor,
+    y: Tensor,
+    weight: OptionalTensor,
+    bias: OptionalTensor,
+    rstd: Tensor,
+    spec: NormSpec,
+    need: Sequence[bool],
+) -> tuple[OptionalTensor, ...]:
+    """`reference_backward` of a norm without a gate, from its result and the rstd of
+    each row, in float32 or float64; five results, of which the last two are None.
+    """
+    need_x, need_weight, need_bias, *_ = need
+    x = input_of_output(y, weight, bias, rstd, spec)
+    rstd = rstd.view(*y.shape[:-1], 1).to(x.dtype)
+    xhat = x * rstd
+    g = dy.to(x.dtype)
+    dx = dweight = dbias = None
+    if need_weight:
+        dweight = (g * xhat).sum_to_size(weight.shape)
+    if need_bias:
+        dbias = g.sum_to_size(bias.shape)
+    if need_x:
+        if weight is not None:
+            g = g * _scale(weight, spec).to(x.dtype)
+        dx = _input_gradient(g, xhat, None, rstd, spec)
+    return dx, dweight, dbias, None, None
+
+
 def reference_qk_norm(
     q, k, q_weight, k_weight, spec: NormSpec, cos, sin, way: Rotation = HALVES
 ) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ TRITON_INTERPRET=1, Triton's interpreter runs them.
 
 import os
 import re
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -149,3 +150,21 @@ def no_kernel_here(monkeypatch):
     from hf_rmsnorm.ops.launches import given_up
 
     monkeypatch.setitem(given_up, ("cpu", None), "there is no kernel here")
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_differs(request):
+    """A kernel that differs from what it replaces fails a test, unless that is marked
+    `differs`; each test begins with kernels on every device.
+    """
+    yield
+    launches = sys.modules.get("hf_rmsnorm.ops.launches")
+    if launches is None or not launches.failed:
+        return
+    reasons = list(launches.failed.values())
+    launches.failed.clear()
+    launches.given_up.clear()
+    launches.forget_launches()
+    if request.node.get_closest_marker("differs") is None:
+        different = [text for text in reasons if "differs from the code" in text]
+        assert not different

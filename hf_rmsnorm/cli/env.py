@@ -34,11 +34,29 @@ def run(args) -> Result:
     }
     lines = ["{device} ({name}): {reason}".format(**record) for record in devices]
     lines.append(f"launches: {launches}")
+    lines += [_checked_line(record, installed) for record in devices]
+    lines = [line for line in lines if line]
     lines.append("")
     for name, number in installed.items():
         lines.append(f"{name:<12}  {number or 'not installed'}")
     lines.append(f"{'platform':<12}  {data['platform']}")
     return Result(data, fitted("\n".join(lines)))
+
+
+def _checked_line(record: dict, installed: dict) -> str:
+    """One line to paste into an issue: what the kernels of a device compute; "" where
+    there are none.
+    """
+    kernels = record["kernels"]
+    if not kernels:
+        return ""
+    names = ("hf-rmsnorm", "torch", "triton")
+    of_versions = ", ".join(f"{name} {installed[name]}" for name in names)
+    wrong = [f"{name}: {text}" for name, text in kernels.items() if text]
+    count = f"{len(kernels) - len(wrong)} of {len(kernels)} kinds of kernels"
+    equal = f"{count} equal to plain PyTorch, forward and backward"
+    said = "; ".join([equal, *wrong])
+    return f"{record['device']} {record['name']}, {of_versions}: {said}"
 
 
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str | None]:
@@ -80,15 +98,15 @@ def _device_names() -> dict[str, str]:
 
 
 def _tried(device: str) -> dict:
-    """`runs_on` a device, and ``"compiles"``: whether a kernel does, None if none is
-    compiled.
+    """`runs_on` a device; ``"compiles"``: whether a kernel does, None if none is
+    compiled; and ``"kernels"``: `check_kernels`.
     """
     import torch
 
     from .. import rms_norm, use_backend
     from ..ops.backend import interprets, runs_on
 
-    record = runs_on(device) | {"compiles": None}
+    record = runs_on(device) | {"compiles": None, "kernels": {}}
     if record["backend"] != "triton":
         return record
     try:
@@ -99,6 +117,9 @@ def _tried(device: str) -> dict:
         failure = "; ".join(str(error).splitlines())
         record["reason"] = f"plain PyTorch ({failure})"
         return record | {"backend": "original", "compiles": False}
+    from ..ops.self_check import check_kernels
+
+    record["kernels"] = check_kernels(torch.device(device))
     if not interprets():
         record["compiles"] = True
         record["reason"] += "; one was compiled and ran"

@@ -116,18 +116,20 @@ def _launched_modulation(
     both = None
     call = _call_of(norm, x, scale, shift, multiplier, residual)
     if call is not None:
-        both = modulated_norm(*call, one_plus)
+        spec, operands, patch = call
+        own = _one_by_one, patch, norm, operands, one_plus
+        both = modulated_norm(spec, operands, one_plus, own)
     if watchers:
         reason = ""
         if call is not None and both is None:
-            reason = why_apart(*call)
+            reason = why_apart(spec, operands)
         note(piece, (norm,), x, both is not None, reason)
     return both
 
 
 def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
-    """The formula and the operands that `modulated_norm` takes; None where the norm has
-    to be called, or is another formula of this x.
+    """The formula and the operands that `modulated_norm` takes, and the norm's patch;
+    None where the norm has to be called, or is another formula of this x.
     """
     for t in (x, scale, *present(shift, multiplier, residual)):
         if type(t) is not Tensor:
@@ -143,4 +145,18 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
         # as the norm's result is, whatever the strides of x
         x = x.contiguous()
     operands = of_modulation(x, weight, bias, scale, shift, multiplier, residual)
-    return launches.spec, operands
+    return launches.spec, operands, patched
+
+
+def _one_by_one(patch, norm: Module, operands: tuple, one_plus: bool) -> tuple:
+    """What a launch replaces."""
+    x, weight, bias, gate, scale, shift, multiplier, residual = operands
+    total = None
+    if multiplier is not None:
+        x = x * multiplier
+    if residual is not None:
+        x = total = residual + x
+    y = patch.compute_original(norm, (x,), {}) * (1 + scale if one_plus else scale)
+    if shift is not None:
+        y = y + shift
+    return total, y

@@ -200,7 +200,8 @@ def _forward_of(patch: NormPatch):
         launches, operands = call
         y = None
         if not is_compiled:
-            y = run(launches, operands)
+            own = NormPatch.compute_original, patch, self, args, kwargs
+            y = run(launches, operands, own)
         if y is None:
             y = run_unlaunched(launches.spec, operands, launches.suits)
         if y is None:

@@ -54,5 +54,12 @@ def _launch_sum(left, right, norm) -> tuple | None:
     ahead = operands_ahead(norm)
     if ahead is None:
         return None
-    _, launches, weight, bias = ahead
-    return run(launches, of_sum(left, right, weight, bias))
+    patch, launches, weight, bias = ahead
+    own = _one_by_one, patch, left, right, norm
+    return run(launches, of_sum(left, right, weight, bias), own)
+
+
+def _one_by_one(patch, left, right, norm) -> tuple:
+    """What a launch replaces."""
+    total = left + right
+    return total, patch.compute_original(norm, (total,), {})

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..converted.finetuned import TRAINED, Recentre, mark_as_rms
 from ..converted.follow import conversion_of
 from ..ops.backend import runs_on, where_norms_run
+from ..ops.first_use import summary
 from ..patching import PatchReport, patch_model
 from ..patching.api import check_options
 from ..paths import did_you_mean
@@ -84,6 +85,7 @@ class HfRmsNormCallback(TrainerCallback):
         self._saves_trained = False
         self._patched: weakref.ref[torch.nn.Module] | None = None
         self._logged = self._said = ""
+        self._compared = False
 
     def __getstate__(self):
         # A search by Ray pickles the Trainer with its callbacks; the model is another
@@ -112,6 +114,13 @@ class HfRmsNormCallback(TrainerCallback):
                 "LayerNorm: another function where its residual weights were trained; "
                 "give HfRmsNormCallback recentre=True or train_as_rms=True"
             )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Say once what the comparisons of the first step have shown."""
+        line = summary(args.device)
+        if line and not self._compared and state.is_world_process_zero:
+            print(f"hf_rmsnorm: {line}", file=sys.stderr)
+        self._compared = True
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         if self._recentre is not None:

@@ -6,6 +6,7 @@ functions here make them, and the classes name what is in them.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -24,16 +25,36 @@ class Launch(Protocol):
         """The results for such operands."""
 
 
-class Kind(NamedTuple):
-    """All that decides on a launch besides its operands.
+@dataclass(frozen=True, eq=False)
+class Family:
+    """What the launches of one purpose have in common.
 
     Args:
-        make: ``make(launches, operands, aligned, *how)`` returns the launch, or None if
+        name: what they compute, in words.
+        make: ``make(launches, operands, aligned, *how)`` returns a launch, or None if
             no kernel serves such operands.
-        how: what it is told.
+        results: ``results(launches, how, operands)`` returns the same in plain torch;
+            exactly, of operands in float64.
+        floors: ``floors(launches, how, operands)`` returns, of operands in float64, the
+            error of each row of each result that roundings in float32 explain.
+        is_back: they compute gradients.
+        essential: of `how` what does not follow from the number of rows.
     """
 
+    name: str
     make: Callable
+    results: Callable
+    floors: Callable
+    is_back: bool = False
+    essential: Callable = lambda *how: how
+
+
+class Kind(NamedTuple):
+    """All that decides on a launch besides its operands: its family, and what that is
+    told.
+    """
+
+    family: Family
     how: tuple
 
 

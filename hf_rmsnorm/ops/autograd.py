@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..formula import NormSpec
 from ..kernels.operands import (
     ONE_PLUS,
+    Family,
     Kind,
     Launch,
     NormOperands,
@@ -25,12 +26,19 @@ from ..kernels.operands import (
     row_major,
 )
 from ..kernels.rows import by_row, copied_in_order, heads_of, memory_order
-from ..reference import input_of_output, reference_backward, reference_norm
+from ..reference import (
+    gradients_of_output,
+    input_of_output,
+    reference_backward,
+    reference_norm,
+    reference_stats,
+)
 from .backend import operators_are_seen
 from .launches import Launches, by_kernel, kernels
 from .limits import serves_as_input, why_not
 
 _MULTIPLIER = 1 + NormOperands._fields.index("multiplier")  # behind the launch
+FLOOR = 16 * 2.0**-24  # roundings of float32 in a row, of its largest term
 WRITTEN = "modified by an inplace operation"
 
 
@@ -102,7 +110,7 @@ apply = super(torch.autograd.Function, NormFunction).apply
 
 def forward_kind(stats: bool) -> Kind:
     """The kind of launch of a forward; `stats` as of `NormForward`."""
-    return Kind(make_forward, (stats,))
+    return Kind(NORM, (stats,))
 
 
 def make_forward(
@@ -120,6 +128,48 @@ def make_forward(
         return None
     make = kernels().NormForward
     return make(spec, operands, aligned, stats, launches.modulation)
+
+
+def _plain_results(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    """(h or None, y) in plain torch."""
+    x, weight, bias, gate, scale, shift, multiplier, residual = operands
+    h = None
+    if multiplier is not None:
+        x = x * multiplier
+    if residual is not None:
+        h = x = residual + x
+    y = reference_norm(x, weight, bias, launches.spec, gate)
+    return h, _modulated(launches, y, scale, shift)
+
+
+def _modulated(launches: Launches, y: Tensor, scale, shift=None) -> Tensor:
+    if scale is not None:
+        y = y * (1 + scale if launches.modulation == ONE_PLUS else scale)
+    if shift is not None:
+        y = y + shift
+    return y
+
+
+def _floors_of_results(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    """A sum is rounded once; a norm loses digits where a mean is subtracted."""
+    h, y = _plain_results(launches, how, operands)
+    x = operands[0] if h is None else h
+    terms = y.abs().amax(-1)
+    for t in present(*operands[1:7]):
+        terms = terms + t.abs().amax()
+    floor = FLOOR * terms * _condition(launches.spec, x)
+    return (None if h is None else torch.zeros_like(floor)), floor
+
+
+def _condition(spec: NormSpec, x: Tensor) -> Tensor | float:
+    """How much larger an error of a row of x is in its normalised x."""
+    if not spec.centered:
+        return 1.0
+    variance, mean = torch.var_mean(x, -1, unbiased=False)
+    return 1.0 + mean.abs() * (variance + spec.eps).rsqrt()
+
+
+NORM = Family("norm", make_forward, _plain_results, _floors_of_results)
 
 
 def needs_operators() -> bool:
@@ -200,7 +250,7 @@ def backward_kind(strides: tuple, need: tuple, from_output: bool = False) -> Kin
         need: which gradients are wanted.
         from_output: x is the norm's output.
     """
-    return Kind(make_backward, (strides, need, from_output))
+    return Kind(GRADIENTS, (strides, need, from_output))
 
 
 def make_backward(
@@ -222,6 +272,60 @@ def make_backward(
         )
 
     return made_for(operands, partial(_as_read, strides), make)
+
+
+def _plain_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    """The gradients of the plain formula, by autograd."""
+    dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
+    strides, need, from_output = how
+    if from_output:
+        of_row = by_row(rstd, x, launches.spec, heads_of(weight, bias))
+        grads = gradients_of_output(dy, x, weight, bias, of_row, launches.spec, need)
+    else:
+        grads = _by_autograd(launches, (x, weight, bias, gate, scale), dy, need)
+    dx, *others = grads
+    if dh is not None:
+        dx = dh + dx
+    return dx, *others
+
+
+def _floors_of_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    """Gradients are small differences of these terms."""
+    dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
+    strides, need, from_output = how
+    spec = launches.spec
+    of_row = by_row(rstd, x, spec, heads_of(weight, bias))
+    if from_output:
+        x = input_of_output(x, weight, bias, of_row, spec)
+    else:
+        of_row, _ = reference_stats(x, spec, gate)
+    factor = 1.0
+    for t in present(gate, scale):
+        factor = factor + t.abs().amax(-1)
+    terms = FLOOR * dy.abs().amax(-1) * factor * _condition(spec, x)
+    largest = x.shape[-1] ** 0.5  # of a normalised x
+    of_weight = terms.sum() * largest
+    of_bias = terms.sum()
+    if weight is not None:
+        terms = terms * (spec.weight_offset + weight).abs().amax()
+    of_x = terms * of_row.view(terms.shape) * factor
+    of_gate = terms * largest
+    if bias is not None:
+        of_gate = of_gate + FLOOR * dy.abs().amax(-1) * bias.abs().amax()
+    if spec.gate == "silu_before":
+        of_gate = of_x * x.abs().amax(-1)
+    floors = of_x, of_weight, of_bias, of_gate, of_gate
+    return tuple(f if needed else None for f, needed in zip(floors, need, strict=True))
+
+
+GRADIENTS = Family(
+    "the gradient of a norm",
+    make_backward,
+    _plain_gradients,
+    _floors_of_gradients,
+    is_back=True,
+    essential=lambda strides, need, from_output: (need, from_output),
+)
 
 
 @dataclass
@@ -288,13 +392,13 @@ def by_formula(launches: Launches, operands: tuple, dy, need: tuple) -> tuple:
     spec = launches.spec
     if scale is None and not is_grad_enabled():
         return *reference_backward(dy, x, weight, bias, spec, need, gate), None
+    return _by_autograd(launches, operands, dy, need)
 
+
+def _by_autograd(launches: Launches, operands: tuple, dy, need: tuple) -> tuple:
     def formula(x, weight, bias, gate, scale):
-        y = reference_norm(x, weight, bias, spec, gate)
-        if scale is None:
-            return (y,)
-        factor = 1 + scale if launches.modulation == ONE_PLUS else scale
-        return (y * factor,)
+        y = reference_norm(x, weight, bias, launches.spec, gate)
+        return (_modulated(launches, y, scale).to(dy.dtype),)
 
     return tuple(gradients_of_all(formula, operands, (dy,), need))
 

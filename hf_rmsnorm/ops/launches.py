@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable, failed, unavailable
 from ..kernels.operands import ONE_PLUS, Kind, Launch
+from .first_use import FirstUse, layout_of
 from .settings import insists
 
 TENSOR_TYPES = (Tensor, Parameter)  # others have to see the operators
@@ -70,6 +71,7 @@ class Launches:
 
     Attributes:
         by_key: the dictionary.
+        compared: layouts that were compared with plain torch, and need not be again.
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
@@ -81,7 +83,8 @@ class Launches:
     paths_of: Callable | None = None
 
     def __post_init__(self):
-        self.by_key: dict[tuple, Launch | None] = {}
+        self.by_key: dict[tuple, Launch | FirstUse | None] = {}
+        self.compared: set[tuple] = set()
         _all.add(self)
 
     def keep(
@@ -92,9 +95,13 @@ class Launches:
         """
         # It asks for strides by tensors on meta, which the caller's modes are not to see.
         with _disable_current_modes(), torch.inference_mode(False):
-            launch = kind.make(self, operands, aligned, *kind.how)
+            launch = kind.family.make(self, operands, aligned, *kind.how)
         if len(self.by_key) >= self.MOST:
             self.by_key.clear()
+        if launch is not None:
+            layout = layout_of(kind, operands, aligned)
+            if layout not in self.compared:
+                launch = FirstUse(launch, self, key, kind, layout)
         self.by_key[key] = launch
         return launch
 
@@ -111,6 +118,7 @@ def forget_launches() -> None:
     """Empty the caches of launches, so that each call chooses its backend again."""
     for launches in list(_all):
         launches.by_key.clear()
+        launches.compared.clear()
 
 
 def find(launches: Launches, kind: Kind, operands: tuple) -> Launch | None:
@@ -161,20 +169,28 @@ def are_plain(operands: tuple) -> bool:
 
 
 def by_kernel(
-    launches: Launches, kind: Kind, operands: tuple, apply: Callable | None = None
+    launches: Launches,
+    kind: Kind,
+    operands: tuple,
+    apply: Callable | None = None,
+    replaced: tuple | None = None,
 ) -> tuple | None:
     """The results of a launch for such operands; None where no kernel serves them.
 
     Args:
-        kind: its ``make`` is asked once for each key.
+        kind: its family's ``make`` is asked once for each key.
         operands: as the launch takes them.
         apply: that of an autograd function, for a place in autograd's graph: the
             results are ``apply((launches, launch), *operands)``.
+        replaced: (function, *arguments), the code whose results these are; None where
+            that is the formula in plain torch.
     """
     try:
         launch = find(launches, kind, operands)
         if launch is None:
             return None
+        if type(launch) is FirstUse:
+            return launch.run(operands, apply, replaced)
         if apply is None:
             return launch.on(operands)
         return apply((launches, launch), *operands)

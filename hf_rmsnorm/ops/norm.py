@@ -40,7 +40,7 @@ _TRAINING = forward_kind(stats=True)
 _INFERENCE = forward_kind(stats=False)
 
 
-def run(launches: Launches, operands: tuple):
+def run(launches: Launches, operands: tuple, replaced: tuple | None = None):
     """The norm of x, or (h, the norm of h) of ``h = residual + multiplier * x``, by a
     kernel that is started directly.
 
@@ -49,6 +49,7 @@ def run(launches: Launches, operands: tuple):
     Args:
         launches: of the formula.
         operands: `NormOperands`.
+        replaced: as of `by_kernel`.
 
     Returns:
         None if the kernels do not serve such tensors or cannot be loaded, if another
@@ -66,8 +67,8 @@ def run(launches: Launches, operands: tuple):
         if residual is not None and not any_requires_grad((x, multiplier, residual)):
             # In one launch the sum would ask for gradients too.
             return None
-        return by_kernel(launches, _TRAINING, operands, apply)
-    made = by_kernel(launches, _INFERENCE, operands)
+        return by_kernel(launches, _TRAINING, operands, apply, replaced)
+    made = by_kernel(launches, _INFERENCE, operands, None, replaced)
     if made is None:
         return None
     h, y, rstd, mean = made
@@ -186,7 +187,12 @@ def _without_launch(spec: NormSpec, operands: tuple) -> Tensor:
     return y
 
 
-def modulated_norm(spec: NormSpec, operands: tuple, one_plus: bool = True):
+def modulated_norm(
+    spec: NormSpec,
+    operands: tuple,
+    one_plus: bool = True,
+    replaced: tuple | None = None,
+):
     """(h, ``norm(h) * (1 + scale) + shift``) of ``h = residual + multiplier * x``, bit
     for bit; None if not in one launch.
 
@@ -199,13 +205,14 @@ def modulated_norm(spec: NormSpec, operands: tuple, one_plus: bool = True):
             normalised.
         one_plus: False where the norm is multiplied by the scale itself, as Z-Image
             prepares it.
+        replaced: as of `by_kernel`.
     """
     operands = _broadcast(operands)
     if operands is None:
         return None
     modulation = ONE_PLUS if one_plus else ALONE
     launches = launches_of(spec, modulation)
-    made = run(launches, operands)
+    made = run(launches, operands, replaced)
     residual = operands[-1]
     if made is None or residual is not None:
         return made

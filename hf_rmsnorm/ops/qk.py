@@ -9,10 +9,18 @@ import torch
 from torch import is_grad_enabled
 
 from ..formula import Rotation, dtype_of
-from ..kernels.operands import Kind, Launch, any_requires_grad, of_rotation, row_major
+from ..kernels.operands import (
+    Family,
+    Kind,
+    Launch,
+    any_requires_grad,
+    of_rotation,
+    row_major,
+)
 from ..kernels.rows import strided_without_data, without_data
-from ..reference import reference_qk_norm, rotated
+from ..reference import reference_norm, reference_qk_norm, reference_stats, rotated
 from .autograd import (
+    FLOOR,
     gradients_of_all,
     made_for,
     needs_operators,
@@ -20,7 +28,7 @@ from .autograd import (
     saved_tensors,
     unwatched,
 )
-from .backend import starts_kernels
+from .backend import device_refusal, starts_kernels
 from .launches import Launches, by_kernel, kernels
 from .limits import serves_qk, why_not_rotated
 
@@ -62,7 +70,7 @@ class _QKFunction(torch.autograd.Function):
         saved = saved_tensors(ctx, launches)
         grads = None
         if not needs_operators():
-            kind = Kind(_make_backward, (need, way))
+            kind = Kind(HEAD_GRADIENTS, (need, way))
             grads = by_kernel(launches, kind, (dq, dk, *saved))
         if grads is None:
             grads = _by_formula(launches, saved, (dq, dk), need, way)
@@ -81,7 +89,11 @@ def _by_formula(launches: Launches, saved: tuple, gradients: tuple, need, way):
 
 def _make_backward(
     launches: Launches, operands: tuple, aligned: bool, need: tuple, way: Rotation
-) -> Launch:
+) -> Launch | None:
+    device = operands[0].device
+    if device_refusal(device.type, device.index) is not None:
+        return None
+
     def make(read: tuple) -> Launch:
         return kernels().QKBackward(launches.spec, read, aligned, need, way)
 
@@ -131,7 +143,7 @@ class _RotaryFunction(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         made = None
         if not needs_operators():
-            kind = Kind(_make_rotary_backward, (ctx.launch,))
+            kind = Kind(ROTATION_BACK, (ctx.launch,))
             made = by_kernel(_rotations, kind, of_rotation(dq, dk, cos, sin))
         if made is None:
             made = _rotated_back(ctx.launch, (dq, dk), cos, sin)
@@ -146,7 +158,8 @@ def _rotated_back(forward: Launch, gradients: tuple, cos, sin) -> list:
     # At any q and k, as it is linear; not made like the gradients, which may be batched.
     inputs = []
     for x in forward.inputs:
-        zeros = torch.zeros(x.shape, dtype=x.dtype, device=cos.device)
+        dtype = cos.dtype if cos.dtype == torch.float64 else x.dtype
+        zeros = torch.zeros(x.shape, dtype=dtype, device=cos.device)
         inputs.append(zeros.requires_grad_())
     return gradients_of_all(formula, inputs, gradients, (True, True))
 
@@ -179,8 +192,9 @@ def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
     """
     if not starts_kernels():
         return None
+    own = _one_by_one, launches.spec, operands, rotary
     if not (is_grad_enabled() and any_requires_grad(operands)):
-        made = by_kernel(launches, Kind(_make_forward, (rotary, False)), operands)
+        made = by_kernel(launches, Kind(HEADS, (rotary, False)), operands, None, own)
         if made is None:
             return None
         yq, yk, rstd = made
@@ -192,8 +206,8 @@ def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
     if of_q != any_requires_grad((k, k_weight)) and k.numel():
         return _run_apart(launches, operands, rotary)
     function = _RotaryFunction if launches.spec is None else _QKFunction
-    kind = Kind(_make_forward, (rotary, True))
-    return by_kernel(launches, kind, operands, function.apply)
+    kind = Kind(HEADS, (rotary, True))
+    return by_kernel(launches, kind, operands, function.apply, own)
 
 
 def _run_apart(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
@@ -240,3 +254,80 @@ def _make_forward(
     results = rotary.function(*normed, *tables)
     stats = graded and spec is not None
     return kernels().QKForward(operands, results, aligned, way, spec, stats)
+
+
+# What launches are compared with
+
+
+def _one_by_one(spec, operands: tuple, rotary: Rotary) -> tuple:
+    """What a launch replaces: norms, and then the model's function."""
+    q, k, q_weight, k_weight, cos, sin = operands
+    if spec is not None:
+        q = reference_norm(q, q_weight, None, spec)
+        k = reference_norm(k, k_weight, None, spec)
+    return rotary.function(q, k, cos, sin)
+
+
+def _plain_heads(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    q, k, q_weight, k_weight, cos, sin = operands
+    rotary, graded = how
+    if launches.spec is None:
+        return tuple(rotated(x, cos, sin, rotary.way) for x in (q, k))
+    weights = q_weight, k_weight
+    return reference_qk_norm(q, k, *weights, launches.spec, cos, sin, rotary.way)
+
+
+def _floors_of_heads(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    results = _plain_heads(launches, how, operands)
+    return tuple(2 * FLOOR * y.abs().amax(-1) for y in results)
+
+
+def _plain_head_gradients(launches: Launches, how: tuple, operands: tuple) -> list:
+    dq, dk, *saved = operands
+    need, way = how
+    return _by_formula(launches, tuple(saved), (dq, dk), need, way)
+
+
+def _floors_of_head_gradients(launches: Launches, how: tuple, operands: tuple) -> list:
+    dq, dk, q, k, q_weight, k_weight, cos, sin, rstd = operands
+    need, way = how
+    of_rows = []
+    of_weights = []
+    for dy, x, weight in ((dq, q, q_weight), (dk, k, k_weight)):
+        terms = 2 * FLOOR * dy.abs().amax(-1)
+        of_weights.append(terms.sum() * x.shape[-1] ** 0.5)
+        if weight is not None:
+            terms = terms * (launches.spec.weight_offset + weight).abs().amax()
+        of_row, _ = reference_stats(x, launches.spec)
+        of_rows.append(terms * of_row.view(terms.shape))
+    floors = *of_rows, *of_weights
+    return [f if needed else None for f, needed in zip(floors, need, strict=True)]
+
+
+def _plain_rotation_back(launches: Launches, how: tuple, operands: tuple) -> list:
+    dq, dk, q_weight, k_weight, cos, sin = operands
+    (forward,) = how
+    return _rotated_back(forward, (dq, dk), cos, sin)
+
+
+def _floors_of_rotation_back(launches: Launches, how: tuple, operands: tuple) -> list:
+    dq, dk, *_ = operands
+    return [2 * FLOOR * dy.abs().amax(-1) for dy in (dq, dk)]
+
+
+HEADS = Family("rotary embedding", _make_forward, _plain_heads, _floors_of_heads)
+HEAD_GRADIENTS = Family(
+    "the gradient of q/k norms and rotary embedding",
+    _make_backward,
+    _plain_head_gradients,
+    _floors_of_head_gradients,
+    is_back=True,
+)
+ROTATION_BACK = Family(
+    "the gradient of a rotary embedding",
+    _make_rotary_backward,
+    _plain_rotation_back,
+    _floors_of_rotation_back,
+    is_back=True,
+    essential=lambda forward: (forward.way,),
+)

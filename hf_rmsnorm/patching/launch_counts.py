@@ -16,6 +16,7 @@ from ..fused.norm import call_of, patch_of, recipe_of
 from ..kernels.counting import counting_into
 from ..kernels.operands import present
 from ..ops import chosen_backend
+from ..ops.first_use import compared, summary
 from ..ops.limits import why_not
 from ..paths import fitted
 from .api import check_module
@@ -107,6 +108,8 @@ class LaunchCount(Counter):
         for (what, _, _), group in alike(pieces, "what", "has_run", "reason"):
             lines += _lines(what, group)
         lines.append(f"  kernels   {names}")
+        for device in compared:
+            lines.append(f"  compared  {summary(device)}")
         return fitted("\n".join(lines), 10)
 
 

@@ -112,7 +112,7 @@ class PatchReport:
     @property
     def places(self) -> list[str]:
         """Where the norms run: a sentence for all devices where the same computes them."""
-        places = where_norms_run(self.devices)
+        places = where_norms_run(self._now())
         if self._backends() == {"cpu": "original"}:
             places[-1] += "; on an NVIDIA GPU the norms run fused"
         return places
@@ -131,7 +131,11 @@ class PatchReport:
         return lines
 
     def _backends(self) -> dict[str, str]:
-        return {record["device"]: record["backend"] for record in self.devices}
+        return {record["device"]: record["backend"] for record in self._now()}
+
+    def _now(self) -> list[dict]:
+        """The records of the devices as they are now: one may have been left since."""
+        return [runs_on(record["device"]) for record in self.devices]
 
     def __str__(self) -> str:
         return self.to_text()
