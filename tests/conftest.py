@@ -73,19 +73,24 @@ def pytest_collection_modifyitems(config, items):
     # end.
     long = {item.path for item in items if is_full(item)}
     items.sort(key=lambda item: item.path not in long)
-    if config.getoption("--all"):
-        return
-    files = [argument.partition("::")[0] for argument in config.args]
+    if not config.getoption("--all"):
+        chosen = quick(items, config.args)
+        left_out = [item for item in items if item not in chosen]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in chosen]
+
+
+def quick(items, arguments):
+    """The first case of each test that is not full, and all of the files that are
+    named.
+    """
+    files = [argument.partition("::")[0] for argument in arguments]
     named = {Path(file).resolve() for file in files if file.endswith(".py")}
     firsts = {}
     for item in items:
         if not is_full(item):
             firsts.setdefault(item.nodeid.partition("[")[0], item)
-    chosen = set(firsts.values())
-    chosen.update(item for item in items if item.path in named)
-    left_out = [item for item in items if item not in chosen]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item in chosen]
+    return {*firsts.values(), *(item for item in items if item.path in named)}
 
 
 def is_full(item):
