@@ -22,8 +22,8 @@ from benchmarks.machine_code import read
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.kernels import compiled, norm_launch, qk_launch
 from hf_rmsnorm.kernels.compiled import Kernel
-from hf_rmsnorm.kernels.operands import NormOperands, of_rotation
 from hf_rmsnorm.kernels.sizes import MAX_HEAD_DIM
+from hf_rmsnorm.operands import NormOperands, of_rotation
 from hf_rmsnorm.ops import first_use
 from hf_rmsnorm.ops.limits import MOST_COLUMNS_WITH_BIAS
 

@@ -12,7 +12,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from ..kernels.operands import of_modulation, present
+from ..operands import of_modulation, present
 from ..ops.norm import modulated_norm, why_apart
 from .layer import operands_ahead
 from .watch import MODULATED_SUM, MODULATION, note, watchers

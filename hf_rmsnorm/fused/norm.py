@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from ..formula import NormSpec
-from ..kernels.operands import of_norm
+from ..operands import of_norm
 from ..ops.backend import compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run, run_reference, run_unlaunched

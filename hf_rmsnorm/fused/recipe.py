@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..formula import NormSpec
-from ..kernels.operands import present
+from ..operands import present
 from ..ops import input_needed
 from ..ops.backend import autocast_anywhere, autocasts_functional
 from ..ops.limits import shapes_fit

@@ -7,7 +7,7 @@ A forward calls these functions once it was compiled again from its own source, 
 
 from torch import Tensor, is_grad_enabled
 
-from ..kernels.operands import of_sum
+from ..operands import of_sum
 from ..ops.norm import run
 from .layer import operands_ahead
 from .watch import SUM, note, watchers

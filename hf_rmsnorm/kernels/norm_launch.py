@@ -10,10 +10,8 @@ import math
 import torch
 
 from ..formula import NormSpec, OptionalTensor, dtype_of
-from . import compiled, norm_backward, norm_forward
-from .compiled import Kernel, Start
-from .operands import ONE_PLUS, GradientOperands, NormOperands, present
-from .rows import (
+from ..operands import ONE_PLUS, GradientOperands, NormOperands, present
+from ..rows import (
     addresses,
     allocator,
     blank,
@@ -23,6 +21,8 @@ from .rows import (
     start_on_copies,
     strided_without_data,
 )
+from . import compiled, norm_backward, norm_forward
+from .compiled import Kernel, Start
 from .sizes import BackwardCase, backward_config, forward_config, reduce_config
 
 NORM_FORWARD = Kernel(norm_forward.norm_forward)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ..formula import HALVES, NormSpec, Rotation
+from ..operands import HeadOperands
+from ..rows import allocator, blank, without_data
 from . import compiled, qk_backward, qk_forward
 from .c_launcher import Pointers
 from .compiled import Kernel
 from .norm_launch import sum_of_partials
-from .operands import HeadOperands
-from .rows import allocator, blank, without_data
 from .sizes import QK_PROGRAMS_PER_SM, qk_config, qk_stages
 
 QK_NORM_FORWARD = Kernel(qk_forward.qk_norm_forward)

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..formula import NormSpec
-from ..kernels.operands import (
+from ..operands import (
     ONE_PLUS,
     Family,
     Kind,
@@ -25,7 +25,6 @@ from ..kernels.operands import (
     present,
     row_major,
 )
-from ..kernels.rows import by_row, copied_in_order, heads_of, memory_order
 from ..reference import (
     gradients_of_output,
     input_of_output,
@@ -33,6 +32,7 @@ from ..reference import (
     reference_norm,
     reference_stats,
 )
+from ..rows import by_row, copied_in_order, heads_of, memory_order
 from .backend import operators_are_seen
 from .launches import Launches, by_kernel, kernels
 from .limits import serves_as_input, why_not

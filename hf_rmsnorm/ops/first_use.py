@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import HALF_DTYPES
 from ..kernels.failure import KernelUnavailable
-from ..kernels.operands import Kind, Launch, present
+from ..operands import Kind, Launch, present
 
 EPS32 = 2.0**-23
 # Of the elements of a half-precision result, as ties may round to the other neighbour.

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable, failed, unavailable
-from ..kernels.operands import ONE_PLUS, Kind, Launch
+from ..operands import ONE_PLUS, Kind, Launch
 from .first_use import FirstUse, layout_of
 from .settings import insists
 

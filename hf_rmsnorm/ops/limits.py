@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ..formula import HALVES, NormSpec, Rotation, promoted
-from ..kernels.operands import NormOperands, present
 from ..kernels.serves import unserved
 from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE
+from ..operands import NormOperands, present
 from .backend import device_refusal
 from .launches import TENSOR_TYPES
 

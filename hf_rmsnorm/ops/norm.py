@@ -14,7 +14,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ..formula import NormSpec, Rounding
-from ..kernels.operands import (
+from ..operands import (
     ALONE,
     ONE_PLUS,
     any_requires_grad,

@@ -11,10 +11,10 @@ from torch.compiler import assume_constant_result, is_compiling
 from torch.library import Library, register_autograd, register_fake
 
 from ..formula import NormSpec, dtype_of
-from ..kernels.operands import GradientOperands, of_norm, row_major
-from ..kernels.rows import as_numbered, by_row, heads_of
 from ..kernels.serves import unserved
+from ..operands import GradientOperands, of_norm, row_major
 from ..reference import reference_backward, reference_norm, reference_stats
+from ..rows import as_numbered, by_row, heads_of
 from .autograd import backward_kind, by_formula, forward_kind
 from .launches import by_kernel, launches_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import is_grad_enabled
 
 from ..formula import Rotation, dtype_of
-from ..kernels.operands import (
+from ..operands import (
     Family,
     Kind,
     Launch,
@@ -17,8 +17,8 @@ from ..kernels.operands import (
     of_rotation,
     row_major,
 )
-from ..kernels.rows import strided_without_data, without_data
 from ..reference import reference_norm, reference_qk_norm, reference_stats, rotated
+from ..rows import strided_without_data, without_data
 from .autograd import (
     FLOOR,
     gradients_of_all,

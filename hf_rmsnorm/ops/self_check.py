@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..formula import HALVES, NormSpec
-from ..kernels.operands import of_modulation, of_norm, of_sum
+from ..operands import of_modulation, of_norm, of_sum
 from ..reference import rotated
 from .launches import forget_launches, launches_of
 from .norm import modulated_norm, run

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ..kernels.operands import present
+from ..operands import present
 
 _operators = torch.ops.hf_rmsnorm
 

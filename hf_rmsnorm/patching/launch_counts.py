@@ -14,7 +14,7 @@ from ..fused import watch
 from ..fused.hooks import why_called
 from ..fused.norm import call_of, patch_of, recipe_of
 from ..kernels.counting import counting_into
-from ..kernels.operands import present
+from ..operands import present
 from ..ops import chosen_backend
 from ..ops.first_use import compared, summary
 from ..ops.limits import why_not

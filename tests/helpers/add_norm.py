@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_rmsnorm.kernels.operands import of_sum
+from hf_rmsnorm.operands import of_sum
 from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.norm import run

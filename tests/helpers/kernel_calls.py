@@ -5,8 +5,8 @@ cache of `hf_rmsnorm.ops`.
 import torch
 
 from hf_rmsnorm.kernels.norm_launch import NormBackward, NormForward
-from hf_rmsnorm.kernels.operands import NormOperands, NormResults, present
 from hf_rmsnorm.kernels.qk_launch import QKBackward, QKForward
+from hf_rmsnorm.operands import NormOperands, NormResults, present
 
 
 def aligned(operands):

@@ -13,7 +13,7 @@ from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.norm import fused_class, patch_of
 from hf_rmsnorm.fused.recipe import Recipe
-from hf_rmsnorm.kernels.operands import Family, Kind
+from hf_rmsnorm.operands import Family, Kind
 from hf_rmsnorm.ops import first_use
 from hf_rmsnorm.ops.launches import Launches
 

@@ -7,7 +7,7 @@ import torch
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.kernels.operands import NormOperands, of_modulation
+from hf_rmsnorm.operands import NormOperands, of_modulation
 from hf_rmsnorm.ops.norm import modulated_norm
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels.test_norm_forward import BF16, FP32, doubled, leaves_of, random

@@ -14,8 +14,8 @@ from places import ROOT
 from processes import python
 
 from hf_rmsnorm import NormSpec, use_backend
-from hf_rmsnorm.kernels.operands import of_norm
 from hf_rmsnorm.kernels.serves import SERVES, unserved
+from hf_rmsnorm.operands import of_norm
 from hf_rmsnorm.ops import compute_norm, input_needed
 from hf_rmsnorm.ops.limits import why_not
 from hf_rmsnorm.ops.operators import spec_args, spec_from
@@ -212,7 +212,7 @@ import torch
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.ops import compute_norm, input_needed
 from hf_rmsnorm.ops.launches import launches_of
-from hf_rmsnorm.kernels.operands import of_sum
+from hf_rmsnorm.operands import of_sum
 from hf_rmsnorm.ops.norm import run
 from hf_rmsnorm.formula import HALVES
 from hf_rmsnorm.ops.qk import Rotary, run_qk

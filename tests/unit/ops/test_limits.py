@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_rmsnorm import NormSpec
-from hf_rmsnorm.kernels.operands import of_norm, of_sum
 from hf_rmsnorm.kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE, forward_config
+from hf_rmsnorm.operands import of_norm, of_sum
 from hf_rmsnorm.ops.backend import device_refusal
 from hf_rmsnorm.ops.limits import MAX_HEADS, MAX_ROWS, serves_qk, why_not
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.counting import Operators
 from hf_rmsnorm import rms_norm, use_backend
-from hf_rmsnorm.kernels.rows import RowAddress, addresses, memory_order, row_address
+from hf_rmsnorm.rows import RowAddress, addresses, memory_order, row_address
 
 COLUMNS = 3
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..formula import OptionalTensor
+from .formula import OptionalTensor
 
 # What becomes of the scale of a modulation, in the words of the kernels.
 ONE_PLUS = "modulate_after"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formula import NormSpec, OptionalTensor
+from .formula import NormSpec, OptionalTensor
 
 Shape = tuple[int, ...]
 

@@ -3,7 +3,8 @@
 import pytest
 
 from hf_rmsnorm.kernels.norm_launch import NORM_BACKWARD, NORM_FORWARD
-from hf_rmsnorm.kernels.operands import (
+from hf_rmsnorm.kernels.qk_launch import QK_NORM_BACKWARD, QK_NORM_FORWARD
+from hf_rmsnorm.operands import (
     GradientOperands,
     HeadOperands,
     NormOperands,
@@ -13,7 +14,6 @@ from hf_rmsnorm.kernels.operands import (
     of_rotation,
     of_sum,
 )
-from hf_rmsnorm.kernels.qk_launch import QK_NORM_BACKWARD, QK_NORM_FORWARD
 
 # those that the kernels do not call by the same name
 POINTERS = {
