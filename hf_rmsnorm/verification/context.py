@@ -19,8 +19,8 @@ GREEDY = {
     "top_p": None,
     "top_k": None,
 }
-# The outputs of CLIP's vision tower come besides the model's; their `last_hidden_state`
-# is not normalised.
+# Of names of outputs for which no model is run. Those of CLIP's vision tower come
+# besides the model's; their `last_hidden_state` is not normalised.
 _NOT_OUTPUT = ("cache", "past_key_values", "attentions", "loss", "vision_model_output")
 _POSITIONS = (
     "max_position_embeddings",
@@ -111,12 +111,10 @@ def default_inputs(
     names = inspect.signature(model.forward).parameters
     rows, length = tokens
     size = rows, prompt_length(config, length, new_tokens)
-    others = []
-    if main == "input_ids" and _compares_text_with_images(config):
-        others.append("pixel_values")
-    if getattr(config, "is_encoder_decoder", False):
-        others.append("decoder_input_ids")
-    made = [main, *filter(names.__contains__, others)]
+    made = [main]
+    for name in _inputs_beside(main, config):
+        if name in names:
+            made.append(name)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         inputs = {name: _random(config, name, size) for name in made}
@@ -126,13 +124,16 @@ def default_inputs(
     return inputs
 
 
-def _compares_text_with_images(config) -> bool:
-    """Whether the model has a tower for each; others hold a text's tokens free for
-    images.
-    """
-    if hasattr(config, "image_token_id") or hasattr(config, "image_token_index"):
-        return False
-    return hasattr(config, "text_config") and hasattr(config, "vision_config")
+def _inputs_beside(main: str, config) -> Iterator[str]:
+    """The inputs that a model needs beside its main one."""
+    # CLIP's kind has a tower for text and one for images; others hold some of a text's
+    # tokens free for images
+    towers = hasattr(config, "text_config") and hasattr(config, "vision_config")
+    of_text = hasattr(config, "image_token_id") or hasattr(config, "image_token_index")
+    if main == "input_ids" and towers and not of_text:
+        yield "pixel_values"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "decoder_input_ids"
 
 
 def _random_ids(config, size: tuple[int, int]) -> torch.Tensor:
@@ -207,13 +208,9 @@ def output_tensors(output) -> Iterator[torch.Tensor]:
         yield output
     elif isinstance(output, dict):
         for key, value in output.items():
-            if not _is_beside(key):
+            is_beside = any(word in key for word in _NOT_OUTPUT)
+            if key != "hidden_states" and not is_beside:
                 yield from output_tensors(value)
     elif isinstance(output, (list, tuple)):
         for value in output:
             yield from output_tensors(value)
-
-
-def _is_beside(key: str) -> bool:
-    """Whether an output of this name is not what the model is run for."""
-    return key == "hidden_states" or any(word in key for word in _NOT_OUTPUT)

@@ -155,24 +155,26 @@ class Float64Mode(TorchDispatchMode):
             if written is None:
                 written = args[0]
             if _is_narrow(written):
-                return self._write_to(written, func, args, kwargs)
+                self._keep(written, func, *args)
+                return func(*args, **kwargs)
         if func.overloadpacket not in _GATHERS:
             args = _widened(args)
             kwargs = {name: _widened(value) for name, value in kwargs.items()}
         y = func(*args, **kwargs)
         return y if func._schema.is_mutable else _widened(y)
 
-    def _write_to(self, stored: torch.Tensor, func, args: tuple, kwargs: dict):
-        """Write to a tensor that is stored in a narrow dtype, if it can be undone and
-        loses nothing.
+    def _keep(self, stored: torch.Tensor, func, *operands) -> None:
+        """Keep the values of a tensor that is stored in a narrow dtype, before a write
+        that loses nothing.
         """
         # Values that it holds exactly were chosen among stored ones; float64 arithmetic
         # leaves more digits.
         if func is aten.copy_.default:
-            rounded = args[1].to(stored.dtype)
-            if torch.equal(args[1], rounded):
+            value = operands[1]
+            rounded = value.to(stored.dtype)
+            if torch.equal(value, rounded):
                 self._overwritten.append((stored, stored.clone()))
-                return func(*args, **kwargs)
+                return
         raise RuntimeError(
             f"the model writes in place to a tensor stored in {stored.dtype} "
             f"({func._schema.name}): its forward cannot be repeated in float64, "

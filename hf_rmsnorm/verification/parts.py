@@ -23,14 +23,6 @@ class Pair(NamedTuple):
     module: nn.Module
     original: nn.Module | None = None
 
-    @property
-    def is_patched(self) -> bool:
-        return recipe_of(self.module) is not None or _is_fused(self.module)
-
-
-def _is_fused(module: nn.Module) -> bool:
-    return layer_part(type(module)) is not None
-
 
 class Parts:
     """The comparison of modules with the originals: at the first call of each that has
@@ -58,8 +50,9 @@ class Parts:
             checks[path] = worst([check, checks[path]])
         shown = []
         for path, check in checks.items():
+            module = self.pairs[path].module
             has_fault = check.differing or not check.passed
-            if has_fault or self.pairs[path].is_patched:
+            if has_fault or recipe_of(module) or layer_part(type(module)):
                 shown.append(check)
         return shown
 
@@ -88,7 +81,7 @@ class Parts:
         if (call.path, has_rows) in self._checks:
             return
         module = call.module
-        has_gradients = keeps_formula(module) or _is_fused(module)
+        has_gradients = keeps_formula(module) or layer_part(type(module))
         self._busy = True
         try:
             self._checks[call.path, has_rows] = check_outputs(call, self._judge)

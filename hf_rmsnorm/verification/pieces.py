@@ -38,7 +38,7 @@ class Piece(nn.Module):
         norms = []
         for value in arguments.values():
             norms += value.norms if isinstance(value, Waiting) else [value]
-        self.norms = nn.ModuleList(filter(_is_patched, norms))
+        self.norms = nn.ModuleList(filter(recipe_of, norms))
 
     def forward(self, **tensors):
         arguments = {}
@@ -67,10 +67,6 @@ class PieceCall(Call):
         """The same in the model's own operators, by the norms' own forwards."""
         with unpatched(*self.module.norms), use_backend("reference"):
             yield self.module
-
-
-def _is_patched(value) -> bool:
-    return isinstance(value, nn.Module) and recipe_of(value) is not None
 
 
 def pieces_of(call: Call) -> list[PieceCall]:

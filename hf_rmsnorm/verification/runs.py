@@ -91,9 +91,10 @@ def compare_greedy(reference: list, candidate: list, tie_margin: float) -> Check
         unequal = tokens[:, :length] != others[:, :length]
         if tokens.shape != others.shape and not unequal.any():
             checks.append(Check("", False, "not as many tokens", count, 1))
-        # of each row the first token that is another
-        for row in unequal.any(1).nonzero().flatten().tolist():
-            step = unequal[row].int().argmax().item()
+        for row, is_other in enumerate(unequal.tolist()):
+            if not any(is_other):
+                continue
+            step = is_other.index(True)  # behind it the texts differ anyway
             token = tokens[row, step].item()
             other = others[row, step].item()
             scores = logits[row, step].double()

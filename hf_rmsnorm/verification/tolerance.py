@@ -12,12 +12,12 @@ def ulp(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     y (any floating dtype).
     """
     info = torch.finfo(dtype)
-    # |y| = m * 2^exponent with 0.5 <= m < 1
-    _, exponent = torch.frexp(y.double())
-    eps = torch.full_like(y, info.eps, dtype=torch.float64)
-    step = torch.ldexp(eps, exponent - 1)
-    smallest = info.smallest_normal * info.eps
-    return torch.where(y == 0, smallest, step.clamp_min(smallest))
+    # the numbers below the smallest normal one have its distance
+    size = y.double().abs().clamp_min(info.smallest_normal)
+    # size = m * 2^exponent with 0.5 <= m < 1
+    _, exponent = torch.frexp(size)
+    power = exponent.double() - 1
+    return info.eps * power.exp2()
 
 
 def within(ours: float, theirs: float, slack: float) -> bool:
