@@ -45,22 +45,29 @@ def _joined(rows: list[tuple], place: int) -> list[tuple]:
             alike.setdefault(rest, []).append(int(row[place]))
         else:
             alike[row] = []
-    return [
-        (*row[:place], _ranges(sorted(numbers)), *row[place + 1 :]) if numbers else row
-        for row, numbers in alike.items()
-    ]
+    joined = []
+    for row, numbers in alike.items():
+        if numbers:
+            row = (*row[:place], _ranges(sorted(numbers)), *row[place + 1 :])
+        joined.append(row)
+    return joined
 
 
 def _ranges(numbers: list[int]) -> str:
     """One number, or ascending ones as ``[0-2,5]``."""
+    if len(numbers) == 1:
+        return str(numbers[0])
     ranges = []
+    last = None
     for number in numbers:
-        if ranges and number == ranges[-1][-1] + 1:
-            ranges[-1] = [ranges[-1][0], number]
+        if ranges and number == last + 1:
+            first, _, _ = ranges[-1].partition("-")
+            ranges[-1] = f"{first}-{number}"
         else:
-            ranges.append([number])
-    text = ",".join("-".join(map(str, ends)) for ends in ranges)
-    return f"[{text}]" if len(numbers) > 1 else text
+            ranges.append(str(number))
+        last = number
+    text = ",".join(ranges)
+    return f"[{text}]"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
