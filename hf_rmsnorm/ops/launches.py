@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable, failed, unavailable
 from ..operands import ONE_PLUS, Kind, Launch
+from . import first_use
 from .first_use import FirstUse, layout_of
 from .settings import insists
 
@@ -98,7 +99,7 @@ class Launches:
             launch = kind.family.make(self, operands, aligned, *kind.how)
         if len(self.by_key) >= self.MOST:
             self.by_key.clear()
-        if launch is not None:
+        if launch is not None and first_use.compares:
             layout = layout_of(kind, operands, aligned)
             if layout not in self.compared:
                 launch = FirstUse(launch, self, key, kind, layout)
