@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor, is_grad_enabled
-from torch.compiler import is_compiling
 from torch.nn import Module
 
 from ..operands import of_modulation, present
@@ -30,10 +29,10 @@ HELPERS = {}
 
 def later(x, norm, helper):
     """``norm(x)``, or an object that computes it with the scale and shift of a helper,
-    for that helper.
+    for that helper. A norm that has to be called is called once, and here.
     """
     shifts = HELPERS.get(getattr(helper, "__code__", None))
-    if shifts is None or is_compiling():
+    if shifts is None or operands_ahead(norm, of_any_input=True) is None:
         return norm(x)
     return _Later(x, norm, shifts)
 

@@ -32,6 +32,11 @@ def add_and_norm(left, right, norm, shared: bool = False):
     return total, norm(total)
 
 
+def norm_of_sum(norm, left, right):
+    """``norm(left + right)``: the norm is looked up before the summands are computed."""
+    return add_and_norm(left, right, norm)[1]
+
+
 def _why_apart(left, right, apart: bool) -> str:
     """Why a sum is not one launch with its norm, where that does not follow from the
     norm; "" if it does.

@@ -212,6 +212,8 @@ def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
 
 def _run_apart(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
     """q and k in a launch each, as one of them is frozen: it must not ask for gradients."""
+    if not serves_qk(launches.spec, operands, rotary.way):
+        return None  # each alone may be served, as where they differ in dtype
     q, k, q_weight, k_weight, cos, sin = operands
     results = []
     for x, weight in ((q, q_weight), (k, k_weight)):

@@ -53,7 +53,6 @@ def forward_source(cls: type) -> tuple[ast.FunctionDef, str]:
     return copy.deepcopy(definition), name_of_self(function)
 
 
-@functools.lru_cache(maxsize=1_024)  # the layers of a model are many of the same
 def definition_of(code: CodeType) -> ast.FunctionDef:
     """Return the syntax of a function, which is shared: copy it to change it.
 
@@ -64,11 +63,22 @@ def definition_of(code: CodeType) -> ast.FunctionDef:
     if set(code.co_freevars) - {"__class__"}:
         raise CannotRewrite("its forward uses variables of the function around it")
     try:
+        text = inspect.getsource(code)
+    except (OSError, TypeError) as error:
+        raise CannotRewrite("the source of its forward is not there") from error
+    return _parsed(code, text)
+
+
+# The layers of a model are many of the same. Equal code may have other decorators, as
+# where a notebook's cell is run again.
+@functools.lru_cache(maxsize=1_024)
+def _parsed(code: CodeType, text: str) -> ast.FunctionDef:
+    try:
         with _syntax_trees:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+            tree = ast.parse(textwrap.dedent(text))
         lines = linecache.getlines(code.co_filename)
         functions = _compiled("".join(lines))
-    except (OSError, TypeError, SyntaxError) as error:
+    except SyntaxError as error:
         raise CannotRewrite("the source of its forward is not there") from error
     definition = tree.body[0] if len(tree.body) == 1 else None
     if not isinstance(definition, ast.FunctionDef) or definition.name != code.co_name:
@@ -88,6 +98,12 @@ def _check_name(node: ast.AST) -> None:
     function by itself, or a function that shows its variables.
     """
     match node:
+        case ast.Attribute(
+            ast.Attribute(_, "__class__") | ast.Call(ast.Name("type")),
+            used,
+            ast.Store(),
+        ):
+            raise CannotRewrite(f"its forward writes {used} to its class")
         case ast.Name(used):
             looks = used in _BUILTINS_THAT_LOOK
         case ast.Attribute(_, used):

@@ -9,6 +9,7 @@ from .. import source
 _PREFIX = "_hf_rmsnorm_"
 _CALLED = (
     sums.add_and_norm,
+    sums.norm_of_sum,
     modulated.OnePlusScale,
     modulated.add_and_modulate,
     modulated.later,

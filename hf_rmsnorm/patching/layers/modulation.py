@@ -69,7 +69,7 @@ class Modulations(ast.NodeTransformer):
             if not is_product(product):
                 product = node.right
                 shift = [node.left]
-        if not is_product(product) or not all(map(self._computes, shift)):
+        if not is_product(product) or not all(map(only_computes, shift)):
             return self.generic_visit(node)
         for norm, factor in itertools.permutations((product.left, product.right)):
             scale = self._scale(factor)
@@ -83,7 +83,7 @@ class Modulations(ast.NodeTransformer):
         if not node.args or not self._is_norm(node.args[0]):
             return node
         norm, *others = node.args
-        computes = all(map(self._computes, others + node.keywords))
+        computes = all(map(only_computes, others + node.keywords))
         if computes and note_helper(node.func, self.cls, self.itself):
             helper = copy.deepcopy(node.func)
             node.args[0] = call(later, norm, norm.args[0], norm.func, helper)
@@ -150,7 +150,7 @@ class Modulations(ast.NodeTransformer):
         if isinstance(factor, ast.Name) and factor.id in self.factors:
             return call(OnePlusScale, factor, factor)
         scale = _scale_in(factor)
-        return scale if scale is not None and self._computes(scale) else None
+        return scale if scale is not None and only_computes(scale) else None
 
     def _note_factors(self, statement: ast.AST) -> None:
         """Note the names to which a statement assigns ``1 + scale``."""

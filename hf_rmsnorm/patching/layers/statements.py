@@ -187,13 +187,27 @@ def only_adds_and_scales(statements: Statements, names: set[str]) -> bool:
     """
     names = set(names)
     for statement in statements:
-        for node in ast.walk(statement):
-            names |= alias_of(node, names)
+        names |= _aliases(statement, names)
         if names & _other_uses(statement):
             return False
         if isinstance(statement, ast.Assign) and not alias_of(statement, names):
             names -= bound(statement)
     return True
+
+
+def _aliases(statement: ast.stmt, names: set[str]) -> set[str]:
+    """The names that a statement gives a value with these names, in any order: it may
+    be a loop.
+    """
+    assigned = list(ast.walk(statement))
+    found = set(names)
+    for _ in assigned:
+        before = len(found)
+        for node in assigned:
+            found |= alias_of(node, found)
+        if len(found) == before:
+            break
+    return found
 
 
 def _other_uses(statement: ast.stmt) -> set[str]:

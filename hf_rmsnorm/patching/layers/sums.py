@@ -5,7 +5,7 @@ computed with that norm.
     residual = h          ->    residual = h
     x = self.mlp(self.norm(h))  x = self.mlp(y)
 
-    self.norm(a + b)      ->    add_and_norm(a, b, self.norm)[1]
+    self.norm(a + b)      ->    norm_of_sum(self.norm, a, b)
 
 Only such an alias (LLaMA), and assignments that only compute with other variables
 (HunyuanVideo, which adds to two streams before it normalises them), may stand between
@@ -27,7 +27,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from ...fused.modulated import add_and_modulate
-from ...fused.sums import add_and_norm
+from ...fused.sums import add_and_norm, norm_of_sum
 from .calls import call, is_modulated
 from .modulation import Modulations
 from .statements import (
@@ -65,10 +65,11 @@ def fuse_sums(
         modulated_norms: the names of those that it may compute with a modulation.
     """
     _, *inside = ast.walk(definition)
-    if any(isinstance(node, (ast.FunctionDef, ast.Lambda)) for node in inside):
-        return []  # it may read any variable
-    if itself in bound(*definition.body):
-        return []
+    shows = ast.FunctionDef, ast.Global, ast.Lambda
+    if any(isinstance(node, shows) for node in inside):
+        return []  # other code may read any variable
+    if itself != "self" or itself in bound(*definition.body):
+        return []  # `only_computes` knows the module by its usual name
     Modulations(cls, itself, modulated_norms).visit(definition)
     fuser = _SumFuser(itself, norms)
     fuser.fuse_block(definition.body, [])
@@ -113,7 +114,10 @@ class _SumFuser(ast.NodeTransformer):
         inputs = self._norm_inputs(node)
         if inputs and is_sum(inputs[0]):
             self._note(node, "+ ")
-            both = _add_and_norm(inputs[0], node)
+            total = inputs[0]
+            if not is_modulated(node):
+                return call(norm_of_sum, node, node.func, total.left, total.right)
+            both = _add_and_norm(total, node)
             return ast.Subscript(both, ast.Constant(1), ast.Load())
         if is_modulated(node, or_later=True):
             self._note(node, "")

@@ -183,7 +183,15 @@ def adding_up(q, k, cos, sin):
     return rotary(q, k, cos, sin)
 
 
-@parametrize("function", [by_a_tensor, by_a_list, by_name, by_a_global, adding_up])
+def of_float16(q, k, cos, sin):
+    """Other values where q is above its range, or below."""
+    return rotary(q.half().to(k.dtype), k, cos, sin)
+
+
+OTHERS = [by_a_tensor, by_a_list, by_name, by_a_global, adding_up, of_float16]
+
+
+@parametrize("function", OTHERS)
 def test_a_function_that_cannot_be_watched(function):
     assert not may_be_rotary(function)
     assert not launched(function, operands())
@@ -273,6 +281,21 @@ def test_found_out_in_inference_and_used_in_training():
     q.requires_grad_()
     k.requires_grad_()
     assert launched(rotary, (q, k, cos, sin))
+
+
+def in_float32(q, k, cos, sin):
+    dtype = q.dtype
+    q, k = rotary(q.float(), k.float(), cos.float(), sin.float())
+    return q.to(dtype), k.to(dtype)
+
+
+def test_a_frozen_k_of_another_dtype():
+    """Alone, it would keep that."""
+    assert may_be_rotary(in_float32)
+    q, k, cos, sin = operands()
+    q.requires_grad_()
+    assert launched(in_float32, (q.detach(), k, cos, sin))
+    assert not launched(in_float32, (q, k.float(), cos, sin))
 
 
 def test_a_call_that_may_not_start_kernels_leaves_it_to_the_next():

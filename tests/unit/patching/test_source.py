@@ -138,7 +138,6 @@ def test_code_in_odd_words_computes_the_same_and_a_changed_file_is_not_believed(
     assert "the decorator scaled, which may keep state" in found["Scaled"]
     file.write_text(ODD.replace("return (h := x", "return 2 * (h := x"))
     linecache.checkcache()
-    source.definition_of.cache_clear()
     assert (
         "has changed since it was imported"
         in fused(patch_model(row(module.Walrus(), module.Walrus())))[0]
@@ -162,6 +161,30 @@ def test_classes_of_a_notebook_are_recognised_as_long_as_it_has_their_source():
     finally:
         del linecache.cache[name]
         vars(sys.modules["__main__"]).pop("Cell", None)
+
+
+CELL = """
+class Cell(Block):
+    @torch.{decorator}()
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        return h + self.b(self.n2(h))
+"""
+
+
+def test_equal_code_with_another_decorator(monkeypatch):
+    """As where a notebook's cell is edited and run again."""
+    for decorator, graded in {"no_grad": False, "enable_grad": True}.items():
+        name = f"/tmp/ipykernel_1/{decorator}.py"
+        text = CELL.format(decorator=decorator)
+        entry = len(text), None, text.splitlines(True), name
+        monkeypatch.setitem(linecache.cache, name, entry)
+        space = {"__name__": "__main__", "torch": torch, "Block": Block}
+        exec(compile(text, name, "exec"), space)
+        model = row(space["Cell"]())[:1]
+        assert fused(patch_model(nn.Sequential(model))) == ["+ n2"]
+        with use_backend("triton"):
+            assert model(torch.randn(2, 5, 32)).requires_grad == graded
 
 
 def test_defaults_and_settings_of_the_class_body():

@@ -52,6 +52,28 @@ class ByAMethod(Modulated):
         return y + gate
 
 
+class ByAHelperThatDropsIt(Modulated):
+    def dropped(self, x, condition):
+        y = condition
+        if condition is None:
+            y = x * (1 + condition)
+        return y
+
+    def forward(self, x, scale):
+        return self.dropped(self.norm(x), scale)
+
+
+class ByAnotherNorm(Modulated):
+    """Which is called later."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.LayerNorm(64, elementwise_affine=False)
+
+    def forward(self, x, scale):
+        return self.norm(x) * (1 + self.other(scale)[:, None])
+
+
 class ReadAgain(Modulated):
     def forward(self, x, scale):
         normed = self.norm(x)
@@ -129,15 +151,20 @@ def test_a_helper_that_is_replaced_after_the_patch_is_given_the_norms_result():
         assert model(x, scale).shape == ()
 
 
-def test_a_hook_on_the_norm_sees_what_it_returns():
-    model = ByAMethod()
+@pytest.mark.parametrize("cls", [ByAMethod, ByAHelperThatDropsIt, ByAnotherNorm])
+def test_hooks_on_the_norms_see_what_they_return(cls):
+    model = cls()
     seen = []
 
     def hook(module, args, y):
         seen.append(y.shape)
 
+    for norm in model.children():
+        norm.register_forward_hook(hook)
+    model(*operands())
+    expected = seen.copy()
+    seen.clear()
     patch_model(model)
-    model.norm.register_forward_hook(hook)
     with use_backend("triton"):
         model(*operands())
-    assert seen == [(2, 5, 64)]
+    assert seen == expected

@@ -130,6 +130,19 @@ class ComputesBetween(Block):
         return half + self.b(self.n2(h))
 
 
+class ExchangesTheNorm(Block):
+    """The norm is looked up before the call that exchanges it."""
+
+    def exchange(self, x):
+        self.n1, self.n2 = self.n2, self.n1
+        return self.a(x)
+
+    def forward(self, x):
+        y = self.n2(self.exchange(x) + x)
+        self.n1, self.n2 = self.n2, self.n1
+        return y
+
+
 FUSED = {  # class -> its norms that are computed with a sum
     Plain: "+ n2",
     WithAnAlias: "+ n2",
@@ -141,6 +154,7 @@ FUSED = {  # class -> its norms that are computed with a sum
     Multiplied: "+ n2",
     AsksBehindTheSum: "+ n2",
     ComputesBetween: "+ n2",
+    ExchangesTheNorm: "+ n2",
 }
 
 
@@ -384,7 +398,37 @@ class BindsItself(Block):
         return self(h)
 
 
+class BindsAGlobal(Block):
+    """Which anything may hook."""
+
+    def forward(self, x):
+        global SUM
+        SUM = x + self.a(self.n1(x))
+        return SUM + self.b(self.n2(SUM))
+
+
+class WritesToItsClass(Block):
+    """Its class is another one while it is fused."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.__class__.calls += 1
+        h = x + self.a(self.n1(x))
+        return h + self.b(self.n2(h))
+
+
+class NamesItselfOtherwise(SelectsBetween):
+    def forward(layer, x):  # noqa: N805
+        h = x + layer.a(layer.n1(x))
+        count = layer.b.where()
+        return layer.n2(h) + h * (count > 0)
+
+
 REFUSED = [
+    BindsAGlobal,
+    WritesToItsClass,
+    NamesItselfOtherwise,
     SelectsBetween,
     ComputesWithACallBetween,
     WritesAPartBetween,
@@ -467,6 +511,17 @@ class Returned(Block):
         return (h + self.b(self.n2(h)), h)[0]
 
 
+class ReturnedFromALoop(Block):
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        y = self.b(self.n2(h))
+        last = before = None
+        for _ in range(2):
+            before = last
+            last = h
+        return (y + last, before)[0]
+
+
 class WrittenAfter(Block):
     def forward(self, x):
         h = x + self.a(self.n1(x))
@@ -475,9 +530,12 @@ class WrittenAfter(Block):
         return h + self.b(y)
 
 
-def test_a_sum_that_something_else_gets_hold_of_is_fused_in_inference_alone(fused_sums):
+@pytest.mark.parametrize("cls", [Returned, ReturnedFromALoop])
+def test_a_sum_that_something_else_gets_hold_of_is_fused_in_inference_alone(
+    cls, fused_sums
+):
     """A hook on it would see the part of its gradient that does not come by the norm."""
-    model = row(Returned(), Returned())
+    model = row(cls(), cls())
     for grad in (True, False):
         patch_model(model, fuse_residual=False)
         expected = outcome(model, grad)
