@@ -85,6 +85,7 @@ def _parsed(code: CodeType, text: str) -> ast.FunctionDef:
         raise CannotRewrite("its forward is no plain function definition")
     for node in ast.walk(definition):
         _check_name(node)
+    _check_class(definition)
     now = functions.get((code.co_name, code.co_firstlineno))
     if now is None or _bytecode(now) != _bytecode(code):
         raise CannotRewrite(
@@ -98,12 +99,6 @@ def _check_name(node: ast.AST) -> None:
     function by itself, or a function that shows its variables.
     """
     match node:
-        case ast.Attribute(
-            ast.Attribute(_, "__class__") | ast.Call(ast.Name("type")),
-            used,
-            ast.Store(),
-        ):
-            raise CannotRewrite(f"its forward writes {used} to its class")
         case ast.Name(used):
             looks = used in _BUILTINS_THAT_LOOK
         case ast.Attribute(_, used):
@@ -114,6 +109,26 @@ def _check_name(node: ast.AST) -> None:
         raise CannotRewrite(f"its forward uses {used}(), which shows its variables")
     if used.startswith("__") and not used.endswith("__"):
         raise CannotRewrite(f"its forward uses the private name {used}")
+
+
+def _check_class(definition: ast.FunctionDef) -> None:
+    """Raise CannotRewrite where a forward asks for its exact class, which is a subclass
+    once it is fused; its name is the same.
+    """
+    nodes = list(ast.walk(definition))
+    named = []
+    for node in nodes:
+        match node:
+            case ast.Attribute(owner, "__name__" | "__qualname__" | "__module__"):
+                named.append(owner)
+    for node in nodes:
+        match node:
+            case ast.Attribute(asked, "__class__") | ast.Call(
+                ast.Name("type"), [asked]
+            ):
+                is_own = ast.unparse(asked).partition(".")[0] == "self"
+                if is_own and node not in named:
+                    raise CannotRewrite("its forward asks for an exact class")
 
 
 def _check_repeatable(decorator: ast.expr, namespace: dict) -> None:

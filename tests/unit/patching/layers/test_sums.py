@@ -418,6 +418,13 @@ class WritesToItsClass(Block):
         return h + self.b(self.n2(h))
 
 
+class AsksForItsClass(Block):
+    def forward(self, x):
+        h = x + self.a(self.n1(x))
+        y = self.n2(h)
+        return y * 2 if type(self) is AsksForItsClass else y
+
+
 class NamesItselfOtherwise(SelectsBetween):
     def forward(layer, x):  # noqa: N805
         h = x + layer.a(layer.n1(x))
@@ -428,6 +435,7 @@ class NamesItselfOtherwise(SelectsBetween):
 REFUSED = [
     BindsAGlobal,
     WritesToItsClass,
+    AsksForItsClass,
     NamesItselfOtherwise,
     SelectsBetween,
     ComputesWithACallBetween,
