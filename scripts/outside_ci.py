@@ -19,6 +19,10 @@ COVERAGE = f"{PYTHON} -m scripts.coverage"
 SM_75 = f"HF_RMSNORM_TESTS_SM=75 {PYTHON} -m pytest --all"
 # another code holds other statements that do no harm when they are gone
 MUTATED = "--ignore=tests/ptx/test_broken_kernels.py"
+# in a folder of its own: where it is, each import of Transformers is slower, and talks
+TORCHAO = ".venv/torchao"
+INSTALL_TORCHAO = f"{PYTHON} -m pip install -q --no-deps -c constraints.txt --target {TORCHAO} torchao"
+QUANTISED = f"PYTHONPATH={TORCHAO} {PYTHON} -m pytest --all tests/promises/state/test_quantised.py"
 
 
 def commands() -> dict[str, str]:
@@ -43,6 +47,7 @@ def commands() -> dict[str, str]:
         "other versions": f"{PYTHON} scripts/versions.py --no-write",
         "trainers with a YAML": f"{PYTHON} -m scripts.trainers --no-write",
         "programs": f"{PYTHON} -m scripts.programs",
+        "torchao": f"{INSTALL_TORCHAO} && {QUANTISED}",
         "notebook": "python3 scripts/quickstart.py --notebook",
         "release": '.ci/release "$(mktemp -d)"',
     }
