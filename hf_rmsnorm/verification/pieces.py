@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..fused.attention import Waiting, waiting
 from ..fused.modulated import OnePlusScale
-from ..fused.norm import recipe_of
+from ..fused.norm import patch_of, recipe_of
 from ..ops import use_backend
 from ..patching.layers.calls import FUNCTIONS
 from ..patching.layers.layer_class import layer_part
@@ -64,8 +64,11 @@ class PieceCall(Call):
 
     @contextmanager
     def original(self) -> Iterator[nn.Module]:
-        """The same in the model's own operators, by the norms' own forwards."""
-        with unpatched(*self.module.norms), use_backend("reference"):
+        """The same in the model's own operators, by the norms' own forwards; of a
+        converted model, by the formula that its norms run.
+        """
+        own = [n for n in self.module.norms if not patch_of(n).replaces]
+        with unpatched(*own), use_backend("reference"):
             yield self.module
 
 
