@@ -5,6 +5,7 @@ made for it.
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
@@ -73,6 +74,7 @@ class Launches:
     Attributes:
         by_key: the dictionary.
         compared: layouts that were compared with plain torch, and need not be again.
+        tries: by layout, comparisons that have shown nothing.
     """
 
     MOST = 8_192  # generation with a growing prompt makes one per length
@@ -86,6 +88,7 @@ class Launches:
     def __post_init__(self):
         self.by_key: dict[tuple, Launch | FirstUse | None] = {}
         self.compared: set[tuple] = set()
+        self.tries: Counter[tuple] = Counter()
         _all.add(self)
 
     def keep(
@@ -120,6 +123,7 @@ def forget_launches() -> None:
     for launches in list(_all):
         launches.by_key.clear()
         launches.compared.clear()
+        launches.tries.clear()
 
 
 def find(launches: Launches, kind: Kind, operands: tuple) -> Launch | None:

@@ -65,7 +65,7 @@ def _gated(device) -> tuple:
 
 def _sum(device) -> tuple:
     x, weight = _tensor(device, 5, 256), _tensor(device, 256)
-    return run(launches_of(RMS), of_sum(x.detach().neg(), x, weight, None))
+    return run(launches_of(RMS), of_sum(x.detach().flip(0), x, weight, None))
 
 
 def _modulation(device) -> tuple:

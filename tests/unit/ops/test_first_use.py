@@ -217,3 +217,42 @@ def test_a_comparison_saves_nothing_and_no_mode_sees_it():
         assert len(saved) == count
         y.sum().backward()
     assert len(saved) == first
+
+
+def test_hooks_of_saved_tensors_may_be_forbidden():
+    x = torch.randn(4, 64, requires_grad=True)
+    with torch.autograd.graph.disable_saved_tensors_hooks("forbidden"):
+        rms_norm(x, torch.ones(64)).sum().backward()
+    assert first_use.compared[CPU] == 2
+
+
+def test_a_result_that_shows_nothing_is_compared_again():
+    weight = torch.ones(64)
+    x = torch.randn(4, 64, requires_grad=True)
+    for gradient in (0.0, torch.nan, 1.0):
+        rms_norm(x, weight).backward(torch.full((4, 64), gradient))
+        assert first_use.compared[CPU] == (2 if gradient == 1.0 else 1)
+
+
+def test_gradients_at_the_largest_number_of_float16_are_no_alarm():
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 64, 1024)
+    x = x.half().requires_grad_()
+    weight = torch.ones(1024, dtype=torch.float16, requires_grad=True)
+    for scale in (2e3, 2e4, 6e4):
+        rms_norm(x, weight).backward((dy * scale).clamp(-65504, 65504).half())
+    assert ("cpu", None) not in given_up
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_numbers_whose_squares_leave_float32_are_no_alarm(dtype):
+    x = torch.full((3, 64), 3e38, dtype=dtype, requires_grad=True)
+    rms_norm(x, torch.ones(64, dtype=dtype)).backward(x.detach())
+    assert ("cpu", None) not in given_up
+
+
+def test_a_large_input_is_compared_by_parts(monkeypatch):
+    monkeypatch.setattr(first_use, "AT_ONCE", 100)
+    x = torch.randn(5, 64, requires_grad=True)
+    rms_norm(x, torch.ones(64)).sum().backward()
+    assert first_use.compared[CPU] == 2
