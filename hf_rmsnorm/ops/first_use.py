@@ -87,7 +87,7 @@ class FirstUse:
         """
         with torch.no_grad():
             results = self.launch.on(operands)
-        if can_look(operands):
+        if can_look(operands, self.kind.family.is_back):
             try:
                 difference = self.difference(operands, results, replaced)
             except torch.OutOfMemoryError:
@@ -183,15 +183,23 @@ class _Launched:
         return getattr(self.launch, name)
 
 
-def can_look(operands: tuple) -> bool:
+def can_look(operands: tuple, is_back: bool) -> bool:
     """Whether results for such operands can be compared here and now."""
     x = operands[0]
     if x.is_meta:
+        return False
+    if is_back and is_below_autograd():
         return False
     if not x.is_cuda:
         return True
     is_watched = torch.cuda.get_sync_debug_mode()
     return not (is_watched or torch.cuda.is_current_stream_capturing())
+
+
+def is_below_autograd() -> bool:
+    """Whether this is an operator's kernel, in which autograd records nothing."""
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    return is_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 @contextmanager
