@@ -129,42 +129,55 @@ class FirstUse:
         """By how much results differ from those of the replaced code; "" if they do
         not, None if that is not to be seen in them.
         """
-        family = self.kind.family
-        arguments = self.launches, self.kind.how
+        is_back = self.kind.family.is_back
         with unseen():
-            if replaced is None:
-                own = family.results(*arguments, operands)
-            else:
-                function, *of_call = replaced
-                own = function(*of_call)
             ours = tensors_of(results)
-            own = tensors_of(own)
+            own = tensors_of(self.replaced_results(operands, replaced))
             ours = ours[: len(own)]  # what is behind them is for the backward
-            if family.is_back:
+            if is_back:
                 own = [o.to(t.dtype) for o, t in zip(own, ours, strict=False)]
             if list(map(_size, own)) != list(map(_size, ours)):
                 return f"{list(map(_size, ours))}, not {list(map(_size, own))}"
             own = [o.reshape(t.shape) for o, t in zip(own, ours, strict=True)]
-            compare = is_near if family.is_back else is_equal
+            compare = is_near if is_back else is_equal
             same = [_by_parts(compare, *pair) for pair in zip(ours, own, strict=True)]
             shown = [_shows(t) for t in own]
             flags = torch.stack([*same, *shown]).tolist()
             are_same = flags[: len(same)]
             if all(flags):
                 return ""
-            if all(are_same):
+            if all(are_same) or _are_large(operands):
                 return None
-            if _are_large(operands):
-                return None
-            wide = tuple(None if t is None else t.double() for t in operands)
-            exact = tensors_of(family.results(*arguments, wide))
-            floors = tensors_of(family.floors(*arguments, wide))
-            rows = zip(are_same, ours, own, exact, floors, strict=False)
-            for is_same, *of_result in rows:
-                difference = "" if is_same else judged(*of_result, family.is_back)
-                if difference:
-                    return difference
-            return ""
+            return self.judge(operands, ours, own, are_same)
+
+    def replaced_results(self, operands: tuple, replaced: tuple | None):
+        """The results of the replaced code; of the plain formula, if there is none."""
+        if replaced is None:
+            return self.kind.family.results(self.launches, self.kind.how, operands)
+        function, *of_call = replaced
+        return function(*of_call)
+
+    def judge(
+        self,
+        operands: tuple,
+        ours: list[Tensor],
+        own: list[Tensor],
+        are_same: list[bool],
+    ) -> str:
+        """By how much the first of these results is too far from float64; "" if none
+        is.
+        """
+        family = self.kind.family
+        arguments = self.launches, self.kind.how
+        wide = tuple(None if t is None else t.double() for t in operands)
+        exact = tensors_of(family.results(*arguments, wide))
+        floors = tensors_of(family.floors(*arguments, wide))
+        rows = zip(are_same, ours, own, exact, floors, strict=False)
+        for is_same, *of_result in rows:
+            difference = "" if is_same else judged(*of_result, family.is_back)
+            if difference:
+                return difference
+        return ""
 
 
 class _Launched:
