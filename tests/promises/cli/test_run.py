@@ -195,6 +195,11 @@ sys.exit(7)
 """
 
 
+def hear_interrupts():
+    """A job in the background of a shell ignores them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def started(command, cwd, **options):
     return subprocess.Popen(
         list(map(str, command)),
@@ -203,6 +208,7 @@ def started(command, cwd, **options):
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=hear_interrupts,
         **options,
     )
 
@@ -233,7 +239,8 @@ def test_a_program_sees_what_it_would_without(how, script, tmp_path, monkeypatch
     ran = ended([*RUN, "--memory-efficient", *ours, *arguments], tmp_path)
     assert (ran[0], ran[2]) == (said, code)
     before, _, after = ran[1].partition(told)
-    assert before == "" and after.startswith(NONE) and after.count("\n") == 1
+    assert lines(before) == []  # bitsandbytes may talk when Transformers is imported
+    assert after.startswith(NONE) and after.count("\n") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
