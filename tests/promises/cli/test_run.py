@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import transformers
 from places import EXAMPLES, PYTHONPATH
 from transformers import trainer
@@ -58,7 +59,9 @@ def run(monkeypatch, capsys):
             assert exchanged() == before
         return code, capsys.readouterr().err
 
-    return run_words
+    yield run_words
+    # Transformers' loaders in several threads may leave that of a checkpoint
+    torch.set_default_dtype(torch.float32)
 
 
 def exchanged():
