@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from operator import is_
 from typing import NamedTuple
 
@@ -197,8 +198,14 @@ def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -
             if needed:
                 leaves.append(t)
         outputs = formula(*operands)
+        # not of a head whose operands are all frozen
+        asks = [y.requires_grad for y in outputs]
         grads = torch.autograd.grad(
-            outputs, leaves, gradients, create_graph=create_graph, allow_unused=True
+            list(compress(outputs, asks)),
+            leaves,
+            list(compress(gradients, asks)),
+            create_graph=create_graph,
+            allow_unused=True,
         )
     of_leaves = iter(grads)
     return [next(of_leaves) if needed else None for needed in need]
