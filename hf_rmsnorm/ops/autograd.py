@@ -156,6 +156,8 @@ def _floors_of_results(launches: Launches, how: tuple, operands: tuple) -> tuple
     h, y = _plain_results(launches, how, operands)
     x = operands[0] if h is None else h
     terms = y.abs().amax(-1)
+    if operands[1] is None:
+        terms = terms + 1.0  # as of a weight of ones
     for t in present(*operands[1:7]):
         terms = terms + t.abs().amax()
     floor = FLOOR * terms * _condition(launches.spec, x)
