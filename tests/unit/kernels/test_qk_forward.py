@@ -20,7 +20,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import compute_norm, first_use
+from hf_rmsnorm.ops import compute_norm
 from tests.unit.kernels.test_norm_forward import (
     BF16,
     FP16,
@@ -259,9 +259,8 @@ def test_the_layers_of_hugging_face(name, way, dtypes):
     for i, side in enumerate("qk"):
         assert_as_accurate(fused[i], expected[i], exact[i], side)
         if fused[i].dtype != FP32:
-            same = fused[i] == expected[i]
-            # the share of ties, as of a first use
-            assert same.double().mean() > 1 - first_use.MOST_TIES
+            differ = fused[i] != expected[i]
+            assert differ.sum() <= max(2, 0.001 * differ.numel())
 
 
 def test_a_rotation_that_ends_in_a_concatenation_is_row_major():
