@@ -79,9 +79,9 @@ def test_a_wrong_result_is_noticed():
     code = """if True:
         import json
         from scripts.coverage import compare, patch
-        from hf_rmsnorm.fused import norm as layers
-        real = layers.compute_norm
-        layers.compute_norm = lambda *args: real(*args) * 1.01
+        from hf_rmsnorm.ops import norm
+        real = norm.reference_norm
+        norm.reference_norm = lambda *args: real(*args) * 1.01
         print(json.dumps(patch.wrong(compare.examine("llama", "base"))))
     """
     wrong = json.loads(python("-c", code).splitlines()[-1])

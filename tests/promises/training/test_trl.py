@@ -175,7 +175,7 @@ def test_the_command_of_the_page_patches_and_has_the_losses_of_trls_own(
     first, *_ = (EXAMPLES / "trainers/trl.yaml").read_text().splitlines()
     words = shlex.split(first.removeprefix("# accelerate launch -m "))
     checkpoint, losses = tmp_path / "runs/trl/checkpoint-3", []
-    for module, *arguments in (words[2:], words):
+    for module, *arguments in (words[3:], words):
         assert not fused_calls
         monkeypatch.setattr(sys, "argv", [module, *arguments])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
