@@ -35,7 +35,10 @@ LINES = [
     "The for statement iterates over the elements of a sequence.",
     "A function call may raise an exception.",
 ]
-SWAPPED = "hf_rmsnorm: 11 norms swapped, 0 skipped; runs on cpu: Triton kernels in Triton's interpreter, exact but slow"
+SWAPPED = (
+    "hf_rmsnorm: LlamaForCausalLM: 11 norms swapped, 0 skipped; "
+    "runs on cpu: Triton kernels in Triton's interpreter, exact but slow"
+)
 LORA = dict(
     r=4,
     target_modules=["q_proj", "down_proj"],
@@ -174,19 +177,19 @@ def test_the_command_of_the_page_patches_and_has_the_losses_of_trls_own(
     monkeypatch.chdir(tmp_path)
     first, *_ = (EXAMPLES / "trainers/trl.yaml").read_text().splitlines()
     words = shlex.split(first.removeprefix("# accelerate launch -m "))
-    checkpoint, losses = tmp_path / "runs/trl/checkpoint-3", []
+    checkpoint, losses, said = tmp_path / "runs/trl/checkpoint-3", [], []
     for module, *arguments in (words[3:], words):
         assert not fused_calls
         monkeypatch.setattr(sys, "argv", [module, *arguments])
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            assert not end.code
         state = json.loads((checkpoint / "trainer_state.json").read_text())
         losses.append([e["loss"] for e in state["log_history"] if "loss" in e])
-        lines = capfd.readouterr().err.splitlines()
-        said = []
-        for line in lines:
-            if line.startswith("hf_rmsnorm"):
-                said.append(line)
-        assert said == ([SWAPPED] if module == words[0] else [])
+        said.append(capfd.readouterr().err)
+    assert "hf_rmsnorm" not in said[0]
+    assert SWAPPED in said[1].splitlines()
     assert len(losses[1]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     # of 5 layers the norms run again: TRL checkpoints them unless told not to
