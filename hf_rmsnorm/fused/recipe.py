@@ -137,8 +137,12 @@ class Recipe:
             return False
         if self.hidden_size is not None and x.shape[-1:] != (self.hidden_size,):
             return False
-        dtypes = {p.dtype for p in present(weight, bias)}
+        parameters = present(weight, bias)
+        dtypes = {p.dtype for p in parameters}
         if len(dtypes) > 1:
+            return False
+        # of another shape, torch's own operators refuse it
+        if self.spec.functional and any(p.dim() != 1 for p in parameters):
             return False
         # torch's own operators refuse some mixtures of dtypes: leave those to torch,
         # unless autocast resolves them.
