@@ -25,7 +25,6 @@ from gpu import (
 )
 from heads import fused_qk_norm
 from tolerance import assert_as_accurate, ulp
-from torch.utils.checkpoint import checkpoint
 
 from hf_rmsnorm import NormSpec, count_launches, patch_model, use_backend
 from hf_rmsnorm.reference import reference_norm
@@ -318,23 +317,6 @@ def test_fifty_shapes_compile_nothing_new(monkeypatch):
         heads = 1 + i % 5
         forward_and_backward(batch, length, heads)
     assert not compiled
-
-
-@parametrize("use_reentrant", [False, True])
-@parametrize("backend", ["auto", "triton"])
-def test_checkpoint_recomputes_under_the_same_backend(backend, use_reentrant):
-    # On a GPU autograd recomputes in a thread of its own, which sees no `use_backend`
-    # of the caller.
-    fused, _ = fuse(make("llama", 256, BF16))
-    x, dy = rows_and_gradient(8, 256)
-    expected = run(fused, x, dy)
-    x.requires_grad_()
-    with use_backend(backend), count_launches() as launches:
-        y = checkpoint(fused, x, use_reentrant=use_reentrant)
-        y.backward(dy)
-    assert launches["norm_forward"] == 2
-    result = [y.detach(), x.grad, fused.weight.grad]
-    assert_equal(result, expected)
 
 
 LLAMA = NormSpec(False, 1e-6, rounding="before_weight")

@@ -9,9 +9,7 @@ import shutil
 import subprocess
 import sys
 from runpy import run_path
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from places import EXAMPLES
@@ -187,36 +185,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_student_of_an_earlier_run_is_not_written_over(
-    tmp_path, capsys, main, monkeypatch
-):
-    kept = tmp_path / "distilled" / "model.safetensors"
-    kept.parent.mkdir()
-    kept.touch()
-    short = "--max-steps=2", "--learning-rate=3e-3"
-    with pytest.raises(SystemExit):
-        main(*short, out=kept.parent)
-    what = "distilled has model.safetensors of an earlier run: give another"
-    assert what in capsys.readouterr().err
-    monkeypatch.chdir(tmp_path)
-    main(*short, out=None)
-    assert (tmp_path / "distilled-2" / "distil.json").is_file()
-    assert kept.stat().st_size == 0
-
-
 def test_longer_lines_than_the_model_has_positions_are_cut(tmp_path, main):
     text = tmp_path / "long.txt"
     text.write_text(f"{' '.join(WORDS)}\n" * 20)
     main("--max-steps=1", "--batch-size=8", text=text)
-
-
-def test_another_number_of_processes_than_was_asked_for_is_refused(
-    tmp_path, capsys, main, monkeypatch
-):
-    words = ["accelerate", "launch", "--cpu", "--num_processes", "2", "distil.py"]
-    parent = SimpleNamespace(cmdline=lambda: words)
-    monkeypatch.setattr(psutil.Process, "parents", lambda self: [parent])
-    with pytest.raises(SystemExit):
-        main()
-    assert "distil.py: 2 processes were asked for, 1 started" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -26,6 +26,25 @@ FUSED = {
     "gemma3_text": (BEFORE_THE_MLP, QK),
     "gpt2": ("+ ln_2", None),
     "olmo2": (APART, None),
+    "doge": (INSIDE, QK),
+    "exaone4": (APART, QK),
+    "glm4_moe": (INSIDE, QK),
+    "nanochat": (INSIDE, None),  # it rotates before it normalises
+}
+EXPERTS = {
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
+CONFIGS = {
+    # which rotates in its sliding layers alone
+    "exaone4": {
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "glm4_moe": {"use_qk_norm": True, "partial_rotary_factor": 0.5, **EXPERTS},
 }
 GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
@@ -48,7 +67,7 @@ def test_logits_hidden_states_and_greedy_text_are_those_of_the_norms_alone(
     family, fused_sums
 ):
     of_layers, of_attentions = FUSED[family]
-    model = tiny_models.build(family, torch.bfloat16)
+    model = tiny_models.build(family, torch.bfloat16, **CONFIGS.get(family, {}))
     with torch.no_grad(), use_backend("triton"):
         assert patch_model(model, fuse_residual=False).layers == ()
         expected = outcome(model)

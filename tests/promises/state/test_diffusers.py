@@ -166,21 +166,3 @@ def test_group_offloading(kind, first):
     assert launches_of(model, inputs, expected)
     unpatch_model(model)
     assert not launches_of(model, inputs, expected)
-
-
-def test_a_forward_beneath_a_hook_that_someone_replaced_is_left_alone():
-    model, inputs = build(FLUX)
-    block = model.transformer_blocks[0]
-    own = type(block).forward
-
-    def doubled(*args, **kwargs):
-        return tuple(2 * part for part in own(block, *args, **kwargs))
-
-    block.forward = doubled
-    model.enable_cache(config_of("first block"))
-    expected = steps(model, inputs, 1)
-    report = patch_model(model)
-    reasons = [layer.reason for layer in report.layers if layer.reason]
-    assert len(reasons) == 1
-    assert "doubled" in reasons[0]
-    assert_equal(steps(model, inputs, 1), expected)

@@ -36,32 +36,6 @@ def assert_near(a, b):
 # Sharing
 
 
-def tie(model):
-    """One module for the norms of a layer, and one attention for both layers."""
-    first, second = model.model.layers
-    second.self_attn = first.self_attn
-    second.input_layernorm = first.input_layernorm
-    first.post_attention_layernorm = first.input_layernorm
-
-
-def test_one_norm_at_several_paths_of_a_model(fused_calls):
-    model = tiny_models.build("qwen3")
-    tie(model)
-    expected = model(ids).logits
-    names = list(model.state_dict())
-    report = patch_model(model, strict=True)
-    assert len(report.swapped) == 9
-    assert len({model.get_submodule(r.path) for r in report.swapped}) == 5
-    first, second = model.model.layers
-    assert first.self_attn is second.self_attn
-    with use_backend("reference"):
-        assert torch.equal(model(ids).logits, expected)
-    assert len(fused_calls) == 9
-    assert list(model.state_dict()) == names
-    assert unpatch_model(model) == 5
-    assert torch.equal(model(ids).logits, expected)
-
-
 # Hooks and parametrizations
 
 

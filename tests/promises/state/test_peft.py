@@ -142,19 +142,6 @@ def test_merging_and_unloading_gives_the_merged_plain_model_patched(
     assert tiny_models.types(model) == tiny_models.types(merged)
 
 
-def test_a_copy_that_is_being_trained_is_its_own_module_at_its_own_path():
-    model = adapted("LoRA and one norm", "patch first")
-    path = "base_model.model.model.norm"
-    wrapper = model.get_submodule(path)
-    base = wrapper.original_module
-    copied = wrapper.modules_to_save["default"]
-    assert type(copied) is type(base)
-    assert copied is not base
-    assert copied.weight is not base.weight
-    paths = {record.path for record in patch_model(model, strict=True).swapped}
-    assert {f"{path}.original_module", f"{path}.modules_to_save.default"} <= paths
-
-
 @orders
 def test_a_norm_under_an_accelerate_hook_keeps_it_in_its_copy(order, fused_calls):
     """PEFT gives the copy a hook of its own, around whichever forward the norm had."""

@@ -221,22 +221,6 @@ def test_what_is_a_norm_is_swapped_and_what_is_more_is_named(
     assert torch.equal(model(ids).logits, expected)
 
 
-def test_random_norms_draw_in_train_mode_what_they_drew(folder):
-    model = load(folder).train()
-
-    def logits():
-        with torch.random.fork_rng(devices=[]), use_backend("reference"):
-            torch.manual_seed(5)
-            return model(ids).logits
-
-    expected = logits()
-    patch_model(model)
-    assert torch.equal(logits(), expected)
-    assert not torch.equal(expected, model.eval()(ids).logits), (
-        "nothing random was there"
-    )
-
-
 def test_saved_bytes_copies_and_pickles_of_a_model_with_code_of_its_own(
     folder, tmp_path, fused_calls
 ):

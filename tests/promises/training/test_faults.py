@@ -88,64 +88,6 @@ def test_a_parameter_changed_before_the_backward_is_eagers_error(family, options
             assert_close(gradients(model), gradients(plain))
 
 
-def freeze(model, step):
-    """For two steps every second norm's weight stands still."""
-    weights = []
-    for name, p in norm_parameters(model).items():
-        if "weight" in name:
-            weights.append(p)
-    for weight in weights[::2]:
-        weight.requires_grad_(step not in (2, 3))
-
-
-def assign_a_state_dict(model, step):
-    if step == 2:
-        state = model.state_dict()
-        for name, tensor in state.items():
-            state[name] = tensor * 1.5
-        model.load_state_dict(state, assign=True)
-
-
-def train(model, change):
-    """(losses, parameters of norms, which of them each step moved), where something is
-    changed behind the optimizer's back.
-    """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    moved = []
-    for step in range(5):
-        change(model, step)
-        parameters = norm_parameters(model)
-        before = copy.deepcopy(parameters)
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        changed = []
-        for name, parameter in parameters.items():
-            if not torch.equal(parameter, before[name]):
-                changed.append(name)
-        moved.append(changed)
-    return losses, parameters, moved
-
-
-@runs
-@pytest.mark.parametrize("change", [freeze, assign_a_state_dict])
-def test_parameters_frozen_or_replaced_during_training_move_as_in_eager(
-    change, family, options
-):
-    plain = build(family)
-    losses, parameters, moved = train(plain, change)
-    model = build(family, options)
-    got, fused, also_moved = train(model, change)
-    assert got == pytest.approx(losses, rel=1e-5)
-    assert also_moved == moved
-    moving = moved[1]
-    assert len(moved[2]) < len(moving)
-    assert_close(fused, parameters)
-
-
 # the square of the last is inf
 BAD_VALUES = [
     (1, 3, math.nan),
@@ -197,46 +139,6 @@ def results_of(norm, x, dy):
     leaves = [leaf, *norm.parameters()]
     grads = torch.autograd.grad(y, leaves, dy)
     return y.detach(), *grads
-
-
-def train_scaled(model):
-    """What a float16 autocast makes of a scale too large.
-
-    Returns the losses, for each step the scale after it and whether it was taken, and
-    the weights behind the last one.
-    """
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    steps = []
-    for step in range(7):
-        tokens = tiny_models.token_ids(1, 6, seed=step % 2)
-        before = model.lm_head.weight.detach().clone()
-        with torch.autocast("cpu", torch.float16):
-            loss = model(tokens, labels=tokens).loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        taken = not torch.equal(model.lm_head.weight, before)
-        losses.append(loss.item())
-        steps.append((scaler.get_scale(), taken))
-    return losses, steps, norm_parameters(model)
-
-
-@runs
-def test_steps_whose_scaled_gradients_overflow_are_skipped_as_in_eager(family, options):
-    model = build(family)
-    expected, expected_steps, weights = train_scaled(model)
-    model = build(family, options)
-    losses, steps, ours = train_scaled(model)
-    taken = [step for _, step in expected_steps]
-    assert False in taken
-    assert taken.count(True) >= 3
-    assert steps == expected_steps
-    assert losses == pytest.approx(expected, rel=2e-3)
-    # others' gradients may be noise around 0, which AdamW makes a step of
-    torch.testing.assert_close(ours, weights, rtol=0, atol=2e-5)
 
 
 BF16 = torch.bfloat16

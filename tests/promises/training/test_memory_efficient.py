@@ -3,7 +3,6 @@ where that serves.
 """
 
 import copy
-import pickle
 
 import pytest
 import tiny_models
@@ -269,17 +268,6 @@ def test_gradients_of_whole_models(family):
         ours = mean_square(fused[name] - right)
         theirs = mean_square(eager[name] - right)
         assert ours <= FACTOR**2 * theirs, name
-
-
-def test_copies_and_pickles_keep_it():
-    module = build()
-    x, _ = operands()
-    patch_model(module, memory_efficient=True)
-    copied = copy.deepcopy(module)
-    assert kept(copied, x) == "output"
-    pickled = pickle.dumps(module)
-    loaded = pickle.loads(pickled)
-    assert kept(loaded, x) == "output"
 
 
 def test_a_norm_that_keeps_a_strided_input_after_one_alike_that_kept_its_output():

@@ -244,24 +244,6 @@ def test_a_call_that_was_left_to_the_module_is_refused_where_the_kernels_are_ins
     assert norm.calls == 3
 
 
-@pytest.mark.parametrize(
-    "gone", [("bias",), ("weight",), ("weight", "bias")], ids="-".join
-)
-# served, and left to the module
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_parameters_that_go_after_calls_leave_the_modules_own_forward(gone, dtype):
-    norm = nn.Sequential(nn.LayerNorm(D)).to(dtype)
-    patch_model(norm)
-    x = torch.randn(3, D, dtype=dtype)
-    for _ in range(3):
-        norm(x)
-    own = nn.LayerNorm(D).to(dtype)
-    for name in gone:
-        setattr(norm[0], name, None)
-        setattr(own, name, None)
-    assert all(torch.equal(norm(x), own(x)) for _ in range(2))
-
-
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_nested_tensors_run_the_modules_own_forward(layout):
     rows = [torch.randn(3, D), torch.randn(5, D)]

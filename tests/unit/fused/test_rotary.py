@@ -73,26 +73,8 @@ def more_for_long_texts(q, k, cos, sin):
     return rotary(q, k, cos, sin)
 
 
-def more_for_large_batches(q, k, cos, sin):
-    batch, *_ = q.shape
-    return rotary(q * (1 + batch // 4), k, cos, sin)
-
-
-def first_tokens(q, k, cos, sin):
-    q, k = rotary(q, k, cos, sin)
-    return q[:, :, :8], k[:, :, :8]
-
-
 def first_heads(q, k, cos, sin):
     return rotary(q[:, :8], k, cos, sin)
-
-
-def first_text(q, k, cos, sin):
-    return rotary(q[:3], k[:3], cos[:3], sin[:3])
-
-
-def of_the_first_tables(q, k, cos, sin):
-    return rotary(q, k, cos[0][None], sin[0][None])
 
 
 def without_dimensions_of_one(q, k, cos, sin):
@@ -114,11 +96,7 @@ CASES = [
     (first_columns, {"head_dim": 64}, {"head_dim": 128}),
     (more_for_wide_heads, {}, {"head_dim": 128}),
     (more_for_long_texts, {}, {"length": 32}),
-    (more_for_large_batches, {}, {"batch": 5}),
-    (first_tokens, {}, {"length": 9}),
     (first_heads, {}, {"heads": 12}),
-    (first_text, {}, {"batch": 4}),
-    (of_the_first_tables, {"batch": 1}, {}),
     (of_short_texts_alone, {}, {"length": 17}),
     (of_whole_rows, {}, {"length": 40}),
 ]

@@ -2,7 +2,6 @@
 bits in every dtype, forward and backward.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -46,7 +45,6 @@ from tests.unit.kernels.test_norm_forward import (
     assert_equal,
     contiguous,
     leaves_of,
-    random,
     transposed,
 )
 from tests.unit.kernels.test_qk_forward import (
@@ -178,23 +176,6 @@ def test_the_backward_keeps_the_tables_alone():
     assert kept == sum(t.numel() * t.element_size() for t in rotary.tables)
 
 
-@parametrize("columns", [64, 32])
-def test_gradients_of_gradients(columns):
-    rotary = made(dtypes=(FP32, FP32), columns=columns, function=partial_rotary)
-    weights = [random(*x.shape, dtype=FP32, seed=9) for x in (rotary.q, rotary.k)]
-
-    def second(function):
-        leaves, present = leaves_of([rotary.q, rotary.k])
-        outputs = function(*leaves)
-        dys = [(y * y * w) for y, w in zip(outputs, weights, strict=True)]
-        first = torch.autograd.grad(outputs, present, dys, create_graph=True)
-        total = sum(g.square().sum() for g in first)
-        return torch.autograd.grad(total, present)
-
-    for ours, theirs in zip(second(rotary.fused), second(rotary.eager), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 SIDES = [(True, False), (False, True)]
 
 
@@ -212,59 +193,3 @@ def test_one_of_them_frozen(trained):
         total = sum(y.float().square().sum() for y in outputs)
         results.append(torch.autograd.grad(total, asking))
     assert_equal(*results)
-
-
-def test_gradients_and_tables_that_come_back_in_other_strides():
-    """As from hooks of saved tensors, and of a sum: the formula takes over."""
-    rotary = made()
-
-    def unpack(t):
-        return t.mT.contiguous().mT
-
-    def sums(function):
-        leaves, present = leaves_of([rotary.q, rotary.k])
-        outputs = function(*leaves)
-        total = sum(y.sum() for y in outputs)
-        return torch.autograd.grad(total, present)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        ours = sums(rotary.fused)
-    assert_equal(ours, sums(rotary.eager))
-
-
-def learned(rotary):
-    cos, sin = rotary.tables
-    rotary.tables = cos.requires_grad_(), sin
-    rotary.q.requires_grad_()
-
-
-def of_two_dtypes(rotary):
-    rotary.k = rotary.k.float()
-
-
-def in_float64(rotary):
-    rotary.q, rotary.k = rotary.q.double(), rotary.k.double()
-
-
-def too_short(rotary):
-    rotary.tables = tuple(t[:, :-1] for t in rotary.tables)
-
-
-def broadcast(rotary):
-    rotary.tables = tuple(t[:, :1] for t in rotary.tables)
-
-
-def of_heads(rotary):
-    rotary.tables = tuple(t[:, None] for t in rotary.tables)
-
-
-@parametrize(
-    "change", [learned, of_two_dtypes, in_float64, too_short, broadcast, of_heads]
-)
-def test_what_no_launch_rotates(change):
-    rotary = made()
-    change(rotary)
-    # such tables may not fit the model's own function either
-    with count_launches() as launches, contextlib.suppress(RuntimeError):
-        rotary.fused(rotary.q, rotary.k)
-    assert not launches

@@ -6,13 +6,10 @@ import re
 
 import pytest
 import torch
-from add_norm import fused_add_norm
-from heads import fused_qk_norm
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, rms_norm, use_backend
-from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.ops.backend import device_refusal
 
 pytestmark = pytest.mark.skipif(
@@ -43,11 +40,6 @@ def launches(norm, x):
     with count_launches() as counted:
         norm(x)
     return counted.total()
-
-
-def in_columns(t):
-    """t in other strides, the last one 2."""
-    return torch.stack([t, t], -1)[..., 0]
 
 
 def test_a_weight_of_another_shape_fails_as_the_original():
@@ -86,49 +78,6 @@ def of_rows(x, weight):
     return (rms_norm(x, weight),)
 
 
-def of_sum(x, residual, weight):
-    return fused_add_norm(x, residual, weight, None, SPEC)
-
-
-def of_heads(q, k, weight, cos, sin):
-    return fused_qk_norm(q, k, weight, weight, SPEC, cos, sin)
-
-
-SPEC = NormSpec(centered=False, eps=1e-6, rounding="before_weight")
-STREAM = (3, 2, HIDDEN)
-CASES = {
-    "norm": (of_rows, [STREAM], HIDDEN, []),
-    "sum": (of_sum, [STREAM, STREAM], HIDDEN, []),
-    "queries and keys": (
-        of_heads,
-        [(4, 2, 5, 16), (2, 2, 5, 16)],
-        16,
-        [(1, 5, 16)] * 2,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_saved_tensors_that_come_back_in_other_strides(case):
-    compute, shapes, width, tables = CASES[case]
-    inputs = []
-    for shape in shapes:
-        x = torch.randn(shape).transpose(0, 1)
-        inputs.append(x.requires_grad_())
-    inputs.append(torch.rand(width).requires_grad_())
-    for shape in tables:
-        inputs.append(torch.randn(shape))
-    expected = gradients(compute, inputs)
-    with use_backend("reference"):
-        plain = gradients(compute, inputs)
-    for ours, theirs in zip(expected, plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    for unpack in (in_rows, in_columns):
-        made = gradients(compute, inputs, unpack)
-        for ours, theirs in zip(made, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
 def test_an_expanded_input_that_comes_back_in_rows():
     """As the latents of a resampler do under activation offloading."""
 
@@ -142,24 +91,6 @@ def test_an_expanded_input_that_comes_back_in_rows():
         plain = gradients(of_latents, inputs)
     assert torch.equal(made[0], expected[0])
     torch.testing.assert_close(made, plain, rtol=1e-4, atol=1e-5)
-
-
-def left_behind(transform):
-    left = []
-
-    def total(x):
-        left.append(x * 1)
-        return x.sum()
-
-    transform(total)(rows())
-    return left[0]
-
-
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
-def test_what_functorch_leaves_behind_is_computed_by_operators(transform):
-    norm, original = patched(LlamaRMSNorm(HIDDEN))
-    x = left_behind(transform)
-    torch.testing.assert_close(norm(x), original(x), rtol=1e-6, atol=1e-6)
 
 
 def test_an_input_made_in_inference_mode_trains_the_weight():

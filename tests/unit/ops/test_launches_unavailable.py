@@ -204,64 +204,6 @@ def test_a_model_trains_as_if_it_were_not_patched(make, error, word, fail):
     assert len(tried) == times
 
 
-class Adaptive(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(64, elementwise_affine=False)
-
-    def forward(self, x, scale, shift):
-        return self.norm(x) * (1 + scale) + shift
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(64) + 0.5)
-
-    def forward(self, x, gate):
-        wide = x.float()
-        variance = wide.pow(2).mean(-1, keepdim=True)
-        y = wide * torch.rsqrt(variance + 1e-6)
-        y = self.weight * y.to(x.dtype)
-        return y * nn.functional.silu(gate.float())
-
-
-@pytest.mark.parametrize("word", ["", "backward"])
-@pytest.mark.parametrize(
-    "module, operands, options",
-    [
-        (Adaptive, 3, {}),
-        (Gated, 2, {}),
-        (
-            lambda: nn.Sequential(nn.RMSNorm(64, eps=1e-6)),
-            1,
-            {"memory_efficient": True},
-        ),
-    ],
-    ids=["modulated", "gated", "from the output"],
-)
-def test_other_families_have_the_right_gradients(module, operands, options, word, fail):
-    model = module()
-    inputs = []
-    for _ in range(operands):
-        inputs.append(torch.randn(2, 5, 64, requires_grad=True))
-    asked = [*inputs, *model.parameters()]
-    dy = torch.randn(2, 5, 64)
-    y = model(*inputs)
-    wanted = torch.autograd.grad(y, asked, dy)
-    patch_model(model, **options)
-    tried = fail(RuntimeError(NO_COMPILER), word)
-    with pytest.warns(UserWarning, match="hf_rmsnorm") as seen:
-        made = model(*inputs)
-        gradients = torch.autograd.grad(made, asked, dy)
-    assert len(seen) == 1
-    assert len(tried) == 1
-    assert torch.allclose(made, y, atol=1e-6)
-    for a, b in zip(gradients, wanted, strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-    assert torch.equal(model(*inputs), y)
-
-
 def test_a_checkpoint_runs_its_forward_again_as_it_was(fail):
     norms = nn.ModuleList()
     for _ in range(3):

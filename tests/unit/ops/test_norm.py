@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import compute_norm, norm
+from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.ops.test_operators import DEVICE, random
 
@@ -130,33 +130,3 @@ def test_a_parameter_with_gaps_is_left_to_plain_torch(which):
     assert torch.equal(compute_norm(x, *parameters.values(), BIASED), expected)
     with use_backend("triton"), pytest.raises(RuntimeError, match=f"{which} has gaps"):
         compute_norm(x, *parameters.values(), BIASED)
-
-
-@pytest.mark.parametrize("function", [rms_norm, layer_norm])
-def test_a_column_more_or_less_is_no_matter_of_rows(function):
-    no_row = torch.ones(0, 4)
-    one_element = torch.ones(1)
-    no_column = torch.ones(2, 0)
-    assert function(no_row).shape == (0, 4)
-    assert function(one_element).shape == (1,)
-    with pytest.raises(ValueError, match="must hold at least one element"):
-        function(no_column)
-
-
-def test_a_functional_norm_under_a_devices_autocast(monkeypatch):
-    """On accelerators these compute in float32: here autocast of an accelerator is what
-    the CPU says it is.
-    """
-    x = random(3, 64).bfloat16()
-    weight = random(64).bfloat16()
-    bias = random(64, seed=4).bfloat16()
-    spec = NormSpec(True, 1e-6, has_bias=True, functional=True)
-    with use_backend("triton"):
-        expected = compute_norm(x.float(), weight.float(), bias.float(), spec)
-        y = compute_norm(x, weight, bias, spec)
-        assert y.dtype == BF16
-        monkeypatch.setattr(norm, "autocast_anywhere", lambda: True)
-        monkeypatch.setattr(norm, "autocasts_functional", lambda *of: True)
-        y = compute_norm(x, weight, bias, spec)
-    assert y.dtype == FP32
-    assert torch.equal(y, expected)

@@ -187,49 +187,6 @@ def test_equal_code_with_another_decorator(monkeypatch):
             assert model(torch.randn(2, 5, 32)).requires_grad == graded
 
 
-def test_defaults_and_settings_of_the_class_body():
-    class Layer(nn.Module):
-        SCALE = 2.0
-
-        def __init__(self, kind):
-            super().__init__()
-            self.n1, self.n2 = nn.LayerNorm(8), nn.LayerNorm(8)
-            self.mix, self.kind = nn.Linear(8, 8), kind
-
-        def forward(self, x, scale=SCALE):
-            if self.kind:
-                return x + self.mix(self.n1(x) + self.n2(x))
-            x = x + self.mix(self.n1(x)) * scale
-            return x + self.mix(self.n2(x))
-
-    model = nn.Sequential(Layer(0), Layer(0), Layer(1))
-    x = torch.randn(2, 3, 8)
-    expected = model(x)
-    with use_backend("reference"):
-        report = patch_model(model)
-        assert torch.equal(model(x), expected)
-    assert [layer.fused for layer in report.layers] == ["+ n2"] * 3
-
-
-def test_layers_of_a_model_without_source_keep_their_forward():
-    namespace = {"nn": nn, "torch": torch}
-    exec(
-        "class Layer(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.a, self.b = nn.LayerNorm(8), nn.LayerNorm(8)\n"
-        "        self.mix = nn.Linear(8, 8)\n"
-        "    def forward(self, x):\n"
-        "        x = x + self.mix(self.a(x))\n"
-        "        return x + self.mix(self.b(x))\n",
-        namespace,
-    )
-    model = nn.Sequential(namespace["Layer"](), namespace["Layer"]())
-    (first, second) = patch_model(model).layers
-    assert not first.fused and "source" in first.reason
-    assert "the source of its forward is not there" in str(patch_model(model))
-
-
 class Placed(nn.Module):
     def forward(self, x, *, scale: "NotThere" = 2.0) -> "NotThere":  # noqa: F821
         """Adds."""
@@ -269,24 +226,6 @@ class Mangled(nn.Module):
 class Dunder(nn.Module):
     def forward(self, x):
         return x + len(self.__dict__)
-
-
-def test_an_exchanged_expression_runs_where_it_stands():
-    lines, first = inspect.getsourcelines(Placed.forward)
-    given = []
-    forward = compiled_again(lambda *args: given.append(args) or 5.0)
-    module, x = Placed(), torch.ones(2)
-    assert forward(module, x)[0] == 5.0 and torch.equal(
-        forward(module, x)[1], 3 * x - 1.0
-    )
-    assert [type(each) for each in given[0]] == [torch.Tensor, torch.Tensor, Placed]
-
-    def failing(*_):
-        raise RuntimeError(sys._getframe(1).f_lineno)
-
-    # In a traceback it is the line that everybody reads.
-    with pytest.raises(RuntimeError, match=str(first + len(lines) - 1)):
-        compiled_again(failing)(module, x)
 
 
 def test_a_forward_compiled_again_is_known_by_its_own_name_defaults_and_annotations():

@@ -47,20 +47,6 @@ class Packed(nn.Module):
         return torch.full_like(y, float("nan"), dtype=x.dtype)
 
 
-class Float8(nn.Module):
-    """Its codes are floating numbers in one byte."""
-
-    def __init__(self, linear):
-        super().__init__()
-        codes = linear.weight.to(torch.float8_e4m3fn)
-        self.weight = nn.Parameter(codes, requires_grad=False)
-
-    def forward(self, x):
-        assert x.dtype == torch.bfloat16
-        weight = self.weight.to(x.dtype)
-        return x @ weight.T
-
-
 @torch.library.custom_op("hf_rmsnorm_tests::unpack", mutates_args=())
 def unpack(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if scale.dtype != torch.float32:
@@ -98,7 +84,7 @@ def replaced(make):
     return model
 
 
-@pytest.mark.parametrize("make", [Packed, Float8, ReadsCodes])
+@pytest.mark.parametrize("make", [Packed, ReadsCodes])
 def test_a_model_with_codes_for_weights_is_verified(make):
     model = replaced(make)
     with use_backend("reference"):

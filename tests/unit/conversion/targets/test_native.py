@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-from checkpoints import contents
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,7 +21,7 @@ from hf_rmsnorm.conversion import (
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import give_weights, make_proxy
 from hf_rmsnorm.conversion.proxy.run import in_double
-from hf_rmsnorm.conversion.targets import native, native_build
+from hf_rmsnorm.conversion.targets import native_build
 from hf_rmsnorm.conversion.targets.native import native_target, prove_native
 
 SMALL = dict(
@@ -30,7 +29,6 @@ SMALL = dict(
     num_attention_heads=4, max_position_embeddings=128, bos_token_id=1, eos_token_id=2,
     pad_token_id=0,
 )  # fmt: skip
-FULL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0)
 
 
 def config_of(model_type, **changes):
@@ -186,24 +184,6 @@ def test_bf16_shards_keep_dtype_size_and_record(tmp_path):
             assert record["source_type"] == "stablelm"
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 assert file.get_tensor(name).dtype == torch.bfloat16
-
-
-def test_card_plan_and_other_files(tmp_path):
-    src = write_source(tmp_path / "src", config_of("olmo"), torch.float32)
-    (src / "tokenizer.json").write_text("{}")
-    (src / "README.md").write_text("# The model\n")
-    (src / "pytorch_model.bin").write_bytes(b"old")
-    before = contents(src)
-    done = to_native(src, tmp_path / "dst", verify=False)
-    assert contents(src) == before
-    assert (tmp_path / "dst" / "tokenizer.json").read_text() == "{}"
-    card = (tmp_path / "dst" / "README.md").read_text()
-    assert card.startswith("# The model\n")
-    assert native.CARD_HEADING in card
-    assert str(done.plan) in card
-    assert [*done.written.not_copied] == ["pytorch_model.bin"]
-    assert not (tmp_path / "dst" / "pytorch_model.bin").exists()
-    assert json.loads(json.dumps(done.to_dict()))["target_type"] == "llama"
 
 
 def test_verification_runs_both_and_publishes_only_what_passes(tmp_path):

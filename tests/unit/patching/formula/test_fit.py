@@ -4,7 +4,6 @@ plain torch, as accurate fused.
 
 import copy
 import importlib.util
-import inspect
 
 import pytest
 import torch
@@ -186,23 +185,6 @@ def test_the_kernels_are_as_accurate_as_the_live_class(name, dtype):
     for what, ours, theirs, truth in zip(names, fused, eager, exact, strict=True):
         assert_as_accurate(ours, theirs, truth, what)
     assert fused[0].stride() == eager[0].stride()
-
-
-def test_other_calls_of_a_gated_norm_run_its_own_forward(fused_calls):
-    module, (x, gate), _ = make("silu_after")
-    parameter = list(inspect.signature(module.forward).parameters)[1]
-    by_name = module(x, **{parameter: gate})
-    broadcast = module(x, gate[..., :1])
-    patch_model(module)
-    with use_backend("reference"):
-        assert torch.equal(module(x, **{parameter: gate}), by_name)
-        assert len(fused_calls) == 1
-        assert torch.equal(module(x, gate[..., :1]), broadcast), (
-            "a gate of another shape is broadcast"
-        )
-        assert len(fused_calls) == 1
-        with pytest.raises((TypeError, AttributeError)):
-            module(x)
 
 
 def test_a_norm_over_dimension_1_is_left_alone():

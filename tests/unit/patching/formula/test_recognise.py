@@ -145,27 +145,6 @@ def test_modules_of_other_kinds_are_neither_swapped_nor_mentioned():
     assert not report.swapped and not report.skipped, report
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        torch.inference_mode,
-        torch.no_grad,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.device("meta"),
-        lambda: torch.random.fork_rng(devices=[]),
-    ],
-)
-def test_recognition_works_in_any_context(context):
-    with context():
-        # sizes of its own, so that no earlier verdict is reused
-        assert formula_of(LlamaRMSNorm(52)) == NormSpec(
-            False, 1e-6, rounding="before_weight"
-        )
-        assert formula_of(nn.LayerNorm(52)) == NormSpec(
-            True, 1e-5, has_bias=True, functional=True
-        )
-
-
 def test_other_attributes_are_examined_apart():
     class Flagged(LlamaRMSNorm):
         def __init__(self, size, centre):

@@ -44,11 +44,6 @@ def unbiased(self, x):
     return self.weight * h * rstd + self.bias
 
 
-def weight_first(self, x):
-    h = x.float() * self.weight.float()
-    return rms(h).to(x.dtype)
-
-
 def no_upcast(self, x):
     return self.weight * rms(x)
 
@@ -57,17 +52,6 @@ def grouped(self, x):
     h = x.float().unflatten(-1, (2, -1))
     y = rms(h).flatten(-2)
     return self.weight * y.to(x.dtype)
-
-
-def random_forward(self, x):
-    noise = 0.0 * torch.rand_like(x)
-    square = x.pow(2).mean(-1, keepdim=True)
-    return self.weight * x * torch.rsqrt(square + noise)
-
-
-def scaled_by_an_attribute(self, x):
-    y = rms(x.float()).to(x.dtype)
-    return self.multiplier * (self.weight * y)
 
 
 def depends_on_rows(self, x):
@@ -111,11 +95,8 @@ def lookalike(forward, name):
 
 UNKNOWN = "its formula is not one that this package knows"
 NORMALISE = {
-    weight_first: UNKNOWN,
     unbiased: UNKNOWN,
-    random_forward: "calls torch.rand_like",
     depends_on_rows: "reads y.flatten()[0]",
-    scaled_by_an_attribute: UNKNOWN,
     only_for_three_dimensions: "dimensional input",
 }
 DO_NOT = {

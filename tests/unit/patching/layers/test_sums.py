@@ -10,7 +10,6 @@ from torch import nn
 
 from hf_rmsnorm import patch_model, use_backend
 
-STATE = {}
 X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(2))
 
 
@@ -239,25 +238,6 @@ class InATry(Block):
         return h + self.b(y)
 
 
-class AskedBetween(Block):
-    """By a method of its own, which is no tensor's."""
-
-    seen = False
-
-    def a_seen(self, x):
-        self.seen = True
-        return self.a(x)
-
-    def select(self):
-        return self.seen
-
-    def forward(self, x):
-        h = x + self.a_seen(x)
-        if self.select():
-            h = h * 2
-        return h + self.n2(h)
-
-
 class CalledBetween(Block):
     def clamp(self):
         self.n2.eps = 1.0
@@ -278,47 +258,10 @@ class AsksWhatTheSumSets(Sets):
         return h * 2 + self.n2(h)
 
 
-class AsksAListThatTheSumFills(Sets):
-    def forward(self, x):
-        kept = []
-        h = x + self.b(kept.append(x) or x)
-        if kept:
-            h = h * 2
-        return h * 2 + self.n2(h)
-
-
-class AsksAGlobalThatTheSumSets(Sets):
-    def forward(self, x):
-        STATE.clear()
-        h = x + self.b(STATE.setdefault("x", x))
-        if STATE:
-            h = h * 2
-        return h * 2 + self.n2(h)
-
-
 class AsksAVariableThatTheSumBinds(Sets):
     def forward(self, x):
         h = (seen := x.abs()) + x
         if seen is not None:
-            h = h * 2
-        return h * 2 + self.n2(h)
-
-
-class AsksAPart(Sets):
-    def forward(self, x):
-        flags = [False]
-        h = x + self.b(x if flags.insert(0, True) else x)
-        if flags[0] or self.training:
-            h = h * 2
-        return h * 2 + self.n2(h)
-
-
-class AsksTwice(Sets):
-    def forward(self, x):
-        h = x + self.moe(x)
-        if not self.training:
-            h = h * 2
-        if self.aux is not None:
             h = h * 2
         return h * 2 + self.n2(h)
 
@@ -338,15 +281,6 @@ class CallsInItsTest(Sets):
         if self.set_aux():
             y.mul_(2)
         return y + self.n2(h)
-
-
-class ChoosesASummand(Sets):
-    def forward(self, x):
-        self.aux = None
-        h = x + (self.moe(x) if self.aux is None else x)
-        if self.aux is None or self.training:
-            h = h * 2
-        return h * 2 + self.n2(h)
 
 
 class DrawsBetween(Block):
@@ -441,17 +375,11 @@ REFUSED = [
     ComputesWithACallBetween,
     WritesAPartBetween,
     AsksWhatTheSumSets,
-    AsksAListThatTheSumFills,
-    AsksAGlobalThatTheSumSets,
     AsksAVariableThatTheSumBinds,
-    AsksAPart,
-    AsksTwice,
     BindsByItsTest,
     CallsInItsTest,
-    ChoosesASummand,
     DrawsBetween,
     BindsItself,
-    AskedBetween,
     CalledBetween,
     InAConditionalExpression,
     BehindAnd,
