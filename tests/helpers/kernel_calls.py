@@ -5,7 +5,7 @@ cache of `hf_rmsnorm.ops`.
 import torch
 
 from hf_rmsnorm.kernels.norm_launch import NormBackward, NormForward
-from hf_rmsnorm.kernels.qk_launch import QKBackward, QKForward
+from hf_rmsnorm.kernels.qk_launch import QKForward
 from hf_rmsnorm.operands import NormOperands, NormResults, present
 
 
@@ -38,10 +38,3 @@ def qk_norm_forward(operands, spec, stats=True):
     results = [torch.empty_like(t, device="meta") for t in operands[:2]]
     launch = QKForward(operands, results, aligned(operands), spec=spec, stats=stats)
     return launch.on(operands)
-
-
-def qk_norm_backward(dq, dk, operands, rstd, spec, need):
-    """The gradients of q, k and their weights."""
-    read = dq, dk, *operands
-    launch = QKBackward(spec, (*read, rstd), aligned(read), need)
-    return launch.on((*read, rstd))

@@ -44,18 +44,6 @@ class ChatGLMRMSNorm(ScaledNorm):
         return (self.weight * hidden_states).to(input_dtype)
 
 
-def rms_layernorm(hidden, weight, eps):
-    old_dtype = hidden.dtype
-    variance = hidden.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
-    hidden = (hidden * torch.rsqrt(variance + eps)).to(old_dtype)
-    return hidden * weight
-
-
-class MiniCPMRMSNorm(ScaledNorm):
-    def forward(self, hidden_states):
-        return rms_layernorm(hidden_states, self.weight, self.eps)
-
-
 class QwenRMSNorm(ScaledNorm):
     def _norm(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -104,29 +92,6 @@ class MptLPLayerNorm(nn.LayerNorm):
             )
 
 
-class OlmoLayerNorm(ScaledNorm):
-    normalized_shape = (SIZE,)
-    low_precision = True
-
-    def _cast_if_autocast_enabled(self, tensor):
-        if tensor.device.type == "cuda" and torch.is_autocast_enabled():
-            return tensor.to(dtype=torch.get_autocast_gpu_dtype())
-        elif tensor.device.type == "cpu" and torch.is_autocast_cpu_enabled():
-            return tensor.to(dtype=torch.get_autocast_cpu_dtype())
-        else:
-            return tensor
-
-    def forward(self, x):
-        if self.low_precision:
-            module_device = x.device
-            x = self._cast_if_autocast_enabled(x)
-            weight = self._cast_if_autocast_enabled(self.weight)
-            with torch.autocast(enabled=False, device_type=module_device.type):
-                return F.layer_norm(x, self.normalized_shape, weight, eps=self.eps)
-        else:
-            return F.layer_norm(x, self.normalized_shape, self.weight, eps=self.eps)
-
-
 class OlmoRMSLayerNorm(ScaledNorm):
     def forward(self, x):
         with torch.autocast(enabled=False, device_type=x.device.type):
@@ -142,16 +107,6 @@ class OlderAmpNorm(InternLM2RMSNorm):
     def forward(self, x):
         with torch.cuda.amp.autocast(enabled=False):
             return super().forward(x)
-
-
-class OnePlusLayerNorm(nn.LayerNorm):
-    def __init__(self):
-        super().__init__(SIZE)
-
-    def forward(self, x):
-        with torch.amp.autocast("cuda", enabled=False):
-            weight = self.weight + 1
-            return F.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
 
 
 def fast_layer_norm(x, normalized_shape, weight, bias, eps):
@@ -190,9 +145,9 @@ class TimmFastLayerNorm(TimmLayerNorm):
 
 
 SWITCHES_OFF = (OlmoRMSLayerNorm, OlderAmpNorm)
-CAST_THEMSELVES = (MptLPLayerNorm, OlmoLayerNorm, TimmFastLayerNorm, OnePlusLayerNorm)
+CAST_THEMSELVES = (MptLPLayerNorm, TimmFastLayerNorm)
 ALL = (
-    InternLM2RMSNorm, BaichuanRMSNorm, ChatGLMRMSNorm, MiniCPMRMSNorm, QwenRMSNorm,
+    InternLM2RMSNorm, BaichuanRMSNorm, ChatGLMRMSNorm, QwenRMSNorm,
     DeepseekRMSNorm, TimmLayerNorm, *SWITCHES_OFF, *CAST_THEMSELVES,
 )  # fmt: skip
 

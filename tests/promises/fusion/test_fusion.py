@@ -29,6 +29,8 @@ FUSED = {
     "doge": (INSIDE, QK),
     "exaone4": (APART, QK),
     "glm4_moe": (INSIDE, QK),
+    "granite": (INSIDE, None),
+    "stablelm": (INSIDE, None),
     "nanochat": (INSIDE, None),  # it rotates before it normalises
 }
 EXPERTS = {

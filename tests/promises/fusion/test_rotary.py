@@ -100,20 +100,9 @@ def test_generation(how):
     assert_same(how, both(), ["rotary_forward"])
 
 
-def checkpointed(model):
-    model.train()
-    model.gradient_checkpointing_enable()
-    return outcome(model)
-
-
 def under_autocast(model):
     with torch.autocast("cpu", torch.bfloat16):
         return outcome(model.float())
-
-
-def offloaded(model):
-    with torch.autograd.graph.save_on_cpu():
-        return outcome(model)
 
 
 def with_lora(model):
@@ -123,50 +112,9 @@ def with_lora(model):
     return outcome(model)
 
 
-def deterministic(model):
-    torch.use_deterministic_algorithms(True)
-    try:
-        return outcome(model)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize(
-    "how", [checkpointed, under_autocast, offloaded, with_lora, deterministic]
-)
+@pytest.mark.parametrize("how", [under_autocast, with_lora])
 def test_training(how):
     assert_same(how, both())
-
-
-def compiled(model):
-    return [torch.compile(model, backend="eager")(IDS[:, :3]).logits.detach()]
-
-
-def of_a_batch_mapped(model):
-    embeddings = model.get_input_embeddings()(IDS[:, :3]).detach()
-
-    def logits(x):
-        return model(inputs_embeds=x, use_cache=False).logits
-
-    return [torch.func.vmap(logits)(torch.stack((embeddings, 2 * embeddings)))]
-
-
-def jacobian(model):
-    embeddings = model.get_input_embeddings()(IDS[:1, :3]).detach()
-
-    def logits(x):
-        return model(inputs_embeds=x, use_cache=False).logits[0, -1, :5]
-
-    return [torch.autograd.functional.jacobian(logits, embeddings, vectorize=True)]
-
-
-def test_a_batch_of_gradients_at_once():
-    assert_same(jacobian, both(dtype=torch.float32), ["rotary_forward"])
-
-
-@pytest.mark.parametrize("how", [compiled, of_a_batch_mapped])
-def test_what_sees_operators_sees_the_models_own(how):
-    assert_same(how, both(dtype=torch.float32), [])
 
 
 def pieces_of(model, ids=IDS):

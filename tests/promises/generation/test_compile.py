@@ -10,7 +10,7 @@ import torch
 from torch.fx.node import map_arg
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_rmsnorm import patch_model, settings
+from hf_rmsnorm import count_launches, patch_model, settings
 from scripts.coverage import diffusers as diffusers_models
 
 FAMILIES = ["llama", "gpt2", "gemma3_text", "mixtral", "qwen3"]
@@ -118,10 +118,35 @@ def test_so_are_the_graphs_of_layers_that_are_compiled_one_by_one():
     assert nodes(model) == expected
 
 
-@pytest.mark.full
-@pytest.mark.skipif(
+needs_a_compiler = pytest.mark.skipif(
     not shutil.which("g++"), reason="Inductor needs a C++ compiler for a CPU"
 )
+
+
+@pytest.mark.full
+@needs_a_compiler
+def test_inductor_launches_what_eager_launches():
+    settings.while_compiling = "operator"
+    norm = torch.nn.Sequential(LlamaRMSNorm(64))
+    patch_model(norm)
+    x = torch.randn(8, 64, requires_grad=True)
+
+    def step(function):
+        with count_launches() as launches:
+            y = function(x)
+            gradients = torch.autograd.grad(y, [x, norm[0].weight], x.detach())
+        return launches, [y, *gradients]
+
+    launches, expected = step(norm)
+    assert launches["norm_backward"] == 1
+    compiled = torch.compile(norm, fullgraph=True)
+    again, results = step(compiled)
+    assert again == launches
+    torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.full
+@needs_a_compiler
 def test_a_compiler_gives_the_same_bits_before_and_after_the_patch():
     model = build("llama", torch.bfloat16)
     ids = tiny_models.token_ids()

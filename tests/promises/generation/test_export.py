@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from hf_rmsnorm import count_launches, patch_model, use_backend
 
 X = torch.linspace(-2, 3, 16).view(2, 8)
+ANY_ROWS = ({0: torch.export.Dim("rows")},)
 
 
 def norms():
@@ -34,10 +35,12 @@ def operators(program) -> set[str]:
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_graph_has_the_modules_own_operators(strict):
     model, expected = norms()
-    program = torch.export.export(model, (X,), strict=strict)
+    how = {"dynamic_shapes": ANY_ROWS, "strict": strict}
+    program = torch.export.export(model, (X,), **how)
     assert "aten.layer_norm.default" in operators(program)
     assert not [name for name in operators(program) if "hf_rmsnorm" in name]
     assert torch.equal(program.module()(X), expected)
+    assert program.module()(X.repeat(2, 1)).shape == (4, 8)
     with count_launches() as counts, torch.no_grad(), use_backend("triton"):
         model(X)
     assert counts.total() == 2
@@ -60,7 +63,8 @@ LOAD = """
 import hf_rmsnorm.ops.operators
 import sys, torch
 x = torch.linspace(-2, 3, 16).view(2, 8)
-print(torch.export.load(sys.argv[1]).module()(x).tolist())
+module = torch.export.load(sys.argv[1]).module()
+print(module(x.repeat(2, 1))[2:].tolist())
 """
 
 
@@ -68,7 +72,7 @@ print(torch.export.load(sys.argv[1]).module()(x).tolist())
 def test_a_file_with_the_operator_loads_once_the_operators_are_imported(tmp_path):
     model, expected = norms()
     with use_backend("triton"), torch.no_grad():
-        program = torch.export.export(model, (X,))
+        program = torch.export.export(model, (X,), dynamic_shapes=ANY_ROWS)
     assert "hf_rmsnorm.norm_forward.default" in operators(program)
     torch.export.save(program, tmp_path / "norms.pt2")
     loaded = json.loads(python("-c", LOAD, tmp_path / "norms.pt2"))

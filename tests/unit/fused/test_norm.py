@@ -102,17 +102,6 @@ def test_arguments_that_the_module_refuses_are_refused_in_its_words(call, messag
         call(fused(gated(), GATED), torch.randn(2, D))
 
 
-def test_a_gate_of_another_dtype_is_served_where_that_was_proven():
-    x, gate = torch.randn(2, D).bfloat16(), torch.randn(2, D)
-    either = Recipe(GATED.spec, weight="weight", eps="variance_epsilon", eps_value=1e-6, gate="gate",
-                    one_gate_dtype=True)  # fmt: skip
-    for recipe, count in ((GATED, 1), (either, 0)):
-        assert (
-            launches(lambda recipe=recipe: fused(gated(), recipe)(x, gate))[1] == count
-        )
-    assert launches(lambda: fused(gated(), either)(x, gate.bfloat16()))[1] == 1
-
-
 def test_a_gate_that_may_be_left_out_is_and_one_that_may_not_runs_the_modules_own_forward(
     uncompared,
 ):
@@ -187,23 +176,6 @@ def test_rows_of_another_size_than_was_proven_run_the_modules_own_forward():
     for size, count in ((D, 1), (None, 1), (D + 1, 0)):
         norm = fused(Weightless(), Recipe(spec, hidden_size=size))
         assert launches(lambda norm=norm: norm(torch.randn(2, D)))[1] == count
-
-
-@pytest.mark.parametrize("row_major", [True, False])
-def test_strides_of_the_output_are_those_that_were_proven(row_major):
-    recipe = Recipe(
-        PLAIN.spec,
-        weight="weight",
-        eps="variance_epsilon",
-        eps_value=1e-6,
-        row_major=row_major,
-    )
-    strided = torch.randn(3, 2, D).transpose(0, 1)
-    for x in (strided, strided.contiguous()):
-        y, count = launches(lambda x=x: fused(Norm(), recipe)(x))
-        assert (
-            count == 1 and y.stride() == (y.contiguous() if row_major else x).stride()
-        )
 
 
 def test_a_second_call_takes_the_launch_that_the_first_found(monkeypatch):

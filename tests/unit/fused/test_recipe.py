@@ -11,7 +11,6 @@ from hf_rmsnorm.fused.recipe import Recipe, parameters_of
 from hf_rmsnorm.ops.limits import shapes_fit
 from hf_rmsnorm.patching.report import calls_not_fused
 
-BF16, FP32 = torch.bfloat16, torch.float32
 SPEC = NormSpec(centered=False, eps=1e-6, has_weight=True, rounding="once")
 RECIPE = Recipe(SPEC, weight="weight", eps="eps", eps_value=1e-6)
 
@@ -44,45 +43,7 @@ def test_there_are_no_parameters_where_one_is_missing():
     assert parameters_of(norm, RECIPE) is None
 
 
-@pytest.mark.parametrize(
-    "how", [{"dims": (2,)}, {"only_float32": True}, {"gate": "gate"},
-            {"other_input": "mask"}, {"row_major": True}],
-)  # fmt: skip
-def test_a_norm_with_anything_besides_is_not_simple(how):
-    assert RECIPE.is_simple and not Recipe(SPEC, **how).is_simple
-
-
-def test_a_formula_fits_rows_of_the_weights_size_and_of_no_other():
-    weight = torch.ones(8)
-    assert RECIPE.fits(torch.ones(2, 8), weight, None)
-    assert not RECIPE.fits(torch.ones(2, 4), weight, None)
-    assert not RECIPE.fits(torch.ones(2, 8, dtype=torch.int64), weight, None)
-    assert not Recipe(SPEC, hidden_size=4).fits(torch.ones(2, 8), None, None)
-
-
 X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "how, served, refused",
-    [
-        ({"dims": (3, 4)}, X, X[0]),
-        ({"only_float32": True}, X, HALF),
-        ({"asks_autocast": True}, X, None),
-    ],
-    ids=["dims", "float32", "autocast"],
-)
-def test_each_restriction_alone_serves_what_it_allows(how, served, refused):
-    recipe = Recipe(NormSpec(centered=False, eps=1e-6, group_size=4), **how)
-    assert recipe.restricted and not Recipe(SPEC).restricted
-    assert recipe.takes(served)
-    assert refused is None or not recipe.takes(refused)
-    with torch.autocast("cpu", BF16):
-        assert recipe.takes(served) != recipe.asks_autocast
-
-
-def test_a_norm_of_groups_is_not_simple():
-    assert not Recipe(NormSpec(centered=False, eps=1e-6, group_size=4)).is_simple
 
 
 BIASED = Recipe(NormSpec(False, 1e-6, has_bias=True), weight="weight", bias="bias")

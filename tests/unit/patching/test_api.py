@@ -179,34 +179,6 @@ def test_include_and_exclude():
     assert len(report.swapped) + len(report.skipped) == len(tiny_models.norms(model))
 
 
-class Restless(LlamaRMSNorm):
-    """Its forward takes more than the input."""
-
-    def forward(self, hidden_states, residual=None):
-        if residual is not None:
-            return super().forward(hidden_states + residual), "both"
-        return super().forward(hidden_states)
-
-
-def test_the_forward_keeps_its_call_convention(fused_calls):
-    norm = Restless(8)
-    x = torch.randn(2, 3, 8)
-    residual = torch.randn(2, 3, 8)
-    alone = norm(x)
-    both = norm(x, residual=residual)
-    patch_model(norm)
-    with use_backend("reference"):
-        assert torch.equal(norm(x), alone)
-        assert torch.equal(norm(hidden_states=x), alone)
-        assert len(fused_calls) == 2
-        assert torch.equal(norm(x, residual=residual)[0], both[0])
-        assert norm(x, residual)[1] == "both"
-        assert len(fused_calls) == 2
-        for args, kwargs in (((), {}), ((), {"x": x}), ((x,), {"wrong": 1})):
-            with pytest.raises(TypeError):
-                norm(*args, **kwargs)
-
-
 def broken(how):
     """(a patched norm, an input), one of which the formula does not cover."""
     norm = LlamaRMSNorm(8)

@@ -138,22 +138,6 @@ def test_a_plan_found_on_a_narrow_proxy_fits_the_wide_model():
     assert (before - after).abs().max() <= 1e-12 * before.abs().max()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["gpt2", "phimoe"])
-def test_configs_of_published_sizes_are_narrowed(name):
-    config = AutoConfig.for_model(CONFIGS[name][0])
-    proxy = make_proxy(config)
-    plan = discover(proxy)
-    assert prove(plan, proxy).passed
-    plan = in_checkpoint(plan, (), proxy)
-    assert {c.block for c in plan.centre} == {config.hidden_size}
-    writing = []
-    for c in plan.centre:
-        if "embed" not in c.key:
-            writing.append(c.key)
-    assert len(writing) >= 2 * config.num_hidden_layers
-
-
 def test_which_blocks_of_a_fused_projection_feed_norms():
     """Persimmon stacks q, k, v of each head; q and k are normed there, v is not."""
     plan = plan_of(config_of("persimmon"))
