@@ -3,17 +3,11 @@ other patchers, subclasses.
 """
 
 import gc
-import types
 import weakref
 
 import pytest
 import tiny_models
 import torch
-from accelerate.hooks import (
-    ModelHook,
-    add_hook_to_module,
-    remove_hook_from_module,
-)
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -25,49 +19,12 @@ def x8():
     return torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
 
-class Note(ModelHook):
-    def __init__(self):
-        self.calls = 0
-
-    def pre_forward(self, module, *args, **kwargs):
-        self.calls += 1
-        return args, kwargs
-
-
 def run(norm, fused_calls):
     """(whether the fused forward ran, the output)."""
     fused_calls.clear()
     with use_backend("reference"):
         y = norm(x8())
     return bool(fused_calls), y
-
-
-@pytest.mark.parametrize("order", ["hook first", "patch first"])
-def test_accelerate_hook(order, fused_calls):
-    norm, hook = LlamaRMSNorm(8), Note()
-    expected = norm(x8())
-    if order == "patch first":
-        patch_model(norm)
-    add_hook_to_module(norm, hook)
-    patch_model(norm)
-
-    def assert_runs(fused, calls):
-        ran, y = run(norm, fused_calls)
-        assert (ran, hook.calls) == (fused, calls)
-        assert torch.equal(y, expected)
-
-    assert_runs(fused=True, calls=1)
-    unpatch_model(norm)  # beneath the hook
-    assert_runs(fused=False, calls=2)
-    patch_model(norm)
-    remove_hook_from_module(norm)  # leaves a forward on the instance
-    assert_runs(fused=True, calls=2)
-    unpatch_model(norm)
-    assert type(norm) is LlamaRMSNorm
-    assert vars(norm)["forward"] == types.MethodType(LlamaRMSNorm.forward, norm)
-    assert_runs(fused=False, calls=2)
-    patch_model(norm)  # though a forward is left on the instance
-    assert_runs(fused=True, calls=2)
 
 
 @pytest.mark.parametrize("order", ["wrap first", "patch first"])

@@ -60,12 +60,6 @@ def test_vectors_need_strides_and_columns_that_they_divide():
         assert start.aligned != is_divided
 
 
-def test_a_chip_that_names_no_multiprocessors_or_shared_memory(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_device_properties", vars, raising=False)
-    monkeypatch.setattr(compiled, "INTERPRETED", False)
-    assert compiled.device_limits.__wrapped__("cpu", SimpleNamespace()) == (64, 65_536)
-
-
 class Loaded:
     """A kernel that Triton has compiled; `run` loads it, and fails while `capturing`."""
 

@@ -432,28 +432,6 @@ def test_what_is_frozen_takes_no_gradient(wanted):
             assert leaf.grad is None
 
 
-@parametrize("length", [1, 300])
-def test_one_tensor_alone_is_a_pair_whose_other_has_no_heads(length):
-    made = attention((transposed, transposed), (1, 4, length, 64))
-    dys = gradients_like(made)
-    q = made.q.detach().requires_grad_()
-    weight = made.weights[0].detach().requires_grad_()
-    no_heads = q[:, :0]
-    with use_backend("triton"):
-        expected, _ = made.forward()
-        dq, _, dweight, _ = made.gradients(dys)
-        with count_launches() as launches:
-            y, nothing = made.compute(q, no_heads, weight, weight)
-            y.backward(dys[0])
-    once = ["qk_norm_forward", "qk_norm_backward", "reduce_partials"]
-    assert launches == dict.fromkeys(once, 1)
-    assert nothing.numel() == 0
-    assert torch.equal(y, expected)
-    assert y.stride() == expected.stride()
-    assert torch.equal(q.grad, dq)
-    torch.testing.assert_close(weight.grad, dweight)  # whose rows other programs share
-
-
 def test_backward_keeps_no_copy():
     """Views of what the projections gave, one float32 a row, and the rotary tables that
     are shared by all layers.

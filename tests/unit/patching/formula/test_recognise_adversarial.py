@@ -119,20 +119,6 @@ def test_rows_of_another_length_than_it_was_asked_with(size):
     same(module, x_of(4, size))
 
 
-def squeezed(self, x):
-    return (self.weight * hat(x)).squeeze()
-
-
-def squeezed_behind_rows(self, x):
-    return (self.weight * hat(x)).squeeze(1)
-
-
-@pytest.mark.parametrize("shape", [(3, N), (1, N), (3, 1, N), (1, 3, N)])
-@pytest.mark.parametrize("forward", [squeezed, squeezed_behind_rows])
-def test_dimensions_of_one_element_that_it_drops(forward, shape):
-    same(make(forward), x_of(*shape))
-
-
 def of_contiguous_input(self, x):
     y = hat(x.contiguous())
     return self.weight * y.to(x.dtype)
