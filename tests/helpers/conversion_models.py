@@ -49,26 +49,15 @@ CONFIGS = {
         "gpt_neox",
         {**_LLAMA_LIKE, "use_parallel_residual": False},
     ),
-    "phi_qk": ("phi", {**_LLAMA_LIKE, "qk_layernorm": True}),
     "persimmon": ("persimmon", {**_LLAMA_LIKE, "qk_layernorm": True}),
     "phimoe": (
         "phimoe",
         {**_LLAMA_LIKE, "num_local_experts": 4, "num_key_value_heads": 2},
     ),
     "olmo_tied": ("olmo", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
-    "olmo": ("olmo", {**_LLAMA_LIKE, "tie_word_embeddings": False}),
     "cohere_qk": (
         "cohere",
         {**_LLAMA_LIKE, "use_qk_norm": True, "num_key_value_heads": 2},
-    ),
-    "stablelm_qk": (
-        "stablelm",
-        {
-            **_LLAMA_LIKE,
-            "num_key_value_heads": 2,
-            "hidden_size": 64,
-            "qk_layernorm": True,
-        },
     ),
     "stablelm_parallel": (
         "stablelm",
@@ -78,11 +67,6 @@ CONFIGS = {
             "hidden_size": 64,
             "use_parallel_residual": True,
         },
-    ),
-    "starcoder2": ("starcoder2", {**_LLAMA_LIKE, "num_key_value_heads": 2}),
-    "falcon_7b": (
-        "falcon",
-        {**_LLAMA_LIKE, "multi_query": True, "parallel_attn": True},
     ),
     "falcon_40b": (
         "falcon",
@@ -98,18 +82,6 @@ CONFIGS = {
             "bias": True,
         },
     ),
-    "mpt": (
-        "mpt",
-        {
-            "vocab_size": 64,
-            "d_model": 32,
-            "n_layers": 2,
-            "n_heads": 4,
-            "max_seq_len": 64,
-        },
-    ),
-    "opt": ("opt", {**_LLAMA_LIKE, "ffn_dim": 48, "word_embed_proj_dim": 16}),
-    "gpt_bigcode": ("gpt_bigcode", _GPT2_LIKE),
     "blenderbot": ("blenderbot", _BART_LIKE),
     "vit": ("vit", _VISION),
 }

@@ -28,7 +28,6 @@ from benchmarks import (
 )
 from benchmarks.__main__ import main
 from benchmarks.ptx.driver import NEEDED, reads_ptx
-from benchmarks.shapes import TINY
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm.cli.common import CliError
 
@@ -121,21 +120,6 @@ def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio():
     assert "NUMERICS DIFFER: y" in shown
     assert f"{entries['no weight']['forward']['times_ours']:.2f}*" in shown
     assert "FAILED: AttributeError" in shown and "no_such_method" in str(entries)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("phase, unit", [("decode", "tokens_per_s"), ("train", "ms")])
-def test_models_before_and_after(phase, unit):
-    sizes = {"prompt": 4, "new_tokens": 3, "prefill": 6}
-    sizes |= {"batch": 1, "length": 5, "rounds": 1}
-    work = models.Workload(TINY["tiny"], sizes, 2, "cpu")
-    found = {}
-    assert models.run_phases(work, "qwen3", found, (phase,)) == []
-    entries = found["phases"][phase]
-    assert entries["unpatched"][unit] > 0 and entries["patch_model"]["speedup"] > 0
-    assert found["norms_swapped"] == 9 and found["layers"] == 2
-    assert list(entries) == ["unpatched", "patch_model"]
-    assert "liger_kernel" in found["liger"], "why it was not measured"
 
 
 def test_the_variants_of_a_model_take_turns_and_a_failing_peer_drops_out():

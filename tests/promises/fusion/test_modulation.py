@@ -63,23 +63,6 @@ class WithoutGateAndShift(Block):
         return self.norm(x) * (1 + scale[:, 0][:, None])
 
 
-class APreparedFactor(Block):
-    """As Z-Image writes it."""
-
-    def forward(self, x, gate, scale, shift):
-        scale = 1.0 + scale
-        return self.norm(x) * scale + shift
-
-
-class InFloat32(Block):
-    """As Wan writes it."""
-
-    def forward(self, x, gate, scale, shift):
-        scale = scale.float()
-        shift = shift.float()
-        return (self.norm(x.float()) * (scale + 1.0) + shift).type_as(x)
-
-
 class TwoStreams(Block):
     """As HunyuanVideo writes it."""
 

@@ -152,22 +152,6 @@ def test_sums_of_anything_but_plain_tensors_are_torchs(norm, fused, at):
         assert not fused(norm, *operands)
 
 
-@pytest.mark.parametrize(
-    "left, right",
-    [
-        (torch.randn(2, D), torch.randn(D)),
-        (torch.randn(2, D).half(), torch.randn(2, D).bfloat16()),
-        (torch.randn(2, D).double(), torch.randn(2, D)),
-    ],
-    ids=["broadcast", "float16 and bfloat16", "float64"],
-)
-def test_operands_that_one_launch_does_not_take_are_added_by_torch(
-    norm, fused, left, right
-):
-    with torch.no_grad():
-        assert not fused(norm, left, right) and not fused(norm, right, left)
-
-
 @pytest.mark.parametrize("which", ["left", "right", "weight", "none"])
 def test_the_operand_alone_that_asks_for_it_has_its_gradient(norm, which):
     left, right = torch.randn(2, D), torch.randn(2, D)

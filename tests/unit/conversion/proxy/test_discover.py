@@ -31,16 +31,6 @@ from hf_rmsnorm.conversion.proxy.keys import in_checkpoint
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove
 
-SAMPLE = (
-    "gpt2",
-    "persimmon",
-    "phimoe",
-    "olmo_tied",
-    "cohere_qk",
-    "stablelm_parallel",
-    "blenderbot",
-)
-
 
 def plan_of(source, **how):
     return discover(make_proxy(source, **how))
@@ -57,13 +47,7 @@ def centred_keys(plan):
     return {c.key: c for c in plan.centre}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n in SAMPLE else pytest.mark.full)
-        for n in sorted(CONFIGS)
-    ],
-)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_norm_becomes_an_rmsnorm_and_the_outputs_stay(name):
     proxy = make_proxy(config_of(name))
     plan = discover(proxy)
