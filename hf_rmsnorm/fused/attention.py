@@ -140,10 +140,12 @@ def _launched_heads(
     norms: Waiting, rotate: Callable, called: RotaryCall, q, k, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""
-    _, launches, q_weight, _ = norms.ahead[0]
-    _, k_launches, k_weight, _ = norms.ahead[-1]
+    patch, launches, q_weight, _ = norms.ahead[0]
+    k_patch, k_launches, k_weight, _ = norms.ahead[-1]
     spec = launches.spec
     if spec != k_launches.spec or spec.functional or spec.has_bias:
+        return None
+    if not (patch.is_plain and k_patch.is_plain):
         return None
     normed_dtype = spec.output_dtype(q.dtype, dtype_of(q_weight))
     rotary = rotary_of(rotate, called, q, normed_dtype, cos)

@@ -9,22 +9,20 @@ from collections.abc import Callable
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from ..ops.backend import autocast_anywhere, left_alone
+from ..ops.backend import left_alone
 from .hooks import why_called
 
 _CALL = Module.__call__
 GUARD = "stepping_aside"  # the name of the functions that `guarded` makes
 
 
-def operands_ahead(norm, of_any_input: bool = False) -> tuple | None:
+def operands_ahead(norm) -> tuple | None:
     """(its `NormPatch`, launches, weight, bias) of a patched norm that may be computed
     before it is called.
 
     None if the module is not patched, or has to be called. It has to be called in
     compiled code, if fusion is off, if its class defines `__call__`, for what
-    `why_called` names, or if it is no norm of one input. Unless
-    `of_any_input`, it has to be called too if its recipe restricts its input: then the
-    caller asks whether it serves this one.
+    `why_called` names, or if it is no norm of one input.
     """
     if is_compiling():
         return None
@@ -32,10 +30,7 @@ def operands_ahead(norm, of_any_input: bool = False) -> tuple | None:
     patched = getattr(cls, "_hf_rmsnorm_patch", None)
     if patched is None or cls.__call__ is not _CALL:
         return None
-    joins = patched.joins_of_any_input if of_any_input else patched.joins
-    if not joins or why_called(norm):
-        return None
-    if patched.recipe.asks_autocast and autocast_anywhere():
+    if not patched.joins or why_called(norm):
         return None
     held = patched.held_by(norm)
     if held is None:

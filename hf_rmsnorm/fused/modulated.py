@@ -32,7 +32,7 @@ def later(x, norm, helper):
     for that helper. A norm that has to be called is called once, and here.
     """
     shifts = HELPERS.get(getattr(helper, "__code__", None))
-    if shifts is None or operands_ahead(norm, of_any_input=True) is None:
+    if shifts is None or operands_ahead(norm) is None:
         return norm(x)
     return _Later(x, norm, shifts)
 
@@ -133,12 +133,12 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
     for t in (x, scale, *present(shift, multiplier, residual)):
         if type(t) is not Tensor:
             return None
-    ahead = operands_ahead(norm, of_any_input=True)
+    ahead = operands_ahead(norm)
     if ahead is None:
         return None
     patched, launches, weight, bias = ahead
     recipe = patched.recipe
-    if not (recipe.takes(x) and recipe.fits(x, weight, bias)):
+    if not recipe.fits(x, weight, bias):
         return None
     if recipe.row_major and residual is None:
         # as the norm's result is, whatever the strides of x

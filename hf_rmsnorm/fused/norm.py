@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from ..formula import NormSpec
 from ..operands import of_norm
-from ..ops.backend import compiles_original, left_alone
+from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run, run_reference, run_unlaunched
 from ..reference import in_groups
@@ -81,17 +81,17 @@ class NormPatch:
         self.paths = weakref.WeakKeyDictionary()  # of the modules, for errors
         self.group_size = recipe.spec.group_size
         self.launches = _launches(self, recipe.spec)
-        # whether more of a module than its eps may change its formula
-        self.may_change = bool(recipe.settings or recipe.absent)
         # whether its own forward computes something else
         self.replaces = bool(asked.instead)
-        # takes no gate, reads any x as it is, returns y as it is
-        is_restricted = recipe.restricted or recipe.row_major
-        has_more = recipe.gate is not None or self.group_size is not None
-        self.is_plain = not (has_more or is_restricted)
+        # whether that serves calls under autocast
+        self.asks_autocast = recipe.asks_autocast and not self.replaces
+        # whether more than a module's eps may change its formula
+        self.may_change = bool(recipe.settings or recipe.absent or self.asks_autocast)
+        # takes x alone, of any dtype; reads it as it is, returns y as it is
+        is_restricted = recipe.row_major or recipe.only_float32
+        self.is_plain = recipe.is_of_rows and not is_restricted
         # whether it may be computed with what surrounds it, as `operands_ahead` says
-        self.joins = asked.fuse_residual and recipe.is_simple
-        self.joins_of_any_input = asked.fuse_residual and recipe.is_of_rows
+        self.joins = asked.fuse_residual and recipe.is_of_rows
 
     def launches_for(self, spec: NormSpec) -> Launches:
         """The launches of a formula: the recipe's own, or as a module computes it with
@@ -135,7 +135,8 @@ class NormPatch:
         """(launches, weight, bias) of a module as it stands.
 
         None if it is no longer patched, if a parameter is missing, if its eps is
-        invalid, or if a setting has changed since it was recognised.
+        invalid, if a setting has changed since it was recognised, or if it asks for
+        autocast and that is on.
         """
         if not self.is_ours(module):
             return None
@@ -147,6 +148,8 @@ class NormPatch:
         # where eps is fixed in the code, its name and its value are None; an equal number
         # of another identity takes the longer way, to the same formula
         if self.may_change or module.__dict__.get(recipe.eps) is not recipe.eps_value:
+            if self.asks_autocast and autocast_anywhere():
+                return None
             spec = recipe.spec_of(module)
             if spec is None:
                 return None
@@ -246,7 +249,7 @@ def call_of(patch: NormPatch, held: tuple, x: Tensor, gate) -> tuple | None:
     """`read` of an input and a gate, for a module that holds this."""
     launches, weight, bias = held
     spec = patch.formula_of(launches.spec, gate)
-    if spec is None or not patch.recipe.takes(x):
+    if spec is None:
         return None
     if patch.group_size is not None and not patch.recipe.fits(x, weight, bias, gate):
         return None

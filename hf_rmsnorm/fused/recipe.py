@@ -6,7 +6,7 @@ keeps the operands. `Asked` holds what a patch wants of it.
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import Module
 from ..formula import NormSpec
 from ..operands import present
 from ..ops import input_needed
-from ..ops.backend import autocast_anywhere, autocasts_functional
+from ..ops.backend import autocasts_functional
 from ..ops.limits import shapes_fit
 
 
@@ -40,12 +40,8 @@ class Recipe:
         gate: name of the forward's argument that is the gate.
         gate_optional: without a gate, the module computes the same formula ungated.
         one_gate_dtype: proven only for gates of x's dtype.
-        other_input: name of a second input that is no known gate; calls that give it
-            are not fused.
-        dims: numbers of dimensions of the input that the formula was proven for; None
-            if any.
         only_float32: in half precision the module rounds in an order that no `NormSpec`
-            has.
+            has, as where it does not cast to float32.
         asks_autocast: while autocast is on it may compute something else, as
             `NemotronLayerNorm1P` does.
         row_major: the output is contiguous whatever the strides of the input.
@@ -64,8 +60,6 @@ class Recipe:
     gate: str | None = None
     gate_optional: bool = False
     one_gate_dtype: bool = False
-    other_input: str | None = None
-    dims: tuple[int, ...] | None = None
     only_float32: bool = False
     asks_autocast: bool = False
     row_major: bool = False
@@ -101,28 +95,10 @@ class Recipe:
                 changed.append(f"it has a {name} now")
         return changed
 
-    # Dynamo traces no cached property, and it traces some of these.
     @property
-    def restricted(self) -> bool:
-        """Whether more than the operands' shapes decides if a call can be served."""
-        return self.restricts_input or self.asks_autocast
-
-    @property
-    def restricts_input(self) -> bool:
-        """Whether more than its shape and autocast decides if an input can be served."""
-        return self.only_float32 or self.dims is not None
-
-    @cached_property
     def is_of_rows(self) -> bool:
-        """Whether this is a norm of one input; `takes` says of which inputs."""
-        return not (self.gate or self.other_input or self.spec.group_size)
-
-    @cached_property
-    def is_simple(self) -> bool:
-        """Whether this is a norm of one input, and nothing besides; `operands_ahead`
-        asks for autocast.
-        """
-        return self.is_of_rows and not (self.restricts_input or self.row_major)
+        """Whether this is a norm of whole rows of one input."""
+        return self.gate is None and self.spec.group_size is None
 
     def fits(self, x: Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
@@ -133,6 +109,8 @@ class Recipe:
         """Whether the module computes the formula of tensors of these dtypes, in rows
         of this size.
         """
+        if self.only_float32 and x.dtype != torch.float32:
+            return False
         if self.one_gate_dtype and gate is not None and gate.dtype != x.dtype:
             return False
         if self.hidden_size is not None and x.shape[-1:] != (self.hidden_size,):
@@ -149,16 +127,6 @@ class Recipe:
         if not self.spec.functional or dtypes <= {x.dtype}:
             return True
         return autocasts_functional(self.spec, x.device.type)
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether the formula is proven for such an x here; else the call is for the
-        module itself.
-        """
-        if self.dims is not None and x.dim() not in self.dims:
-            return False
-        if self.only_float32 and x.dtype != torch.float32:
-            return False
-        return not (self.asks_autocast and autocast_anywhere())
 
 
 @lru_cache(1_024)

@@ -60,6 +60,8 @@ def _launch_sum(left, right, norm) -> tuple | None:
     if ahead is None:
         return None
     patch, launches, weight, bias = ahead
+    if not patch.is_plain:
+        return None
     own = _one_by_one, patch, left, right, norm
     return run(launches, of_sum(left, right, weight, bias), own)
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from torch.nn import Module
 
 from ..fused.norm import recipe_of
-from .entries import Entry
 from .layers.fusions import fuse_layers
-from .plan import Globs, Options, make_plan
+from .plan import Entry, Globs, Options, carry_out, make_plan
 from .report import PatchReport, report_on
-from .swap import carry_out, own_fusions, restore, unfuse, unswap_norm, why_not_run
+from .swap import own_fusions, restore, unfuse, unswap_norm, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.

@@ -1,5 +1,5 @@
 """Walks a model and decides, before anything is changed, what happens to each of its
-norms.
+norms; and carries that out.
 """
 
 from collections.abc import Iterable
@@ -9,16 +9,59 @@ from fnmatch import fnmatchcase
 from torch.nn import Module
 
 from ..converted.follow import STAYS, Recorded, conversion_of
-from ..fused.norm import patch_of
-from ..fused.recipe import Asked
-from .entries import Entry
+from ..formula import NormSpec
+from ..fused.norm import NormPatch, note_path, patch_of
+from ..fused.recipe import NOTHING, Asked, Recipe
 from .formula.probe import neutral_modes
-from .formula.recognise import NOT_A_NORM, recognise
+from .formula.recognise import NOT_A_NORM, class_name, recognise
 from .formula.refusals import Refusal
-from .swap import why_not_run
+from .swap import swap_norm, unswap_norm, why_not_run
 
 Globs = str | Iterable[str] | None
 TRAINED = "trained so, and a LayerNorm where it is loaded without a patch"
+
+
+@dataclass
+class Entry:
+    """One norm of a model, and what becomes of it.
+
+    Attributes:
+        proven: what its own forward computes; None where that runs.
+        asked: what is asked of it besides.
+        refusal: why that runs.
+        note: on the norm that is computed, for the report.
+        before: what an earlier call has swapped it for, if one has.
+        stays: it was swapped, and this call does not name it.
+        excluded: its own forward runs, as the globs say.
+        required: it may not run its own forward.
+        formula: what it computes once it is swapped.
+    """
+
+    module: Module
+    paths: list[str]
+    proven: Recipe | None = None
+    refusal: Refusal | None = None
+    note: str = ""
+    asked: Asked = NOTHING
+    before: NormPatch | None = None
+    stays: bool = False
+    excluded: bool = False
+    required: bool = False
+    formula: NormSpec | None = None
+
+    @property
+    def class_name(self) -> str:
+        return class_name(self.module)
+
+    @property
+    def computed(self) -> Recipe:
+        """What it computes as it is asked; only where that is not its own forward."""
+        return self.asked.of(self.proven)
+
+    def leave(self, refusal: Refusal) -> None:
+        """Have its own forward run."""
+        self.proven = None
+        self.refusal = refusal
 
 
 @dataclass(frozen=True)
@@ -175,3 +218,19 @@ def _settle(entry: Entry, options: Options) -> None:
         entry.formula = recipe.spec_of(entry.module)
     else:
         entry.leave(refusal)
+
+
+def carry_out(entry: Entry) -> None:
+    """Do to a norm what its entry says, or leave it with the reason."""
+    if entry.proven is None:
+        if entry.excluded:
+            unswap_norm(entry.module)
+        return
+    try:
+        swap_norm(entry.module, entry.proven, entry.asked)
+    except Exception as error:
+        # a metaclass or __init_subclass__ of the user's may refuse in any way
+        what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
+        cure = "let the class be subclassed; until then it runs its own forward"
+        entry.leave(Refusal(what, cure))
+    note_path(entry.module, entry.paths[0])

@@ -1,5 +1,6 @@
 """The report of a patch: a record for each module path, printed as a short table."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
@@ -12,7 +13,7 @@ from ..fused.recipe import Asked, Recipe
 from ..ops.backend import runs_on, where_norms_run
 from ..ops.settings import settings
 from ..paths import compact_paths, fitted
-from .entries import Entry, FusedLayer
+from .plan import Entry
 
 WHILE_COMPILING = {
     "original": "torch.compile traces the model's own code, as without the patch",
@@ -53,6 +54,28 @@ class Skipped:
     class_name: str
     reason: str
     cure: str = ""
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """A layer whose norms are fused with the code around them, or the reason why they
+    are not.
+
+    Attributes:
+        fused: ``"+ post_attention_layernorm"`` for a residual add with that norm; ""
+            where nothing is.
+        reason: why nothing is; its norms are swapped all the same.
+    """
+
+    path: str
+    class_name: str
+    fused: str
+    reason: str = ""
+
+    @property
+    def text(self) -> str:
+        """The fused pieces, with the residual adds named; or the reason."""
+        return re.sub(r"(^|, )\+ ", r"\1residual add + ", self.fused) or self.reason
 
 
 @dataclass(frozen=True)
@@ -169,8 +192,6 @@ def calls_not_fused(recipe: Recipe) -> str:
         notes.append("in float32 only: in half precision it runs its own forward")
     if recipe.asks_autocast:
         notes.append("under autocast it runs its own forward")
-    if recipe.other_input is not None:
-        notes.append(f"calls that give {recipe.other_input!r} run its own forward")
     return "; ".join(notes)
 
 

@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from torch.nn import Module
 
 from ..fused.hooks import name_of
-from ..fused.norm import fused_class, fused_part, note_path, patch_of
+from ..fused.norm import fused_class, fused_part, patch_of
 from ..fused.recipe import NOTHING, Asked, Recipe
 from ..fused.subclass import exchanged
 from . import registries
-from .entries import Entry
 from .formula.refusals import Refusal
 from .layers.layer_class import fused_layer_class, layer_part
 
@@ -120,22 +119,6 @@ def restore(before: list[tuple]) -> None:
         unfuse(module)
         if fusion is not None:
             fuse(module, fusion)
-
-
-def carry_out(entry: Entry) -> None:
-    """Do to a norm what its entry says, or leave it with the reason."""
-    if entry.proven is None:
-        if entry.excluded:
-            unswap_norm(entry.module)
-        return
-    try:
-        swap_norm(entry.module, entry.proven, entry.asked)
-    except Exception as error:
-        # a metaclass or __init_subclass__ of the user's may refuse in any way
-        what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
-        cure = "let the class be subclassed; until then it runs its own forward"
-        entry.leave(Refusal(what, cure))
-    note_path(entry.module, entry.paths[0])
 
 
 def _take_off(module: Module, part: type, base: type) -> None:

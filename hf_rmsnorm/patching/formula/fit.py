@@ -205,7 +205,7 @@ class Fit(Trial):
         return None
 
     def _find_optional_gate(self, recipe: Recipe) -> Recipe:
-        """Whether a second input that need not be given is a gate, and of which kind."""
+        """The recipe with the gate that a second input is, which need not be given."""
         dtypes = [ALL_FP32]
         if not recipe.only_float32:
             dtypes += [*SAME_DTYPES, *MIXED_DTYPES]
@@ -214,8 +214,9 @@ class Fit(Trial):
             gated = replace(gated, gate=self.gate, gate_optional=True)
             if self._agrees_in(gated, dtypes):
                 return gated
-        # a call that gives it runs the module's own forward
-        return replace(recipe, other_input=self.gate)
+        raise NotInFamily(
+            f"its second input, {self.gate!r}, is no gate that this package knows"
+        )
 
     def _asks_autocast(self, recipe: Recipe) -> bool:
         """Whether the module may compute something else while autocast is on.

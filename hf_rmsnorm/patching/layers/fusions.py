@@ -15,7 +15,7 @@ from ...fused.layer import guarded
 from ...fused.norm import fusible_norm
 from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HEAD_DIM
-from ..entries import FusedLayer
+from ..report import FusedLayer
 from ..source import CannotRewrite, compiled_again, forward_source
 from ..swap import fuse, replaced_forward
 from .calls import FUNCTIONS
@@ -221,13 +221,12 @@ def _norms_of(module: Module) -> FusibleNorms:
     with_rotation = set()
     for name, norm in module.named_children():
         patch = fusible_norm(norm)
-        if patch is None:
+        if patch is None or not patch.joins:
             continue
-        if patch.joins:
+        with_modulation.add(name)
+        if patch.is_plain:
             with_sum.add(name)
-        if patch.joins_of_any_input:
-            with_modulation.add(name)
-        if patch.joins and _is_of_heads(norm, patch.recipe):
+        if patch.is_plain and _is_of_heads(norm, patch.recipe):
             with_rotation.add(name)
     sets = with_sum, with_modulation, with_rotation
     return FusibleNorms(*map(frozenset, sets))

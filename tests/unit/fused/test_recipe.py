@@ -71,6 +71,8 @@ LAYER = NormSpec(True, 1e-5, functional=True)
         (Recipe(SPEC, hidden_size=4), X, None, None, True),
         (Recipe(SPEC, hidden_size=3), X, None, None, False),
         (Recipe(SPEC), torch.ones(()), None, None, False),
+        (Recipe(SPEC, only_float32=True), X, None, None, True),
+        (Recipe(SPEC, only_float32=True), HALF, None, None, False),
     ],
 )  # fmt: skip
 def test_what_a_formula_fits(recipe, x, weight, bias, fits):
@@ -112,7 +114,6 @@ def test_dtypes_that_torchs_own_operators_take_together(monkeypatch):
     [
         ({}, ""),
         ({"only_float32": True}, "in float32 only"),
-        ({"other_input": "mask"}, "calls that give 'mask'"),
         ({"asks_autocast": True}, "under autocast it runs its own forward"),
     ],
 )

@@ -214,7 +214,6 @@ ACCEPTED = {
         "with torch.autocast('cuda', enabled=False):\n    x = rms(x, self.eps).to(x.dtype)\nreturn self.weight * x",
     "autocast asked for by a helper of that name":
         "return self.norm(x.half() if is_autocast_enabled(x.device.type) else x)",
-    "a gate that may be absent": ("x, gate=None", "y = self.norm(x)\nreturn y if gate is None else y * F.silu(gate)"),
     "a gate by its name": ("x, gate", "return self.norm(x) * ACT2FN[self.activation](gate)"),
 }
 # fmt: on
