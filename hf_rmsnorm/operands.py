@@ -33,20 +33,27 @@ class Family:
         name: what they compute, in words.
         make: ``make(launches, operands, aligned, *how)`` returns a launch, or None if
             no kernel serves such operands.
-        results: ``results(launches, how, operands)`` returns the same in plain torch;
-            exactly, of operands in float64.
-        floors: ``floors(launches, how, operands)`` returns, of operands in float64, the
-            error of each row of each result that roundings in float32 explain.
+        results: ``results(launches, how, operands)`` returns the same in plain torch.
+        exact: ``exact(launches, how, operands)`` returns, of operands in float64, the
+            results, and for each the error of each row, or of all, that roundings in
+            float32 explain where terms cancel.
+        weight: which of their operands is the first weight.
         is_back: they compute gradients.
         essential: of `how` what does not follow from the number of rows.
+        by_rows: ``by_rows(launches, operands)`` returns operands that can be split by
+            rows, for `results` and `exact`.
+        joined: ``joined(results)`` returns them as `exact` does, if it joins them.
     """
 
     name: str
     make: Callable
     results: Callable
-    floors: Callable
+    exact: Callable
+    weight: int
     is_back: bool = False
     essential: Callable = lambda *how: how
+    by_rows: Callable = lambda launches, operands: operands
+    joined: Callable = tuple
 
 
 class Kind(NamedTuple):

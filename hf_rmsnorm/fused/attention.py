@@ -29,6 +29,12 @@ class Waiting(NamedTuple):
     norms: tuple
     ahead: tuple
 
+    def compute_original(self, at: int, x: Tensor) -> Tensor:
+        """What the own forward of the norm of q (0) or of k (1) makes of x."""
+        at = min(at, len(self.norms) - 1)
+        patch, *_ = self.ahead[at]
+        return patch.compute_original(self.norms[at], (x,), {})
+
 
 def waiting(*norms) -> Waiting | None:
     """The norms, if all may be computed where the forward rotates; None if one has to
@@ -153,4 +159,5 @@ def _launched_heads(
         return None
     if not rotary.way.turns_halves:
         return None
-    return run_qk(launches, (q, k, q_weight, k_weight, cos, sin), rotary)
+    operands = q, k, q_weight, k_weight, cos, sin
+    return run_qk(launches, operands, rotary, norms.compute_original)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
+from torch.linalg import vector_norm
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..formula import NormSpec
@@ -31,7 +32,6 @@ from ..reference import (
     input_of_output,
     reference_backward,
     reference_norm,
-    reference_stats,
 )
 from ..rows import by_row, copied_in_order, heads_of, memory_order
 from .backend import operators_are_seen
@@ -151,28 +151,31 @@ def _modulated(launches: Launches, y: Tensor, scale, shift=None) -> Tensor:
     return y
 
 
-def _floors_of_results(launches: Launches, how: tuple, operands: tuple) -> tuple:
-    """A sum is rounded once; a norm loses digits where a mean is subtracted."""
+def _exact_results(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    """A norm loses digits where a mean is subtracted, or where a bias cancels it."""
     h, y = _plain_results(launches, how, operands)
-    x = operands[0] if h is None else h
-    terms = y.abs().amax(-1)
-    if operands[1] is None:
-        terms = terms + 1.0  # as of a weight of ones
-    for t in present(*operands[1:7]):
-        terms = terms + t.abs().amax()
-    floor = FLOOR * terms * _condition(launches.spec, x)
-    return (None if h is None else torch.zeros_like(floor)), floor
+    x, weight, *others, residual = operands
+    terms = 1.0 if weight is None else largest(weight)
+    for t in present(*others):
+        terms = terms + largest(t)
+    floor = FLOOR * terms
+    if launches.spec.centered:
+        variance, mean = torch.var_mean(x if h is None else h, -1, unbiased=False)
+        floor = floor * _condition(mean, (variance + launches.spec.eps).rsqrt())
+    return (h, y), (0.0, floor)
 
 
-def _condition(spec: NormSpec, x: Tensor) -> Tensor | float:
+def _condition(mean: Tensor, rstd: Tensor) -> Tensor:
     """How much larger an error of a row of x is in its normalised x."""
-    if not spec.centered:
-        return 1.0
-    variance, mean = torch.var_mean(x, -1, unbiased=False)
-    return 1.0 + mean.abs() * (variance + spec.eps).rsqrt()
+    return 1.0 + mean.abs() * rstd
 
 
-NORM = Family("norm", make_forward, _plain_results, _floors_of_results)
+def largest(t: Tensor, dim: int | None = None) -> Tensor:
+    """The largest magnitude in a tensor, or along a dimension of it."""
+    return vector_norm(t, torch.inf, dim)
+
+
+NORM = Family("norm", make_forward, _plain_results, _exact_results, 1)
 
 
 def needs_operators() -> bool:
@@ -288,8 +291,7 @@ def _plain_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
     dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
     strides, need, from_output = how
     if from_output:
-        of_row = by_row(rstd, x, launches.spec, heads_of(weight, bias))
-        grads = gradients_of_output(dy, x, weight, bias, of_row, launches.spec, need)
+        grads = gradients_of_output(dy, x, weight, bias, rstd, launches.spec, need)
     else:
         grads = _by_autograd(launches, (x, weight, bias, gate, scale), dy, need)
     dx, *others = grads
@@ -298,42 +300,54 @@ def _plain_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
     return dx, *others
 
 
-def _floors_of_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
+def _in_rows(launches: Launches, operands: tuple) -> tuple:
+    dy, x, weight, bias, gate, scale, dh, *stats = operands
+    heads = heads_of(weight, bias)
+    of_rows = [by_row(t, x, launches.spec, heads) for t in stats]
+    stats = [t if t is None else t.unsqueeze(-1) for t in of_rows]
+    return dy, x, weight, bias, gate, scale, dh, *stats
+
+
+def _exact_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
     """Gradients are small differences of these terms."""
     dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
     strides, need, from_output = how
-    spec = launches.spec
-    of_row = by_row(rstd, x, spec, heads_of(weight, bias))
-    if from_output:
-        x = input_of_output(x, weight, bias, of_row, spec)
-    else:
-        of_row, _ = reference_stats(x, spec, gate)
+    terms = FLOOR * largest(dy, -1)
+    of_gate = 0.0 if bias is None else terms * largest(bias)
     factor = 1.0
     for t in present(gate, scale):
-        factor = factor + t.abs().amax(-1)
-    terms = FLOOR * dy.abs().amax(-1) * factor * _condition(spec, x)
-    largest = x.shape[-1] ** 0.5  # of a normalised x
-    of_weight = terms.sum() * largest
-    of_bias = terms.sum()
+        factor = factor + largest(t, -1)
+    terms = terms * factor
+    if mean is not None:
+        terms = terms * _condition(mean, rstd).squeeze(-1)
+    of_sums = terms.sum()
     if weight is not None:
-        terms = terms * (spec.weight_offset + weight).abs().amax()
-    of_x = terms * of_row.view(terms.shape) * factor
-    of_gate = terms * largest
-    if bias is not None:
-        of_gate = of_gate + FLOOR * dy.abs().amax(-1) * bias.abs().amax()
-    if spec.gate == "silu_before":
-        of_gate = of_x * x.abs().amax(-1)
-    floors = of_x, of_weight, of_bias, of_gate, of_gate
-    return tuple(f if needed else None for f, needed in zip(floors, need, strict=True))
+        terms = terms * (launches.spec.weight_offset + largest(weight))
+    of_x = terms * rstd.squeeze(-1) * factor
+    of_gate = of_gate + terms * x.shape[-1] ** 0.5  # the largest of a normalised x
+    if launches.spec.gate == "silu_before":
+        of_gate = of_x * largest(x, -1)
+    floors = of_x, of_sums, of_sums, of_gate, of_gate
+    return _plain_gradients(launches, how, operands), floors
+
+
+def _in_rows(launches: Launches, operands: tuple) -> tuple:
+    dy, x, weight, bias, gate, scale, dh, *stats = operands
+    heads = heads_of(weight, bias)
+    of_rows = [by_row(t, x, launches.spec, heads) for t in stats]
+    stats = [t if t is None else t.unsqueeze(-1) for t in of_rows]
+    return dy, x, weight, bias, gate, scale, dh, *stats
 
 
 GRADIENTS = Family(
     "the gradient of a norm",
     make_backward,
     _plain_gradients,
-    _floors_of_gradients,
+    _exact_gradients,
+    2,
     is_back=True,
     essential=lambda strides, need, from_output: (need, from_output),
+    by_rows=_in_rows,
 )
 
 

@@ -7,46 +7,41 @@ tensors and the device of that call.
 - A forward is compared with what the caller gives as replaced: the module's own
   forward, a sum and that, a modulation as it is written. Without that, and in a
   backward, with the formula in plain torch and its gradients by autograd.
-- Equal is: the same bits, but for the share of elements that ties explain. What is not
-  is judged against float64 on the same operands. It is refused where a row is more than
-  twice as far from it as the replaced code, plus two rounding steps: of the largest
-  element, or by RMS. A forward is also refused where the replaced code is that much
-  further, as it then computes another formula.
+- Both are judged against the formula in float64 on the same operands. A result is
+  refused where it is more than twice as far from that as the replaced code, plus two
+  rounding steps: of the largest element, or by RMS. A forward is judged row by row, and
+  refused as well where the replaced code is that much further, as it then computes
+  another formula. A gradient is judged as a whole.
 - A refused result is not used. The device is left to plain torch, by `launches.give_up`,
   and a warning says so once.
 - It looks where it can: not while a CUDA graph is captured, where synchronisation is
   watched, or without data. Then the next call is compared. So too, a few times, where a
   result shows nothing, being all zeros or not finite, as in a first backward with too
   large a loss scale.
-- It saves nothing for autograd, and no mode or hook sees it. It synchronises once, and
-  again where the bits differ.
+- It saves nothing for autograd, no mode or hook sees it, and it synchronises once.
 - Layouts that differ in the number of rows alone are compared once.
 """
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.linalg import vector_norm
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..formula import HALF_DTYPES
 from ..kernels.failure import KernelUnavailable
 from ..operands import Kind, Launch, present
 
-EPS32 = 2.0**-23
-# Of the elements of a half-precision result, as ties may round to the other neighbour.
-MOST_TIES = 8e-3
 FACTOR = 2  # times the replaced code's own error
 STEPS = 2  # rounding steps
 TINY = 2.0**-126  # below it GPUs may flush numbers to zero
-LARGE = 2.0**40  # powers of operands beyond it leave float32
-NEAR_LIMIT = 0.98  # of a dtype's largest number, where one of two results may overflow
-AT_ONCE = 2**24  # elements that are compared together
+AT_ONCE = 2**22  # elements of a tensor that are copied to float64 together
 MOST_TRIES = 1_000  # of comparisons of a layout that show nothing
 REPORT = "report it with what `hf-rmsnorm env` prints"
 # switched off where launches are left out, whose results are no numbers
@@ -91,9 +86,10 @@ class FirstUse:
             try:
                 difference = self.difference(operands, results, replaced)
             except torch.OutOfMemoryError:
-                pass  # the next call has another try
-            else:
-                self.settle(operands[0].device, difference)
+                # one more try
+                self.launches.tries[self.layout] += MOST_TRIES // 2
+                difference = None
+            self.settle(operands[0].device, difference)
         if apply is None:
             return results
         # not before: a checkpoint counts what is saved
@@ -101,14 +97,14 @@ class FirstUse:
 
     def settle(self, device: torch.device, difference: str | None) -> None:
         """Put the launch in its place, or None where it differs. Where nothing was
-        shown, only after `MOST_TRIES`.
+        shown, only behind `MOST_TRIES`.
 
         Raises:
             KernelUnavailable: it differs.
         """
         if difference is None:
             self.launches.tries[self.layout] += 1
-            if self.launches.tries[self.layout] < MOST_TRIES:
+            if self.launches.tries[self.layout] <= MOST_TRIES:
                 return
         with _settling:
             if self.launches.by_key.get(self.key) is self:
@@ -129,26 +125,25 @@ class FirstUse:
         """By how much results differ from those of the replaced code; "" if they do
         not, None if that is not to be seen in them.
         """
-        is_back = self.kind.family.is_back
+        family = self.kind.family
         with unseen():
-            ours = tensors_of(results)
-            own = tensors_of(self.replaced_results(operands, replaced))
-            ours = ours[: len(own)]  # what is behind them is for the backward
-            if is_back:
-                own = [o.to(t.dtype) for o, t in zip(own, ours, strict=False)]
-            if list(map(_size, own)) != list(map(_size, ours)):
-                return f"{list(map(_size, ours))}, not {list(map(_size, own))}"
-            own = [o.reshape(t.shape) for o, t in zip(own, ours, strict=True)]
-            compare = is_near if is_back else is_equal
-            same = [_by_parts(compare, *pair) for pair in zip(ours, own, strict=True)]
-            shown = [_shows(t) for t in own]
-            flags = torch.stack([*same, *shown]).tolist()
-            are_same = flags[: len(same)]
-            if all(flags):
-                return ""
-            if all(are_same) or _are_large(operands):
-                return None
-            return self.judge(operands, ours, own, are_same)
+            operands = family.by_rows(self.launches, operands)
+            own = self.replaced_results(operands, replaced)
+            if isinstance(own, Tensor):
+                own = None, own  # of no sum
+            own = tensors_of(family.joined(own))
+            ours = tensors_of(family.joined(results))[: len(own)]
+            sizes = [(t.numel(), t.dtype) for t in ours]
+            own_sizes = [(t.numel(), t.dtype) for t in own]
+            if sizes != own_sizes:
+                return f"elements and dtypes are {sizes}, not {own_sizes}"
+            distances = self.distances(operands, ours, own)
+            is_off, *shows = judged(distances, family.is_back).tolist()
+            if not is_off:
+                return "" if all(shows) else None
+            largest = torch.cat(distances, -1)[0].nan_to_num(0.0, 0.0).amax(-1)
+            error, own_error, size, *_ = largest.tolist()
+        return f"by up to {error:.3g}, where the largest element is {size:.3g}"
 
     def replaced_results(self, operands: tuple, replaced: tuple | None):
         """The results of the replaced code; of the plain formula, if there is none."""
@@ -157,27 +152,34 @@ class FirstUse:
         function, *of_call = replaced
         return function(*of_call)
 
-    def judge(
-        self,
-        operands: tuple,
-        ours: list[Tensor],
-        own: list[Tensor],
-        are_same: list[bool],
-    ) -> str:
-        """By how much the first of these results is too far from float64; "" if none
-        is.
+    def distances(
+        self, operands: tuple, ours: list[Tensor], own: list[Tensor]
+    ) -> list[Tensor]:
+        """Of each result its `distances_of` float64. Large operands are copied to that
+        some rows at a time.
         """
         family = self.kind.family
-        arguments = self.launches, self.kind.how
-        wide = tuple(None if t is None else t.double() for t in operands)
-        exact = tensors_of(family.results(*arguments, wide))
-        floors = tensors_of(family.floors(*arguments, wide))
-        rows = zip(are_same, ours, own, exact, floors, strict=False)
-        for is_same, *of_result in rows:
-            difference = "" if is_same else judged(*of_result, family.is_back)
-            if difference:
-                return difference
-        return ""
+        weight = operands[family.weight]
+        dim = 1 if weight is None else weight.dim()
+        count = 1 + max(t.numel() for t in present(*operands)) // AT_ONCE
+        found = [[] for _ in ours]
+        sums = {}
+        parts = [_parts(tensors, dim, count) for tensors in (operands, ours, own)]
+        for of_part, *pairs in zip(*parts, strict=False):
+            wide = tuple(None if t is None else t.double() for t in of_part)
+            results, floors = family.exact(self.launches, self.kind.how, wide)
+            exact = zip(results, floors, strict=True)
+            exact = [(t, floor) for t, floor in exact if _holds(t)]
+            for at, (t, floor) in enumerate(exact):
+                if t.dim() <= dim:
+                    total = sums.get(at, (0.0, 0.0))
+                    sums[at] = total[0] + t, total[1] + floor
+                    continue
+                of_result = [part[at] for part in pairs]
+                found[at].append(distances_of(*of_result, t, floor, family.is_back))
+        for at, of_sum in sums.items():
+            found[at].append(distances_of(ours[at], own[at], *of_sum, True))
+        return [torch.cat(of_parts, -1) for of_parts in found]
 
 
 class _Launched:
@@ -235,21 +237,37 @@ def _as_it_is(t: Tensor) -> Tensor:
     return t
 
 
-def tensors_of(results) -> list[Tensor]:
-    """The tensors among results; one may stand for a tuple of it."""
-    if isinstance(results, Tensor):
-        results = (results,)
-    return [t.detach() for t in present(*results)]
+def tensors_of(results: Iterable) -> list[Tensor]:
+    """The tensors among results that have elements."""
+    return [t for t in results if _holds(t)]
 
 
-def _size(t: Tensor) -> tuple[int, torch.dtype]:
-    return t.numel(), t.dtype
+def _holds(t: Tensor | None) -> bool:
+    return t is not None and t.numel() > 0
+
+
+def _size(t: Tensor, is_back: bool) -> tuple:
+    return t.numel(), None if is_back else t.dtype
+
+
+def _parts(tensors: list, dim: int, count: int) -> Iterable[tuple]:
+    """Tensors some rows at a time; those of up to `dim` dimensions are no rows."""
+    if count == 1:
+        return [tensors]
+    of_each = []
+    for t in tensors:
+        is_rows = t is not None and t.dim() > dim
+        of_each.append(t.chunk(count, -1 - dim) if is_rows else repeat(t))
+    return zip(*of_each, strict=False)
 
 
 def layout_of(kind: Kind, operands: tuple, aligned: bool) -> tuple:
     """What launches have in common that differ in the number of rows alone."""
+    family = kind.family
+    weight = operands[family.weight]
+    of_weight = None if weight is None else weight.shape
     of_each = [t if t is None else _layout(t) for t in operands]
-    return kind.family, kind.family.essential(*kind.how), aligned, *of_each
+    return family, family.essential(*kind.how), aligned, of_weight, *of_each
 
 
 def _layout(t: Tensor) -> tuple:
@@ -261,113 +279,54 @@ def _layout(t: Tensor) -> tuple:
     return t.dtype, t.device, of_columns, tuple(by_stride)
 
 
-def _by_parts(compare: Callable, ours: Tensor, own: Tensor) -> Tensor:
-    """The same as `compare` finds, some rows at a time, as copies of all take memory."""
-    if ours.dim() < 2 or ours.numel() <= AT_ONCE:
-        return compare(ours, own)
-    count = max(1, AT_ONCE // ours.shape[-1])
-    parts = [t.flatten(0, -2).split(count) for t in (ours, own)]
-    return torch.stack([compare(*part) for part in zip(*parts, strict=True)]).all()
-
-
-def _shows(own: Tensor) -> Tensor:
-    """Whether a wrong factor would be seen in a result, as a tensor: it has a number that
-    is finite and not zero.
-    """
-    if not own.numel():
-        return torch.ones((), dtype=torch.bool, device=own.device)
-    return own.nan_to_num(0.0, 0.0, 0.0).any()
-
-
-def _are_large(operands: tuple) -> bool:
-    """Whether powers of a number among operands are none of float32."""
-    largest = [t.nan_to_num(0.0, 0.0, 0.0).abs().max() for t in operands if _holds(t)]
-    return torch.stack([t.double() for t in largest]).max().item() > LARGE
-
-
-def _holds(t: Tensor | None) -> bool:
-    return t is not None and t.numel() > 0
-
-
-def is_equal(ours: Tensor, own: Tensor) -> Tensor:
-    """Whether results are equal but for ties, as a tensor: nothing waits for it."""
-    error, magnitudes, same = _compared(ours, own)
-    small = 4 * EPS32 * magnitudes.amax(-1, keepdim=True)
-    is_off = error > small
-    if own.dtype not in HALF_DTYPES:
-        return same & ~is_off.any()
-    info = torch.finfo(own.dtype)
-    allowed = magnitudes.clamp_min_(info.tiny).mul_(STEPS * info.eps).add_(small)
-    is_rare = is_off.sum() <= max(2, MOST_TIES * error.numel())
-    return same & is_rare & (error <= allowed).all()
-
-
-def is_near(ours: Tensor, own: Tensor) -> Tensor:
-    """Whether gradients are so near to each other that float64 need not be asked, as a
-    tensor.
-    """
-    error, magnitudes, same = _compared(ours, own)
-    eps = torch.finfo(ours.dtype).eps
-    of_largest = error.amax(-1) <= STEPS * eps * magnitudes.amax(-1)
-    of_rms = _rms(error) <= STEPS * eps / 12**0.5 * _rms(magnitudes)
-    return same & (of_largest & of_rms).all()
-
-
-def _compared(ours: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(error, magnitudes, whether the same elements are finite)."""
-    same = (ours.isfinite() == own.isfinite()).all()
-    own = own.to(torch.float32)
-    error = (ours.to(torch.float32) - own).abs_().nan_to_num_(0.0, 0.0)
-    return error, own.abs().nan_to_num_(0.0, 0.0), same
-
-
-def judged(
-    ours: Tensor, own: Tensor, exact: Tensor, floor: Tensor, is_back: bool
-) -> str:
-    """By how much results are too far from float64; "" where they are not.
+def distances_of(ours: Tensor, own: Tensor, exact: Tensor, floor, is_whole: bool):
+    """(2, 5, rows): the largest element and the RMS, in each row or of all at once, of
+    the error of ours; that of the replaced code; exact; ours; and what an error may be
+    besides that. The RMS is in units of that of a rounding error: the half of its
+    largest over the root of 3.
 
     Args:
         floor: an error of each row, or of all, that roundings in float32 explain.
     """
     info = torch.finfo(ours.dtype)
-    lost = own.isfinite() & ~ours.isfinite() & (exact.abs() < NEAR_LIMIT * info.max)
-    lost |= ours.isfinite() & ~own.isfinite() & ~exact.isfinite()
-    if is_back:
-        # which elements of a bad row are finite depends on how rows are vectorised
-        lost &= (own.isfinite() & exact.isfinite()).all(-1, keepdim=True)
-    is_finite = ours.isfinite() & own.isfinite() & exact.isfinite()
-    error = _error(ours, exact, is_finite)
-    own_error = _error(own, exact, is_finite)
-    size = exact.abs().where(is_finite, 0.0)
+    if own.shape != ours.shape:
+        own = own.reshape(ours.shape)
+    if exact.shape != ours.shape:
+        exact = exact.reshape(ours.shape)
+    ours = ours.clamp(-info.max, info.max)  # where one of both overflows
+    rows = torch.stack((ours - exact, own - exact, exact, ours))
+    if is_whole:
+        rows = rows.flatten(1)
+    largest = vector_norm(rows, torch.inf, dim=-1)
+    rms = vector_norm(rows, dim=-1) * (12 / rows.shape[-1]) ** 0.5
+    found = torch.stack((largest, rms)).view(2, 4, -1)
+    if isinstance(floor, Tensor):
+        floor = floor.amax() if is_whole else floor.flatten()
     step = STEPS * info.eps
-    floor = floor + max(TINY, STEPS * info.tiny * info.eps)
-    if is_back:
-        # of all rows at once: a row of few columns may lose its digits to another's luck
-        error, own_error, size = (t.flatten() for t in (error, own_error, size))
-        floor = floor.amax() if isinstance(floor, Tensor) else floor
-        lost = lost.flatten()
-    too_far = _further(error, own_error, size, step, floor)
+    allowed = found[:, 2:3] * step + (floor + max(TINY, step * info.tiny))
+    return torch.cat((found, allowed), 1)
+
+
+def judged(distances: list[Tensor], is_back: bool) -> Tensor:
+    """(whether results are too far from float64; of each, whether it shows anything), as
+    one tensor.
+
+    Args:
+        distances: of each result its `distances_of` float64.
+    """
+    error, own_error, size, ours, allowed = torch.cat(distances, -1).unbind(1)
+    allowed = allowed.nan_to_num(0.0, 0.0)
+    is_finite = own_error < torch.inf
+    lesser = own_error
     if not is_back:
-        too_far |= _further(own_error, error, size, step, floor)
-    if not (lost.any() | too_far.any()).item():
-        return ""
-    largest = (ours.double() - own.double()).abs().where(is_finite, 0.0).max()
-    return f"by up to {largest.item():.3g}, where the largest element is {size.max().item():.3g}"
-
-
-def _error(t: Tensor, exact: Tensor, is_finite: Tensor) -> Tensor:
-    return (t.double() - exact).abs().where(is_finite, 0.0)
-
-
-def _further(error, other, size, step: float, floor) -> Tensor:
-    """Of each row, whether its error is too large beside another."""
-    largest = FACTOR * other.amax(-1) + step * size.amax(-1) + floor
-    of_rms = FACTOR * _rms(other) + step / 12**0.5 * _rms(size) + floor
-    return (error.amax(-1) > largest) | (_rms(error) > of_rms)
-
-
-def _rms(t: Tensor) -> Tensor:
-    return t.square().mean(-1).sqrt()
+        lesser = torch.minimum(error, own_error)
+        error = torch.maximum(error, own_error)
+    is_off = is_finite & ~(error <= FACTOR * lesser + allowed)
+    if not is_back:
+        is_off |= size.isnan() > ours.isnan()
+    shows = is_finite & (size > 0)
+    counts = [t.shape[-1] for t in distances]
+    return torch.stack([t.any() for t in (is_off, *shows.split(counts, -1))])
 
 
 def summary(device: torch.device) -> str:

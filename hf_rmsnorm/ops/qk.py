@@ -4,9 +4,10 @@ or without any.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import is_grad_enabled
+from torch import Tensor, is_grad_enabled
 
 from ..formula import Rotation, dtype_of
 from ..operands import (
@@ -17,11 +18,12 @@ from ..operands import (
     of_rotation,
     row_major,
 )
-from ..reference import reference_norm, reference_qk_norm, reference_stats, rotated
+from ..reference import reference_norm, reference_qk_norm, rotated
 from ..rows import strided_without_data, without_data
 from .autograd import (
     FLOOR,
     gradients_of_all,
+    largest,
     made_for,
     needs_operators,
     require_unchanged,
@@ -174,7 +176,12 @@ def _make_rotary_backward(
     return kernels().QKForward(operands, forward.inputs, aligned, way, back=True)
 
 
-def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
+def run_qk(
+    launches: Launches,
+    operands: tuple,
+    rotary: Rotary,
+    norm: Callable | None = None,
+) -> tuple | None:
     """The heads of q and k, normalised and rotated in one launch.
 
     None where no kernel serves such tensors, or where something has to see the
@@ -185,6 +192,8 @@ def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
     Args:
         operands: `HeadOperands`.
         rotary: how they are rotated; with norms halves, as `Rotation.turns_halves` says.
+        norm: the code that is replaced, ``norm(0, q)`` and ``norm(1, k)``; None where
+            that is the formula in plain torch.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give,
@@ -192,7 +201,7 @@ def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
     """
     if not starts_kernels():
         return None
-    own = _one_by_one, launches.spec, operands, rotary
+    own = _one_by_one, launches.spec, operands, rotary, norm
     if not (is_grad_enabled() and any_requires_grad(operands)):
         made = by_kernel(launches, Kind(HEADS, (rotary, False)), operands, None, own)
         if made is None:
@@ -204,27 +213,34 @@ def run_qk(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
         return None
     of_q = any_requires_grad((q, q_weight))
     if of_q != any_requires_grad((k, k_weight)) and k.numel():
-        return _run_apart(launches, operands, rotary)
+        return _run_apart(launches, operands, rotary, norm)
     function = _RotaryFunction if launches.spec is None else _QKFunction
     kind = Kind(HEADS, (rotary, True))
     return by_kernel(launches, kind, operands, function.apply, own)
 
 
-def _run_apart(launches: Launches, operands: tuple, rotary: Rotary) -> tuple | None:
+def _run_apart(
+    launches: Launches, operands: tuple, rotary: Rotary, norm: Callable | None
+) -> tuple | None:
     """q and k in a launch each, as one of them is frozen: it must not ask for gradients."""
     if not serves_qk(launches.spec, operands, rotary.way):
         return None  # each alone may be served, as where they differ in dtype
     q, k, q_weight, k_weight, cos, sin = operands
     results = []
-    for x, weight in ((q, q_weight), (k, k_weight)):
+    for at, (x, weight) in enumerate(((q, q_weight), (k, k_weight))):
         no_heads = x.detach()[:, :0]
         one = x, no_heads, weight, weight, cos, sin
-        made = run_qk(launches, one, rotary)
+        alone = None if norm is None else partial(_of_one, norm, at)
+        made = run_qk(launches, one, rotary, alone)
         if made is None:
             return None
         y, nothing = made
         results.append(y)
     return tuple(results)
+
+
+def _of_one(norm: Callable, at: int, _, x: Tensor) -> Tensor:
+    return norm(at, x)
 
 
 def run_rotary(operands: tuple, rotary: Rotary) -> tuple | None:
@@ -261,27 +277,53 @@ def _make_forward(
 # What launches are compared with
 
 
-def _one_by_one(spec, operands: tuple, rotary: Rotary) -> tuple:
+def _one_by_one(spec, operands: tuple, rotary: Rotary, norm=None) -> tuple:
     """What a launch replaces: norms, and then the model's function."""
     q, k, q_weight, k_weight, cos, sin = operands
-    if spec is not None:
+    if norm is not None:
+        q = norm(0, q)
+        k = norm(1, k)
+    elif spec is not None:
         q = reference_norm(q, q_weight, None, spec)
         k = reference_norm(k, k_weight, None, spec)
     return rotary.function(q, k, cos, sin)
 
 
 def _plain_heads(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    rotary, graded = how
+    return _one_by_one(launches.spec, operands, rotary)
+
+
+def _exact_heads(launches: Launches, how: tuple, operands: tuple) -> tuple:
     q, k, q_weight, k_weight, cos, sin = operands
     rotary, graded = how
-    if launches.spec is None:
-        return tuple(rotated(x, cos, sin, rotary.way) for x in (q, k))
-    weights = q_weight, k_weight
-    return reference_qk_norm(q, k, *weights, launches.spec, cos, sin, rotary.way)
+    heads, weight = _joined(q, k, q_weight, k_weight)
+    y = _rotated_heads(launches, heads, weight, cos, sin, rotary.way)
+    return (y,), (0.0,)
 
 
-def _floors_of_heads(launches: Launches, how: tuple, operands: tuple) -> tuple:
-    results = _plain_heads(launches, how, operands)
-    return tuple(2 * FLOOR * y.abs().amax(-1) for y in results)
+def _joined_heads(results: tuple) -> tuple:
+    yq, yk, *_ = results
+    return (torch.cat((yq, yk), 1),)
+
+
+def _joined(q, k, q_weight, k_weight) -> tuple:
+    """q and k as heads of one tensor, (batch, heads, length, head_dim), and the weight
+    of each head, (heads, 1, head_dim).
+    """
+    heads = torch.cat((q, k), 1)
+    weight = None
+    if q_weight is not None:
+        shapes = [(x.shape[1], 1, x.shape[-1]) for x in (q, k)]
+        of_q = q_weight.expand(shapes[0])
+        weight = torch.cat((of_q, k_weight.expand(shapes[1])))
+    return heads, weight
+
+
+def _rotated_heads(launches: Launches, heads, weight, cos, sin, way) -> Tensor:
+    if launches.spec is not None:
+        heads = reference_norm(heads, weight, None, launches.spec)
+    return rotated(heads, cos, sin, way)
 
 
 def _plain_head_gradients(launches: Launches, how: tuple, operands: tuple) -> list:
@@ -290,20 +332,29 @@ def _plain_head_gradients(launches: Launches, how: tuple, operands: tuple) -> li
     return _by_formula(launches, tuple(saved), (dq, dk), need, way)
 
 
-def _floors_of_head_gradients(launches: Launches, how: tuple, operands: tuple) -> list:
+def _exact_head_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
     dq, dk, q, k, q_weight, k_weight, cos, sin, rstd = operands
     need, way = how
-    of_rows = []
-    of_weights = []
-    for dy, x, weight in ((dq, q, q_weight), (dk, k, k_weight)):
-        terms = 2 * FLOOR * dy.abs().amax(-1)
-        of_weights.append(terms.sum() * x.shape[-1] ** 0.5)
-        if weight is not None:
-            terms = terms * (launches.spec.weight_offset + weight).abs().amax()
-        of_row, _ = reference_stats(x, launches.spec)
-        of_rows.append(terms * of_row.view(terms.shape))
-    floors = *of_rows, *of_weights
-    return [f if needed else None for f, needed in zip(floors, need, strict=True)]
+    counts = q.shape[1], k.shape[1]
+    heads, weight = _joined(q, k, q_weight, k_weight)
+    dy = torch.cat((dq, dk), 1)
+
+    def formula(heads, weight):
+        return (_rotated_heads(launches, heads, weight, cos, sin, way),)
+
+    of_each = True, weight is not None
+    of_heads, of_weight = gradients_of_all(formula, (heads, weight), (dy,), of_each)
+    mean_square = heads.square().mean(-1)
+    terms = 2 * FLOOR * largest(dy, -1)
+    of_sums = terms.sum()
+    if weight is not None:
+        terms = terms * (launches.spec.weight_offset + largest(weight))
+        of_weight = [part.sum((0, 1)) for part in of_weight.split(counts)]
+    terms = terms * (mean_square + launches.spec.eps).rsqrt()
+    grads = *of_heads.split(counts, 1), *(of_weight or (None, None))
+    floors = *terms.split(counts, 1), of_sums, of_sums
+    grads = [t if needed else None for t, needed in zip(grads, need, strict=True)]
+    return grads, floors
 
 
 def _plain_rotation_back(launches: Launches, how: tuple, operands: tuple) -> list:
@@ -312,24 +363,32 @@ def _plain_rotation_back(launches: Launches, how: tuple, operands: tuple) -> lis
     return _rotated_back(forward, (dq, dk), cos, sin)
 
 
-def _floors_of_rotation_back(launches: Launches, how: tuple, operands: tuple) -> list:
-    dq, dk, *_ = operands
-    return [2 * FLOOR * dy.abs().amax(-1) for dy in (dq, dk)]
+def _exact_rotation_back(launches: Launches, how: tuple, operands: tuple) -> tuple:
+    return _plain_rotation_back(launches, how, operands), (0.0, 0.0)
 
 
-HEADS = Family("rotary embedding", _make_forward, _plain_heads, _floors_of_heads)
+HEADS = Family(
+    "rotary embedding",
+    _make_forward,
+    _plain_heads,
+    _exact_heads,
+    2,
+    joined=_joined_heads,
+)
 HEAD_GRADIENTS = Family(
     "the gradient of q/k norms and rotary embedding",
     _make_backward,
     _plain_head_gradients,
-    _floors_of_head_gradients,
+    _exact_head_gradients,
+    4,
     is_back=True,
 )
 ROTATION_BACK = Family(
     "the gradient of a rotary embedding",
     _make_rotary_backward,
     _plain_rotation_back,
-    _floors_of_rotation_back,
+    _exact_rotation_back,
+    2,
     is_back=True,
     essential=lambda forward: (forward.way,),
 )
