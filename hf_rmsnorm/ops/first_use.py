@@ -133,6 +133,8 @@ class FirstUse:
                 own = None, own  # of no sum
             own = tensors_of(family.joined(own))
             ours = tensors_of(family.joined(results))[: len(own)]
+            if family.is_back:
+                own = [o.to(t.dtype) for o, t in zip(own, ours, strict=True)]
             sizes = [(t.numel(), t.dtype) for t in ours]
             own_sizes = [(t.numel(), t.dtype) for t in own]
             if sizes != own_sizes:
