@@ -148,24 +148,6 @@ def test_a_function_that_takes_its_place_is_called(other, monkeypatch):
         assert "it was exchanged" in piece.reason
 
 
-def test_a_function_that_it_calls_is_exchanged(monkeypatch):
-    models = both()
-    turned = modeling_llama.rotate_half
-    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -turned(x))
-    logits, pieces = pieces_of(models[0])
-    expected, _ = pieces_of(models[1])
-    assert torch.equal(logits, expected)
-    assert all("it was exchanged" in piece.reason for piece in pieces)
-    later, pieces = pieces_of(patched_anew())
-    assert torch.equal(later, expected)
-
-
-def patched_anew():
-    model = tiny_models.build("llama", torch.bfloat16)
-    patch_model(model)
-    return model
-
-
 def cast_k(module, args, output):
     return output.float()
 

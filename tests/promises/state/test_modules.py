@@ -39,57 +39,6 @@ def assert_near(a, b):
 # Hooks and parametrizations
 
 
-def hang(norm, seen):
-    """Every kind of hook on a norm; each notes in `seen` that it ran."""
-
-    def note(name):
-        return lambda *args: seen.append(name)
-
-    def before(module, args):
-        seen.append("pre")
-        return (args[0] * 2,)
-
-    def after(module, args, y):
-        seen.append(("post", module is norm))
-        return y + 1
-
-    norm.register_forward_pre_hook(before)
-    norm.register_forward_pre_hook(note("kwargs"), with_kwargs=True)
-    norm.register_forward_hook(after)
-    norm.register_forward_hook(note("late"), with_kwargs=True, always_call=True)
-    norm.register_full_backward_pre_hook(note("backward pre"))
-    norm.register_full_backward_hook(note("backward"))
-    norm.register_state_dict_pre_hook(note("state"))
-
-
-def outcome(norm, seen):
-    """(output, gradient of the input, what the hooks noted)."""
-    seen.clear()
-    x = torch.linspace(-2, 3, 48).view(3, 16).requires_grad_()
-    with use_backend("reference"):
-        y = norm(x)
-    y.sum().backward()
-    norm.state_dict()
-    return y, x.grad, list(seen)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_every_kind_of_hook_fires_as_often_and_sees_the_same(when, fused_calls):
-    norm, seen = LlamaRMSNorm(16), []
-    if when == "after":
-        patch_model(norm)
-    hang(norm, seen)
-    patch_model(norm)
-    y, dx, fired = outcome(norm, seen)
-    assert len(fused_calls) == 1
-    assert len(fired) == 7
-    unpatch_model(norm)
-    expected = outcome(norm, seen)
-    assert fired == expected[2]
-    assert torch.equal(y, expected[0])
-    torch.testing.assert_close(dx, expected[1], rtol=1e-5, atol=1e-6)
-
-
 class Halved(nn.Module):
     def forward(self, weight):
         return weight / 2

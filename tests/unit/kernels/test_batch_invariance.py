@@ -201,28 +201,6 @@ def test_heads(head_dim):
     check(heads, "RMSNorm", 8 * head_dim, shapes=shapes, columns=head_dim)
 
 
-@parametrize("size", [96, 4096])
-def test_gradients_of_parameters_are_equal_for_equal_rows(size):
-    """The same rows in the same order on the same device; another order or device may
-    differ in last bits.
-    """
-    spec = SPECS["LayerNorm"]
-    weight, bias = parameters(spec, size, BF16)
-    weight.requires_grad_()
-    bias.requires_grad_()
-    x = random(300, size, dtype=BF16, seed=0)
-    dy = random(300, size, dtype=BF16, seed=1)
-
-    def gradients(shape):
-        y = compute_norm(x.clone().view(shape), weight, bias, spec)
-        return torch.autograd.grad(y, (weight, bias), dy.view(shape))
-
-    with use_backend("triton"):
-        first = gradients((300, size))
-        again = gradients((3, 100, size))
-    assert_equal(first, again)
-
-
 @parametrize("size", [96, 4096, 1000])
 @parametrize("name", BOTH)
 def test_tensors_that_start_anywhere(name, size):

@@ -93,6 +93,20 @@ def test_an_expanded_input_that_comes_back_in_rows():
     torch.testing.assert_close(made, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
+def test_what_functorch_leaves_behind_is_computed_by_operators(transform):
+    """It has no memory."""
+    norm, original = patched(LlamaRMSNorm(HIDDEN))
+    left = []
+
+    def total(x):
+        left.append(x * 1)
+        return x.sum()
+
+    transform(total)(rows())
+    torch.testing.assert_close(norm(*left), original(*left), rtol=1e-6, atol=1e-6)
+
+
 def test_an_input_made_in_inference_mode_trains_the_weight():
     norm, original = patched(LlamaRMSNorm(HIDDEN))
     with torch.inference_mode():

@@ -4,8 +4,6 @@ and then plain torch.
 
 import errno
 import subprocess
-import threading
-import warnings
 
 import pytest
 import torch
@@ -266,27 +264,6 @@ def test_the_error_of_a_hook_is_raised_as_it_is(fail, recwarn):
         norms(torch.randn(2, 8))
     assert not recwarn
     assert runs_on("cpu")["backend"] == "triton"
-
-
-def test_two_threads_are_warned_once(fail):
-    fail(RuntimeError(NO_COMPILER))
-    both = threading.Barrier(2)
-    made = []
-
-    def run():
-        both.wait()
-        made.append(rms_norm(torch.ones(2, 8), torch.ones(8)))
-
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        threads = [threading.Thread(target=run) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(made) == 2
-    texts = [str(warning.message) for warning in seen]
-    assert sum("hf_rmsnorm" in text for text in texts) == 1
 
 
 def test_only_the_device_that_fails_is_left(fail, monkeypatch):

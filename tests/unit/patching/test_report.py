@@ -10,28 +10,13 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_rmsnorm import NormSpec, patch_model
+from hf_rmsnorm import patch_model
 
 
 @pytest.fixture(scope="module")
 def report():
     model = tiny_models.build("qwen3", num_hidden_layers=12)
     return patch_model(model, exclude="model.layers.3.*")
-
-
-def test_records(report):
-    first = report.swapped[0]
-    assert first.path == "model.layers.0.self_attn.q_norm"
-    assert first.class_name == "Qwen3RMSNorm"
-    assert first.formula == NormSpec(False, 1e-6, rounding="before_weight")
-    assert str(first.formula).startswith("RMSNorm(")
-    assert len(report.skipped) == 4
-    for record in report.skipped:
-        assert record.path.startswith("model.layers.3.")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        report.swapped = ()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        first.path = "elsewhere"
 
 
 def test_to_dict_is_json_with_every_record(report):

@@ -2,10 +2,6 @@
 
 import copy
 import json
-import math
-
-import tiny_models
-import torch
 
 from hf_rmsnorm.verification import EquivalenceReport
 from tests.unit.verification.test_equivalence import (
@@ -36,18 +32,3 @@ def test_report_prints_a_verdict_per_line_and_gives_plain_json():
     assert data["noise_floor"]["passed"] is True
     assert data["greedy"]["passed"] is True
     assert data["norms"][0]["path"] == "model.layers.1.input_layernorm"
-
-
-def test_report_of_infinite_numbers_is_plain_json():
-    model = tiny_models.build("llama")
-    candidate = copy.deepcopy(model)
-    with torch.no_grad():
-        candidate.model.norm.weight[0] = math.nan
-    report = compare(model, candidate)
-    assert not report.passed
-    assert str(report).startswith(
-        "FAIL: the changed model gives NaN or infinity where the original does not"
-    )
-    assert "PASS" not in str(report)
-    assert "FAIL      model.norm:" in str(report)
-    assert report.to_dict()["noise_floor"]["candidate_max"] == "Infinity"
