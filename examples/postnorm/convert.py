@@ -42,7 +42,8 @@ from structure import (
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 
 from hf_rmsnorm import __version__
-from hf_rmsnorm.conversion.plan import ConversionRefused, NormRecord, rms_norms
+from hf_rmsnorm.conversion.errors import ConversionRefused
+from hf_rmsnorm.conversion.plan import NormRecord, rms_norms
 from hf_rmsnorm.conversion.proxy.keys import saved_tensors
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
 from hf_rmsnorm.conversion.proxy.model import with_settings

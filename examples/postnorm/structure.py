@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.errors import ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import would_tie_a_head
 from hf_rmsnorm.conversion.proxy.keys import keys_of
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms

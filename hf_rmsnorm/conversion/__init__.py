@@ -4,9 +4,10 @@
 """
 
 from .api import Conversion, convert_checkpoint, plan_conversion
+from .errors import ConversionError, ConversionRefused
 from .options import ConversionOptions
-from .plan import CentringPlan, ConversionError, ConversionRefused
-from .targets.centred import PlannedConversion
+from .plan import CentringPlan
+from .targets.planned import PlannedConversion
 from .verify.compare import VerificationFailed
 
 __all__ = [

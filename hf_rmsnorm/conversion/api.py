@@ -10,16 +10,17 @@ from .checkpoint.layout import Layout
 from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from .checkpoint.write import write_checkpoint
 from .destination import destination, publish, working_folder
+from .errors import ConversionError, ConversionRefused, clear_errors
 from .folders import downloaded, source_of
+from .loading import class_of, missing_parameters, tokenizer_of
 from .options import ConversionOptions
-from .plan import ConversionError, ConversionRefused, clear_errors
 from .proxy.model import make_proxy
 from .proxy.run import and_more
-from .targets.centred import PlannedConversion, plan_centring
+from .targets.centred import plan_centring
 from .targets.native import plan_native
+from .targets.planned import PlannedConversion
 from .tensors import is_narrower, nbytes_of, one_thread
 from .verify.compare import NOT_RUN, Verification, VerificationFailed, verify_folder
-from .verify.pair import class_of, missing_parameters, tokenizer_of
 
 
 @dataclass(frozen=True)

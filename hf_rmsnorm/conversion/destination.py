@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..sources import Source
-from .plan import ConversionError
+from .errors import ConversionError
 
 LOCK = "lock"
 MODEL = "model"

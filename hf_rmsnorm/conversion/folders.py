@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ..sources import Source, SourceError, find, on_disk
-from .plan import ConversionError, ConversionRefused
+from .errors import ConversionError, ConversionRefused
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

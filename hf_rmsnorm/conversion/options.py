@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .plan import ConversionRefused
+from .errors import ConversionRefused
 
 TARGETS = ("same", "native")
 VERIFY = (True, False, "full")

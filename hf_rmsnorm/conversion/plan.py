@@ -4,47 +4,8 @@ carried out by streaming.
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-
-
-class ConversionRefused(ValueError):
-    """A model cannot be converted; the message is one line that names it, says why and
-    what can be done.
-    """
-
-
-class ConversionError(Exception):
-    """An error and its cure, in one line. DST does not exist and SRC is as it was."""
-
-
-AGAIN = "convert again"
-PERMISSION = "give permission to it, or choose another DST"
-CURES = {
-    errno.ENOSPC: f"free some space and {AGAIN}",
-    errno.EDQUOT: f"free some of the quota and {AGAIN}",
-    errno.EFBIG: f"raise the limit of the file size and {AGAIN}",
-    errno.ENOENT: "put it there, or repair the link that leads to it, and convert again",
-    errno.EROFS: "choose a DST on a file system that can be written",
-    errno.EACCES: PERMISSION,
-    errno.EPERM: PERMISSION,
-}
-
-
-@contextmanager
-def clear_errors(where: Path) -> Iterator[None]:
-    """Turn an error of the file system into one line with the cure."""
-    try:
-        yield
-    except OSError as error:
-        reason = " ".join((error.strerror or str(error)).split())
-        cure = CURES.get(error.errno, f"see to it and {AGAIN}")
-        raise ConversionError(
-            f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}: {cure}"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import torch
 
 from ..converted.record import RECORD_KEY, centre_, is_centred
 from .checkpoint.source import FLOATS, Checkpoint
-from .plan import Centre, CentringPlan, ConversionError
+from .errors import ConversionError
+from .plan import Centre, CentringPlan
 
 OTHER = "the plan is of another checkpoint, plan this one"
 ROWS = 1 << 10  # of a matrix that are in float64 at a time

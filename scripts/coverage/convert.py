@@ -14,7 +14,7 @@ from collections import Counter
 import transformers
 
 from hf_rmsnorm.cli.env import versions
-from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.errors import ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove

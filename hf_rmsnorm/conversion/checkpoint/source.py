@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .. import folders
-from ..plan import ConversionError, clear_errors
+from ..errors import ConversionError, clear_errors
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # as headers name them

@@ -11,14 +11,8 @@ import torch
 from ...converted.record import RECORD_KEY, make_record
 from ...patching.formula.recognise import recognise
 from ...verification.context import is_float, leaves_of, one_line
-from ..plan import (
-    Centre,
-    CentringPlan,
-    ConversionRefused,
-    Copy,
-    NormRecord,
-    rms_norms,
-)
+from ..errors import ConversionRefused
+from ..plan import Centre, CentringPlan, Copy, NormRecord, rms_norms
 from .inputs import made_inputs
 from .keys import centred_blocks, keys_of, untied
 from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms

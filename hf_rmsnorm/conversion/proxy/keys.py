@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from ..plan import Centre, CentringPlan, ConversionRefused, Copy
+from ..errors import ConversionRefused
+from ..plan import Centre, CentringPlan, Copy
 from .model import ProxyModel, give_weights
 from .run import quiet
 from .shift_invariance import are_balanced, chosen_blocks, rows_by_axis

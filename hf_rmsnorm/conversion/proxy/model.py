@@ -17,8 +17,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from ...converted.record import RECORD_KEY, TRAINED_AS_RMS
 from ...sources import without_weights
 from ...verification.context import in_dtype_of, one_line
+from ..errors import ConversionRefused
 from ..folders import CONFIG, read_json
-from ..plan import ConversionRefused
 from .inputs import made_inputs
 from .layer_norms import ModelNorm, nothing_to_convert
 from .run import MISFITS, LimitedWork, run

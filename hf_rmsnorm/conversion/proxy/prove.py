@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..checkpoint.source import Checkpoint
-from ..plan import CentringPlan, ConversionRefused
+from ..errors import ConversionRefused
+from ..plan import CentringPlan
 from ..tensors import planned_tensors
 from .keys import saved_tensors
 from .layer_norms import ModelNorm, find_layer_norms

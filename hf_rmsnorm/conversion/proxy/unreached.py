@@ -5,7 +5,7 @@ stream.
 import torch
 
 from ...verification.context import leaves_of
-from ..plan import ConversionRefused
+from ..errors import ConversionRefused
 from .model import ProxyModel, token_table
 from .run import alike, and_more, run
 from .shift_invariance import ShiftTest

@@ -1,13 +1,10 @@
-"""The interface of planned conversions, and the one that keeps the checkpoint's
-architecture.
-
-There, all that writes to the residual stream is centred, so that LayerNorm is RMSNorm.
+"""The conversion that keeps the checkpoint's architecture: all that writes to the
+residual stream is centred, so that LayerNorm is RMSNorm.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -16,9 +13,10 @@ from pathlib import Path
 from ...converted.record import RECORD_KEY
 from ...paths import compact_paths
 from ..card import add_to_card, provenance
-from ..checkpoint.layout import Layout, lay_out
+from ..checkpoint.layout import lay_out
 from ..checkpoint.source import Checkpoint
-from ..plan import Centre, CentringPlan, ConversionRefused
+from ..errors import ConversionRefused
+from ..plan import Centre, CentringPlan
 from ..proxy.discover import discover
 from ..proxy.keys import in_checkpoint
 from ..proxy.model import ProxyModel
@@ -26,41 +24,11 @@ from ..proxy.prove import ProofReport, prove
 from ..proxy.run import alike
 from ..tensors import planned_tensors
 from ..verify.compare import Verification
+from .planned import PlannedConversion
 
 CARD_HEADING = "## Converted from LayerNorm to RMSNorm"
 PLAN = "conversion_plan.json"
 SHOWN = 6  # lines of a list, so that the plan of a large model fits on a screen
-
-
-@dataclass(frozen=True)
-class PlannedConversion(ABC):
-    """A conversion that is planned and proven; nothing is written yet.
-
-    Args:
-        made: what `provenance` says of its source.
-    """
-
-    made: dict[str, str]
-    missing = ()  # parameters of the model that the checkpoint lacks
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """What the header of each shard says of it."""
-        return {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
-
-    @abstractmethod
-    def to_dict(self) -> dict:
-        """Plain values for JSON."""
-
-    @abstractmethod
-    def result(
-        self, source: Checkpoint, max_shard_size: int | str
-    ) -> tuple[Layout, str]:
-        """The tensors and the text of config.json that are made of an open checkpoint."""
-
-    @abstractmethod
-    def describe(self, folder: Path, verdict: Verification) -> None:
-        """Add a section to the model card of a folder that passed, and the plan."""
 
 
 @dataclass(frozen=True)

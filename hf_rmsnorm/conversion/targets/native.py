@@ -11,7 +11,7 @@ import transformers
 from ..card import add_to_card, provenance
 from ..checkpoint.layout import lay_out
 from ..checkpoint.source import Checkpoint
-from ..plan import ConversionError
+from ..errors import ConversionError
 from ..proxy.keys import naming, saved_tensors
 from ..proxy.model import (
     ProxyModel,
@@ -23,8 +23,8 @@ from ..proxy.model import (
 from ..proxy.prove import BOUND, difference, load_tensors
 from ..proxy.run import in_double, run
 from ..verify.compare import Verification, as_it_computes
-from .centred import PlannedConversion
 from .native_build import NativeTarget, native_target, pair_of, refused
+from .planned import PlannedConversion
 
 CARD_HEADING = "## Converted to an RMSNorm architecture"
 

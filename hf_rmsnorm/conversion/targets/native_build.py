@@ -10,7 +10,8 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from ...converted.record import RECORD_KEY, trained_as_rms
-from ..plan import Centre, ConversionRefused
+from ..errors import ConversionRefused
+from ..plan import Centre
 from ..proxy.model import shapes_of
 from ..tensors import Lazy, Stored, filled, folded_bias, plus
 from .native_rules import PAIRS, NativePair

@@ -14,8 +14,8 @@ from ...ops import use_backend
 from ...patching import patched
 from ...verification import EquivalenceReport, verify_equivalence
 from ...verification.recorded import as_recorded
+from ..errors import ConversionError
 from ..options import ConversionOptions
-from ..plan import ConversionError
 from .pair import side_by_side
 
 logger = logging.getLogger(__name__)

@@ -10,21 +10,17 @@ from pathlib import Path
 
 import psutil
 import torch
-from transformers import AutoTokenizer
 
 from ...verification.context import TOKENS as RANDOM_TOKENS
 from ...verification.context import (
     default_inputs,
     in_dtype_of,
     max_positions,
-    one_line,
 )
 from ...verification.runs import outputs_of
 from ..checkpoint.source import open_checkpoint
+from ..loading import load, tokenizer_of
 from ..options import ConversionOptions
-from ..plan import ConversionError
-from ..proxy.model import config_and_class
-from ..proxy.run import loaded
 
 PROMPTS = (
     "The following table lists the statements that may be used in a function.",
@@ -73,8 +69,8 @@ def side_by_side(
             run_on += ", module by module"
             how = {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
             how["offload_folder"] = scratch
-        source, _ = _load(src, options, **how)
-        result, _ = _load(folder, options, **how)
+        source, _ = load(src, options, **how)
+        result, _ = load(folder, options, **how)
         if source.dtype == torch.float64 and not how:
             # which has no wider run to compare with
             source = source.float()
@@ -82,18 +78,6 @@ def side_by_side(
         if is_few and not options.inputs:
             run_on += f", on {FEW_TOKENS} tokens as they are large"
         yield ModelPair(source, result, _batches(src, source, options, is_few), run_on)
-
-
-def _load(folder: Path, options: ConversionOptions, **how) -> tuple:
-    """As `loaded`, in the checkpoint's own dtype."""
-    how |= {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
-    return loaded(class_of(folder, options), folder, **how)
-
-
-def class_of(folder: Path, options: ConversionOptions) -> type:
-    """The class that a folder is loaded with."""
-    how = options.trust_remote_code, options.model_class
-    return config_and_class(folder, *how, trained=True)[1]
 
 
 def _batches(src: Path, model, options: ConversionOptions, is_few: bool) -> list[dict]:
@@ -116,39 +100,3 @@ def _batches(src: Path, model, options: ConversionOptions, is_few: bool) -> list
 
 def _random(model, size: tuple[int, int]) -> dict:
     return in_dtype_of(model, default_inputs(model, size))
-
-
-def tokenizer_of(src: Path, model, options: ConversionOptions):
-    """The tokenizer of a folder, for a model or class that takes token ids; None if
-    there is none.
-    """
-    if model.main_input_name != "input_ids" or not any(src.glob("*token*")):
-        return None
-    trusted = bool(options.trust_remote_code)
-    try:
-        return AutoTokenizer.from_pretrained(src, trust_remote_code=trusted)
-    except Exception as error:  # a tokenizer's own code may raise anything
-        raise ConversionError(
-            f"{src}: its tokenizer does not load: pass trust_remote_code=True if it "
-            f"brings code, or verify=False ({one_line(error)})"
-        ) from error
-
-
-def missing_parameters(src: Path, options: ConversionOptions) -> list[str]:
-    """Parameters of the model that the checkpoint lacks, found without reading values;
-    refused if a shape differs.
-    """
-    cls = class_of(src, options)
-    try:
-        _, info = _load(src, options, device_map="meta", ignore_mismatched_sizes=True)
-    except Exception as error:  # a model's own code may raise anything
-        raise ConversionError(
-            f"{src}: {cls.__name__} does not load it: repair the folder, or pass the "
-            f"model_class that it was saved from ({one_line(error)})"
-        ) from error
-    for key, stored, wanted in sorted(info["mismatched_keys"]):
-        raise ConversionError(
-            f"{src}: {key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by "
-            "its config.json: one of the two is of another model"
-        )
-    return sorted(info["missing_keys"])

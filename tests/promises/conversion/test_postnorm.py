@@ -10,7 +10,7 @@ from places import EXAMPLES
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from hf_rmsnorm import patch_model
-from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.errors import ConversionRefused
 from hf_rmsnorm.demo import demo_path
 
 sys.path.insert(0, str(EXAMPLES / "postnorm"))

@@ -25,7 +25,8 @@ from transformers import (
     VipLlavaConfig,
 )
 
-from hf_rmsnorm.conversion.plan import Centre, ConversionRefused
+from hf_rmsnorm.conversion.errors import ConversionRefused
+from hf_rmsnorm.conversion.plan import Centre
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.keys import in_checkpoint
 from hf_rmsnorm.conversion.proxy.model import make_proxy

@@ -5,7 +5,7 @@ import torch
 from conversion_models import config_of
 from transformers import PersimmonConfig, SwinConfig, ViTModel, VitsConfig
 
-from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.errors import ConversionRefused
 from hf_rmsnorm.conversion.proxy import model as proxy_module
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy

@@ -7,7 +7,8 @@ import pytest
 import torch
 from conversion_models import config_of
 
-from hf_rmsnorm.conversion.plan import Centre, ConversionError
+from hf_rmsnorm.conversion.errors import ConversionError
+from hf_rmsnorm.conversion.plan import Centre
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import difference, prove

@@ -14,7 +14,7 @@ from transformers import (
     XLMRobertaXLForCausalLM,
 )
 
-from hf_rmsnorm.conversion.plan import ConversionRefused
+from hf_rmsnorm.conversion.errors import ConversionRefused
 from hf_rmsnorm.conversion.proxy.discover import discover
 from hf_rmsnorm.conversion.proxy.model import make_proxy
 from hf_rmsnorm.conversion.proxy.prove import prove

@@ -1,0 +1,59 @@
+"""Load what a folder holds, for a conversion: its model, its class, its tokenizer."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from ..verification.context import one_line
+from .errors import ConversionError
+from .options import ConversionOptions
+from .proxy.model import config_and_class
+from .proxy.run import loaded
+
+
+def load(folder: Path, options: ConversionOptions, **how) -> tuple:
+    """The model of a folder, as `loaded`, in the checkpoint's own dtype."""
+    how |= {"dtype": "auto", "trust_remote_code": options.trust_remote_code}
+    return loaded(class_of(folder, options), folder, **how)
+
+
+def class_of(folder: Path, options: ConversionOptions) -> type:
+    """The class that a folder is loaded with."""
+    how = options.trust_remote_code, options.model_class
+    return config_and_class(folder, *how, trained=True)[1]
+
+
+def tokenizer_of(src: Path, model, options: ConversionOptions):
+    """The tokenizer of a folder, for a model or class that takes token ids; None if
+    there is none.
+    """
+    if model.main_input_name != "input_ids" or not any(src.glob("*token*")):
+        return None
+    trusted = bool(options.trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(src, trust_remote_code=trusted)
+    except Exception as error:  # a tokenizer's own code may raise anything
+        raise ConversionError(
+            f"{src}: its tokenizer does not load: pass trust_remote_code=True if it "
+            f"brings code, or verify=False ({one_line(error)})"
+        ) from error
+
+
+def missing_parameters(src: Path, options: ConversionOptions) -> list[str]:
+    """Parameters of the model that the checkpoint lacks, found without reading values;
+    refused if a shape differs.
+    """
+    cls = class_of(src, options)
+    try:
+        _, info = load(src, options, device_map="meta", ignore_mismatched_sizes=True)
+    except Exception as error:  # a model's own code may raise anything
+        raise ConversionError(
+            f"{src}: {cls.__name__} does not load it: repair the folder, or pass the "
+            f"model_class that it was saved from ({one_line(error)})"
+        ) from error
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        raise ConversionError(
+            f"{src}: {key} has shape {[*stored]} in the checkpoint, and {[*wanted]} by "
+            "its config.json: one of the two is of another model"
+        )
+    return sorted(info["missing_keys"])

@@ -1,0 +1,44 @@
+"""What every kind of planned conversion answers."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...converted.record import RECORD_KEY
+from ..checkpoint.layout import Layout
+from ..checkpoint.source import Checkpoint
+from ..verify.compare import Verification
+
+
+@dataclass(frozen=True)
+class PlannedConversion(ABC):
+    """A conversion that is planned and proven; nothing is written yet.
+
+    Args:
+        made: what `provenance` says of its source.
+    """
+
+    made: dict[str, str]
+    missing = ()  # parameters of the model that the checkpoint lacks
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What the header of each shard says of it."""
+        return {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
+
+    @abstractmethod
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+
+    @abstractmethod
+    def result(
+        self, source: Checkpoint, max_shard_size: int | str
+    ) -> tuple[Layout, str]:
+        """The tensors and the text of config.json that are made of an open checkpoint."""
+
+    @abstractmethod
+    def describe(self, folder: Path, verdict: Verification) -> None:
+        """Add a section to the model card of a folder that passed, and the plan."""
