@@ -43,6 +43,12 @@ def test_there_are_no_parameters_where_one_is_missing():
     assert parameters_of(norm, RECIPE) is None
 
 
+def test_a_norm_of_a_gate_or_of_groups_is_none_of_whole_rows():
+    assert RECIPE.is_of_rows
+    assert not Recipe(SPEC, gate="gate").is_of_rows
+    assert not Recipe(NormSpec(False, 1e-6, group_size=4)).is_of_rows
+
+
 X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
 
 
