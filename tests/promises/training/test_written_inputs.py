@@ -102,6 +102,22 @@ def test_such_a_write_is_an_error_under_checkpointing_too():
         checkpointed(model, x)
 
 
+def same(t):
+    return t
+
+
+@pytest.mark.parametrize("pack", [torch.clone, same])
+def test_such_a_write_is_an_error_under_hooks_that_keep_no_copy(pack):
+    model, x = train(nn.Sequential(ParentWrites()), torch.bfloat16)
+    patch_model(model)
+    with torch.autograd.graph.saved_tensors_hooks(pack, same):
+        if pack is same:
+            with pytest.raises(RuntimeError, match="^'0.block.norm': what"):
+                step(model, x)
+        else:
+            step(model, x)
+
+
 def test_where_no_weight_tells_which_norm_it_is_all_are_named():
     layers = nn.Sequential(ParentWrites(), ParentWrites())
     for layer in layers:
