@@ -99,7 +99,6 @@ class NormSpec:
         axes: the differences from a plain RMSNorm, eps and an absent weight aside: the
             names of the fields that differ, those of words with their value
             (``"rounding=rstd"``). `kernels.serves` lists those that kernels compute.
-        but_eps: the values of all fields but eps.
         ungrouped: the formula of one group; only with a `group_size`.
 
     Raises:
@@ -123,10 +122,7 @@ class NormSpec:
         wrong = _wrong_value(self) or _wrong_combination(self)
         if wrong is not None:
             raise ValueError(wrong)
-        names = [name for name in self.__dataclass_fields__ if name != "eps"]
-        but_eps = tuple(getattr(self, name) for name in names)
         # Set here and no cached properties, which Dynamo does not trace.
-        object.__setattr__(self, "but_eps", but_eps)
         object.__setattr__(self, "axes", _axes(self))
         if self.group_size is not None:
             object.__setattr__(self, "ungrouped", replace(self, group_size=None))

@@ -36,15 +36,24 @@ norm_backward_op = torch.ops.hf_rmsnorm.norm_backward.default
 
 
 def spec_args(spec: NormSpec) -> tuple:
-    """A formula as the operators take it.
+    """A formula as the operators take it: all fields of one without groups, in order.
 
     Raises:
         TypeError: they do not compute it, as one in groups.
     """
     if unserved(spec, "rows") is not None:
         raise TypeError(f"the operators do not take {spec!r}")
-    centered, *others, gate = spec.but_eps[:8]
-    return int(centered), spec.eps, *others, gate or ""
+    return (
+        int(spec.centered),
+        spec.eps,
+        spec.has_weight,
+        spec.has_bias,
+        spec.weight_offset,
+        spec.rounding,
+        spec.functional,
+        spec.eps_outside,
+        spec.gate or "",
+    )
 
 
 @assume_constant_result
