@@ -20,7 +20,7 @@ from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.attention import norm_and_rotate, rotate_together, waiting
 from hf_rmsnorm.fused.sums import add_and_norm
-from hf_rmsnorm.patching.layers.rotary import may_be_rotary
+from hf_rmsnorm.patching.layers.rotary_code import may_be_rotary
 from hf_rmsnorm.reference import reference_norm
 
 EPS = 1e-6

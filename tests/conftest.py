@@ -152,9 +152,9 @@ def fused_sums():
 @pytest.fixture
 def no_kernel_here(monkeypatch):
     """As on a CPU outside of the tests: no kernel runs there."""
-    from hf_rmsnorm.ops.launches import given_up
+    from hf_rmsnorm.ops.launches import left_devices
 
-    monkeypatch.setitem(given_up, ("cpu", None), "there is no kernel here")
+    monkeypatch.setitem(left_devices, ("cpu", None), "there is no kernel here")
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +171,7 @@ def no_kernel_differs(request):
         return
     reasons = list(launches.failed.values())
     launches.failed.clear()
-    launches.given_up.clear()
+    launches.left_devices.clear()
     launches.forget_launches()
     if request.node.get_closest_marker("differs") is None:
         different = [text for text in reasons if "differs from the code" in text]

@@ -18,7 +18,7 @@ from ..formula import NormSpec
 from ..operands import of_norm
 from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
-from ..ops.norm import run, run_reference, run_unlaunched
+from ..ops.norm import run, run_by_operator_or_formula, run_reference
 from ..reference import in_groups
 from .recipe import NOTHING, Asked, Recipe, changed, parameters_of
 from .subclass import derive, marked
@@ -206,7 +206,7 @@ def _forward_of(patch: NormPatch):
             own = NormPatch.compute_original, patch, self, args, kwargs
             y = run(launches, operands, own)
         if y is None:
-            y = run_unlaunched(launches.spec, operands, launches.suits)
+            y = run_by_operator_or_formula(launches.spec, operands, launches.suits)
         if y is None:
             return patch.run_original(self, args, kwargs)
         if watchers:
@@ -327,7 +327,7 @@ def note_path(module: Module, path: str) -> None:
         patch.paths[module] = path
 
 
-def fusible_norm(module: Module) -> NormPatch | None:
+def norm_asked_to_fuse(module: Module) -> NormPatch | None:
     """`patch_of` a norm that may be computed with what surrounds it; None of any other
     module.
     """

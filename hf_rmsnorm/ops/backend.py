@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.compiler import assume_constant_result, is_compiling, is_exporting
 
 from ..formula import TORCH_RELEASE, NormSpec
-from .launches import given_up
+from .launches import left_devices
 from .settings import chosen, settings
 
 DIRECT = "direct"  # how kernels are started
@@ -71,7 +71,7 @@ def _nvidia_refusal(index: int | None) -> str | None:
 @assume_constant_result
 def device_refusal(device_type: str, index: int | None = None) -> str | None:
     """Why Triton kernels cannot run on a device, or None where they can."""
-    return given_up.get((device_type, index)) or _device_refusal(device_type, index)
+    return left_devices.get((device_type, index)) or _device_refusal(device_type, index)
 
 
 def left_alone(x: Tensor) -> bool:

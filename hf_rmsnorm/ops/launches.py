@@ -29,7 +29,7 @@ MISSING = object()
 _HIP = torch.version.hip is not None
 _all: weakref.WeakSet = weakref.WeakSet()
 # devices whose kernels cannot be loaded, (type, index), and why
-given_up: dict[tuple, str] = {}
+left_devices: dict[tuple, str] = {}
 _failing = threading.Lock()
 
 
@@ -239,5 +239,5 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
 
 def _leave(device: torch.device) -> None:
     lines = failed[device].splitlines()
-    given_up[device.type, device.index] = "; ".join(lines)
+    left_devices[device.type, device.index] = "; ".join(lines)
     forget_launches()

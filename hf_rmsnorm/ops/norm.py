@@ -77,7 +77,7 @@ def run(launches: Launches, operands: tuple, replaced: tuple | None = None):
     return h, y
 
 
-def run_unlaunched(
+def run_by_operator_or_formula(
     spec: NormSpec, operands: tuple, suits: Callable | None = None
 ) -> Tensor | None:
     """The norm of x where `run` started no kernel: by the plain formula, if that is
@@ -181,7 +181,7 @@ def compute_norm(
 
 
 def _without_launch(spec: NormSpec, operands: tuple) -> Tensor:
-    y = run_unlaunched(spec, operands)
+    y = run_by_operator_or_formula(spec, operands)
     if y is None:
         y = run_reference(spec, operands)
     return y

@@ -13,7 +13,7 @@ from ..fused.norm import recipe_of
 from .layers.fusions import fuse_layers
 from .plan import Entry, Globs, Options, carry_out, make_plan
 from .report import PatchReport, report_on
-from .swap import own_fusions, restore, unfuse, unswap_norm, why_not_run
+from .swap import restore, take_fusions_off, unfuse, unswap_norm, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
@@ -154,7 +154,7 @@ def _patch(
     check_options(strict=strict, **vars(options))
     with _changing, contextlib.ExitStack() as stack:
         entries = make_plan(model, include, exclude, options)
-        before = own_fusions(model.modules())
+        before = take_fusions_off(model.modules())
         stack.callback(restore, before)
         for entry in entries:
             carry_out(entry)

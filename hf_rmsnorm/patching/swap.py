@@ -101,7 +101,7 @@ def fuse(layer: Module, fusion) -> None:
     registries.add(layer, base)
 
 
-def own_fusions(modules: Iterable[Module]) -> list[tuple]:
+def take_fusions_off(modules: Iterable[Module]) -> list[tuple]:
     """Give layers among modules their own classes, as the norms in them may change;
     returns for `restore` what each module was before.
     """

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as of_
 
 from hf_rmsnorm import count_launches
 from hf_rmsnorm.fused.attention import rotate_together
-from hf_rmsnorm.patching.layers.rotary import may_be_rotary
+from hf_rmsnorm.patching.layers.rotary_code import may_be_rotary
 
 pytestmark = gpu_tests
 parametrize = pytest.mark.parametrize

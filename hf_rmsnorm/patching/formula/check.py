@@ -5,13 +5,13 @@ strided ones.
 from dataclasses import replace
 
 from ...fused.recipe import Recipe
-from .inputs import ALL_BF16, ALL_FP32, Trial
 from .refusals import NotInFamily, Unusable
+from .trial import ALL_BF16, ALL_FP32, Trial
 
 MOST_DIMS = 6
 
 
-def prove(trial: Trial, recipe: Recipe) -> Recipe:
+def prove_layouts(trial: Trial, recipe: Recipe) -> Recipe:
     """The recipe, with the memory order of its results; NotInFamily where module and
     formula differ.
     """

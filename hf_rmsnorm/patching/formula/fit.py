@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...formula import GATES, ROUNDINGS, NormSpec
 from ...fused.recipe import Recipe
-from .check import prove
-from .inputs import ALL_BF16, ALL_FP32, Dtypes, Trial, is_formula
+from .check import prove_layouts
 from .plain_code import TORCH_FORWARDS
 from .probe import OnDevice, autocast
 from .refusals import NotInFamily, Unusable
+from .trial import ALL_BF16, ALL_FP32, Dtypes, Trial, is_formula
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SAME_DTYPES = (ALL_BF16, Dtypes(FP16, FP16, FP16))
@@ -52,7 +52,7 @@ class Fit(Trial):
             recipe = replace(recipe, one_gate_dtype=not takes_both)
         recipe = replace(recipe, asks_autocast=self._asks_autocast(recipe))
         recipe = self._with_settings(recipe)
-        recipe = prove(self, recipe)
+        recipe = prove_layouts(self, recipe)
         if self.head_dim is not None:
             recipe = replace(with_spec(recipe, group_size=None), hidden_size=None)
         return recipe

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Module
 
 from ...fused.layer import guarded
-from ...fused.norm import fusible_norm
+from ...fused.norm import norm_asked_to_fuse
 from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HEAD_DIM
 from ..report import FusedLayer
@@ -20,7 +20,7 @@ from ..source import CannotRewrite, compiled_again, forward_source
 from ..swap import fuse, replaced_forward
 from .calls import FUNCTIONS
 from .qk import fuse_qk
-from .rotations import fuse_rotations, may_rotate
+from .rotary_rewrite import fuse_rotations, may_rotate
 from .sums import fuse_sums
 
 NO_SUM = "no sum in its forward is followed directly by a patched norm of its own"
@@ -129,7 +129,7 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
         the reason for no fusion.
     """
     modules = dict(model.named_modules())
-    if not any(map(fusible_norm, modules.values())):
+    if not any(map(norm_asked_to_fuse, modules.values())):
         return ()
     find = functools.cache(find_fusion)  # most layers of a model are alike
     repeated = _repeated(model)
@@ -168,7 +168,7 @@ def _why_not_fused(path: str, module: Module, explained: list[str], reason: str)
     part of it is listed already.
     """
     _, *parts = module.modules()
-    if not any(map(fusible_norm, parts)):
+    if not any(map(norm_asked_to_fuse, parts)):
         return ""
     for other in explained:
         if other.startswith(f"{path}."):
@@ -180,7 +180,7 @@ def _shared_norms(module: Module) -> str:
     """Which patched norms of a module are one, under several names; "" if none are."""
     names = {}
     for name, child in module._modules.items():
-        if fusible_norm(child) is not None:
+        if norm_asked_to_fuse(child) is not None:
             names.setdefault(child, []).append(name)
     for shared in names.values():
         if len(shared) > 1:
@@ -220,7 +220,7 @@ def _norms_of(module: Module) -> FusibleNorms:
     with_modulation = set()
     with_rotation = set()
     for name, norm in module.named_children():
-        patch = fusible_norm(norm)
+        patch = norm_asked_to_fuse(norm)
         if patch is None or not patch.joins:
             continue
         with_modulation.add(name)

@@ -45,7 +45,7 @@ from ...fused.attention import (
     waiting,
 )
 from .calls import call
-from .rotary import may_be_rotary
+from .rotary_code import may_be_rotary
 from .statements import (
     FACTS,
     Replace,

@@ -1,4 +1,5 @@
-"""Which functions compute along the last dimension alone, as their source shows.
+"""Which functions are rotary embeddings that launches may compute: those that compute
+along the last dimension alone, as their source shows, and rotate.
 
 Such a function takes each head of each token through the same steps, whatever its
 values are and however many there are: it calls nothing that moves or counts other
@@ -7,15 +8,23 @@ shows holds for any number of them.
 """
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, NoneType
 
 import torch
 
-from ...fused.rotary import RotaryProof
+from ...fused.rotary import (
+    PAIR,
+    RotaryCall,
+    RotaryCase,
+    RotaryProof,
+    find,
+    rotary_proofs,
+)
 from ..arithmetic import CAST, CUT, JOIN, words_that
 from ..source import CannotRewrite, definition_of
 
+_HEAD_DIM = 64
 # Functions of torch and methods of a tensor: those that leave each element at its place,
 # in the same dtype under autocast, and those that have to name the last dimension.
 _BY_ELEMENT = words_that(CAST) | {"mul", "neg", "unsqueeze"}
@@ -28,6 +37,29 @@ _NODES = (
 )
 # of defaults, which nothing can change
 _CONSTANTS = int, float, str, bool, NoneType, torch.dtype
+
+
+def may_be_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
+    """Whether a function that is called so rotates in bfloat16 as launches do, with
+    tables of all columns or of half of them.
+
+    Its `RotaryProof` is noted for the calls: each finds out by it whether the function
+    rotates such tensors.
+    """
+    if type(function) is not FunctionType:
+        return False
+    proof = rotary_proofs.get(function)
+    if proof is None or not proof.still_holds():
+        proof = read(function)
+        if proof is None:
+            return False
+        rotary_proofs[function] = proof
+    dtypes = torch.bfloat16, torch.bfloat16
+    for columns in (_HEAD_DIM, _HEAD_DIM // 2):
+        case = RotaryCase(called, _HEAD_DIM, columns, *dtypes, torch.device("cpu"))
+        if find(proof, function, case) is not None:
+            return True
+    return False
 
 
 class _More(Exception):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rmsnorm import count_launches, use_backend
 from hf_rmsnorm.fused.attention import rotate_together
-from hf_rmsnorm.patching.layers.rotary import may_be_rotary
+from hf_rmsnorm.patching.layers.rotary_code import may_be_rotary
 
 parametrize = pytest.mark.parametrize
 

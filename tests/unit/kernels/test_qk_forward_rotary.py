@@ -37,7 +37,7 @@ from benchmarks.counting import saved_bytes
 from hf_rmsnorm import count_launches, use_backend
 from hf_rmsnorm.fused.attention import rotate_together
 from hf_rmsnorm.fused.rotary import RotaryCall
-from hf_rmsnorm.patching.layers.rotary import may_be_rotary
+from hf_rmsnorm.patching.layers.rotary_code import may_be_rotary
 from tests.unit.kernels.test_norm_forward import (
     BF16,
     FP16,

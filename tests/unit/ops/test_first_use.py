@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_rmsnorm import patch_model, rms_norm, use_backend
 from hf_rmsnorm.kernels import norm_launch, qk_launch
 from hf_rmsnorm.ops import first_use
-from hf_rmsnorm.ops.launches import forget_launches, given_up
+from hf_rmsnorm.ops.launches import forget_launches, left_devices
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -134,7 +134,7 @@ def test_a_spoiled_result_is_not_used(which, run, fault, monkeypatch):
         results = run(model)
     said = [str(w.message) for w in caught if "hf_rmsnorm" in str(w.message)]
     assert len(said) == 1 and "hf-rmsnorm env" in said[0]
-    assert ("cpu", None) in given_up
+    assert ("cpu", None) in left_devices
     for ours, own in zip(results, expected, strict=True):
         limit = 1e-5 if own.dtype == FP32 and run is not train_under_autocast else 2e-2
         torch.testing.assert_close(ours, own, rtol=limit, atol=limit)
@@ -241,14 +241,14 @@ def test_gradients_at_the_largest_number_of_float16_are_no_alarm():
     weight = torch.ones(1024, dtype=torch.float16, requires_grad=True)
     for scale in (2e3, 2e4, 6e4):
         rms_norm(x, weight).backward((dy * scale).clamp(-65504, 65504).half())
-    assert ("cpu", None) not in given_up
+    assert ("cpu", None) not in left_devices
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_numbers_whose_squares_leave_float32_are_no_alarm(dtype):
     x = torch.full((3, 64), 3e38, dtype=dtype, requires_grad=True)
     rms_norm(x, torch.ones(64, dtype=dtype)).backward(x.detach())
-    assert ("cpu", None) not in given_up
+    assert ("cpu", None) not in left_devices
 
 
 def test_a_large_input_is_compared_by_parts(monkeypatch):

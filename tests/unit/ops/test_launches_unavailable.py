@@ -59,7 +59,7 @@ def fail(monkeypatch):
         return tried
 
     yield start
-    for state in (failure.failed, launches.given_up):
+    for state in (failure.failed, launches.left_devices):
         state.clear()
     forget_launches()
 

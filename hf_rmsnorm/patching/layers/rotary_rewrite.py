@@ -17,7 +17,7 @@ from types import FunctionType
 from ...fused.attention import rotate_together
 from ...fused.rotary import RotaryCall
 from .calls import call
-from .rotary import may_be_rotary
+from .rotary_code import may_be_rotary
 
 
 def may_rotate(cls: type) -> bool:
