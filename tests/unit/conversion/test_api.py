@@ -258,17 +258,23 @@ def test_what_cannot_be_read_is_found_before_anything_is_written(spoil, what, tm
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
-def test_a_model_trained_as_rms_norm_is_not_converted(tmp_path):
-    record = {
-        "version": 1,
-        "computes": "rms_norm",
-        "residual_weights": {},
-        "rms_norms": {},
-    }
+TRAINED = {
+    "version": 1,
+    "computes": "rms_norm",
+    "residual_weights": {},
+    "rms_norms": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [(TRAINED, "is an RMSNorm model already"), ("yes", "is no record of this package")],
+)
+def test_a_model_with_another_record_is_not_converted(record, what, tmp_path):
     model = tiny_models.build("gpt2")
     model.config.hf_rmsnorm = record
     model.save_pretrained(tmp_path / "src")
-    with pytest.raises(ConversionRefused, match="is an RMSNorm model already"):
+    with pytest.raises(ConversionRefused, match=what):
         convert_checkpoint(tmp_path / "src", tmp_path / "dst")
     assert not (tmp_path / "dst").exists()
 
