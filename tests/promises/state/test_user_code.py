@@ -2,9 +2,7 @@
 compute, or left alone and named.
 """
 
-import copy
 import json
-import pickle
 import sys
 
 import pytest
@@ -192,10 +190,6 @@ def load(folder):
     )
 
 
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_a_norm_is_swapped_and_what_is_more_is_named(
     folder, dtype, fused_calls
@@ -219,27 +213,3 @@ def test_what_is_a_norm_is_swapped_and_what_is_more_is_named(
     assert [block.running.seen.item() for block in model.blocks] == [1, 1]
     unpatch_model(model)
     assert torch.equal(model(ids).logits, expected)
-
-
-def test_saved_bytes_copies_and_pickles_of_a_model_with_code_of_its_own(
-    folder, tmp_path, fused_calls
-):
-    model = load(folder)
-    model.save_pretrained(tmp_path / "plain")
-    patch_model(model)
-    model.save_pretrained(tmp_path / "patched")
-    assert files(tmp_path / "patched") == files(tmp_path / "plain")
-    with use_backend("reference"), torch.no_grad():
-        expected = model(ids).logits
-        calls = len(fused_calls)
-        for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            fused_calls.clear()
-            assert torch.equal(again(ids).logits, expected)
-            assert len(fused_calls) == calls
-            assert unpatch_model(again) == unpatch_model(copy.deepcopy(model))
-    fresh = load(tmp_path / "patched")
-    with use_backend("reference"):
-        fused_calls.clear()
-        fresh.load_state_dict(model.state_dict())
-        assert torch.equal(fresh(ids).logits, expected)
-        assert not fused_calls

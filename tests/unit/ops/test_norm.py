@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
 from hf_rmsnorm.ops import compute_norm
-from hf_rmsnorm.reference import reference_norm
 from tests.unit.ops.test_operators import DEVICE, random
 
 BF16 = torch.bfloat16
@@ -116,17 +115,3 @@ def test_statistics_are_made_for_a_backward_alone(which):
             statistics = 2
         assert y.requires_grad == bool(statistics)
         assert made.shapes.count((3,)) == statistics
-
-
-BIASED = NormSpec(False, 1e-6, has_bias=True)
-
-
-@pytest.mark.parametrize("which", ["weight", "bias"])
-def test_a_parameter_with_gaps_is_left_to_plain_torch(which):
-    x = random(3, 64)
-    parameters = {"weight": random(64), "bias": random(64, seed=4)}
-    expected = reference_norm(x, *parameters.values(), BIASED)
-    parameters[which] = torch.stack([parameters[which]] * 2, 1)[:, 0]
-    assert torch.equal(compute_norm(x, *parameters.values(), BIASED), expected)
-    with use_backend("triton"), pytest.raises(RuntimeError, match=f"{which} has gaps"):
-        compute_norm(x, *parameters.values(), BIASED)
