@@ -101,12 +101,3 @@ def test_a_model_with_an_adapter_is_verified(kind, how):
     with use_backend("reference"):
         report = verify_equivalence(model, inputs=ids, max_new_tokens=2)
     assert report.passed and report.noise_floor.reference_max < 1
-
-
-def test_a_wrong_norm_is_noticed_beside_quantised_linears():
-    model, candidate = load("nf4"), load("nf4")
-    with torch.no_grad():
-        candidate.model.layers[1].input_layernorm.weight.mul_(1.05)
-    report = verify_equivalence(model, candidate, ids, max_new_tokens=0)
-    assert not report.passed
-    assert [norm.path for norm in report.norms] == ["model.layers.1.input_layernorm"]

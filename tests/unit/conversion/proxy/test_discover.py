@@ -133,15 +133,6 @@ def test_which_blocks_of_a_fused_projection_feed_norms():
     assert centred_keys(plan)["model.layers.0.self_attn.dense.weight"].blocks is None
 
 
-def test_the_axis_of_a_transposed_weight():
-    gpt2 = centred_keys(plan_of(config_of("gpt2")))
-    key = "transformer.h.1.mlp.c_proj.weight"
-    assert gpt2[key] == Centre(key, axis=1, block=32)
-    assert not any(part in key for key in gpt2 for part in ("c_attn", "c_fc", "ln"))
-    neox = centred_keys(plan_of(config_of("gpt_neox")))
-    assert neox["gpt_neox.layers.1.mlp.dense_4h_to_h.weight"].axis == 0
-
-
 def test_keys_are_those_of_the_checkpoint_and_not_of_the_modules():
     """Phi-MoE keeps all experts in one parameter and saves each by itself, under
     another name.
