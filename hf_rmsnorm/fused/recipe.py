@@ -119,12 +119,13 @@ class Recipe:
         dtypes = {p.dtype for p in parameters}
         if len(dtypes) > 1:
             return False
-        # of another shape, torch's own operators refuse it
-        if self.spec.functional and any(p.dim() != 1 for p in parameters):
+        if not self.spec.functional:
+            return True
+        # Another shape and some mixtures of dtypes torch's own operators refuse: leave
+        # those to torch, unless autocast resolves them.
+        if any(p.dim() != 1 for p in parameters):
             return False
-        # torch's own operators refuse some mixtures of dtypes: leave those to torch,
-        # unless autocast resolves them.
-        if not self.spec.functional or dtypes <= {x.dtype}:
+        if dtypes <= {x.dtype}:
             return True
         return autocasts_functional(self.spec, x.device.type)
 
