@@ -82,7 +82,7 @@ class NormPatch:
         self.group_size = recipe.spec.group_size
         self.launches = _launches(self, recipe.spec)
         # whether its own forward computes something else
-        self.replaces = bool(asked.instead)
+        self.replaces = asked.as_rms
         # whether that serves calls under autocast
         self.asks_autocast = recipe.asks_autocast and not self.replaces
         # whether more than a module's eps may change its formula
@@ -281,9 +281,11 @@ def _by_reference(patch: NormPatch, module: Module, args: tuple, kwargs: dict):
         launches, weight, bias = held
         spec = patch.formula_of(launches.spec, gate)
     if spec is None:
-        what = f"{type(module).__name__} runs the {patch.asked.instead}"
-        how = "on the input alone and with the eps that it had"
-        raise TypeError(f"{what}, {how}: unpatch it to call it in another way")
+        raise TypeError(
+            f"{type(module).__name__} runs the RMSNorm that its converted checkpoint "
+            "records, on the input alone and with the eps that it had: unpatch it to "
+            "call it in another way"
+        )
     y = run_reference(spec, patch.operands_of(x, weight, bias, gate))
     return patch.returned(x, y)
 
@@ -318,13 +320,6 @@ def recipe_of(module: Module) -> Recipe | None:
     if patch is None:
         return None
     return patch.recipe
-
-
-def note_path(module: Module, path: str) -> None:
-    """Note the path at which a patched module stands, for errors that name it."""
-    patch = patch_of(module)
-    if patch is not None:
-        patch.paths[module] = path
 
 
 def norm_asked_to_fuse(module: Module) -> NormPatch | None:

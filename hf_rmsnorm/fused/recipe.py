@@ -15,7 +15,6 @@ from torch.nn import Module
 
 from ..formula import NormSpec
 from ..operands import present
-from ..ops import input_needed
 from ..ops.backend import autocasts_functional
 from ..ops.limits import shapes_fit
 
@@ -179,29 +178,9 @@ class Asked:
         return proven
 
     @property
-    def instead(self) -> str:
-        """What a module computes that its own forward, which never runs then, does not;
-        "" where it computes what that does.
-        """
-        if self.as_rms:
-            return "RMSNorm that its converted checkpoint records"
-        return ""
-
-    @property
     def keeps_output(self) -> bool:
         """Whether the backward reads the norm's output."""
         return self.memory_efficient and not self.input_needed
-
-    def saving_memory(self, module: Module, recipe: Recipe) -> "Asked":
-        """The same under `memory_efficient`, for a module with the parameters that it
-        has now.
-
-        Args:
-            recipe: what it is to compute.
-        """
-        weight, bias = parameters_of(module, recipe) or (None, None)
-        reason = input_needed(weight, bias, recipe.spec)
-        return replace(self, memory_efficient=True, input_needed=reason)
 
 
 NOTHING = Asked()

@@ -156,7 +156,8 @@ def _find(rotate: FunctionType, case: RotaryCase) -> Rotary | None:
         for way in WAYS:
             with contextlib.suppress(RuntimeError):  # such tables are not read so
                 results = _results(partial(_by_formula, way), *operands)
-                if all(map(_same, results, expected)):
+                pairs = zip(results, expected, strict=True)
+                if all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs):
                     return Rotary(way, function, transposed)
     return None
 
@@ -217,7 +218,3 @@ def _results(function: Callable, q, k, cos, sin) -> list[Tensor]:
     # not ones, whose products with cos and sin are exact
     gradients = yq.detach(), yk.detach()
     return [yq, yk, *torch.autograd.grad((yq, yk), (q, k), gradients)]
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.dtype == y.dtype and torch.equal(x, y)

@@ -168,11 +168,6 @@ def find(launches: Launches, kind: Kind, operands: tuple) -> Launch | None:
     return launch
 
 
-def are_plain(operands: tuple) -> bool:
-    """Whether no operand is of a subclass of a tensor."""
-    return all(t is None or type(t) in TENSOR_TYPES for t in operands)
-
-
 def by_kernel(
     launches: Launches,
     kind: Kind,

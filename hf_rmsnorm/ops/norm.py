@@ -20,6 +20,7 @@ from ..operands import (
     any_requires_grad,
     of_modulation,
     of_norm,
+    present,
 )
 from ..reference import in_groups, reference_norm
 from .autograd import apply, forward_kind
@@ -31,7 +32,7 @@ from .backend import (
     starts_kernels,
     under_transform,
 )
-from .launches import Launches, are_plain, by_kernel, launches_of
+from .launches import TENSOR_TYPES, Launches, by_kernel, launches_of
 from .limits import shapes_fit, why_not
 from .operators import load_sharding_rules, norm_forward_op, spec_args
 from .settings import chosen
@@ -122,7 +123,8 @@ def _sees_operator(operands: tuple, insists: bool) -> bool:
         return insists or not is_exported()
     if under_transform():
         return False
-    return operators_are_seen() or not are_plain(operands)
+    types = {type(t) for t in present(*operands)}
+    return operators_are_seen() or not types.issubset(TENSOR_TYPES)
 
 
 def run_reference(spec: NormSpec, operands: tuple) -> Tensor:

@@ -10,8 +10,9 @@ from torch.nn import Module
 
 from ..converted.follow import STAYS, Recorded, conversion_of
 from ..formula import NormSpec
-from ..fused.norm import NormPatch, note_path, patch_of
-from ..fused.recipe import NOTHING, Asked, Recipe
+from ..fused.norm import NormPatch, patch_of
+from ..fused.recipe import NOTHING, Asked, Recipe, parameters_of
+from ..ops import input_needed
 from .formula.probe import neutral_modes
 from .formula.recognise import NOT_A_NORM, class_name, recognise
 from .formula.refusals import Refusal
@@ -81,12 +82,14 @@ class Options:
         asked = replace(
             before,
             fuse_residual=_chosen(self.fuse_residual, before.fuse_residual),
-            memory_efficient=False,
+            memory_efficient=_chosen(self.memory_efficient, before.memory_efficient),
             input_needed="",
         )
-        if not _chosen(self.memory_efficient, before.memory_efficient):
+        if not asked.memory_efficient:
             return asked
-        return asked.saving_memory(entry.module, asked.of(entry.proven))
+        recipe = asked.of(entry.proven)
+        weight, bias = parameters_of(entry.module, recipe) or (None, None)
+        return replace(asked, input_needed=input_needed(weight, bias, recipe.spec))
 
 
 def _chosen(named, before):
@@ -233,4 +236,6 @@ def carry_out(entry: Entry) -> None:
         what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
         cure = "let the class be subclassed; until then it runs its own forward"
         entry.leave(Refusal(what, cure))
-    note_path(entry.module, entry.paths[0])
+    patch = patch_of(entry.module)
+    if patch is not None:
+        patch.paths[entry.module] = entry.paths[0]

@@ -50,7 +50,8 @@ def forward_source(cls: type) -> tuple[ast.FunctionDef, str]:
     definition = definition_of(function.__code__)
     for decorator in definition.decorator_list:
         _check_repeatable(decorator, function.__globals__)
-    return copy.deepcopy(definition), name_of_self(function)
+    parameters = inspect.signature(function).parameters
+    return copy.deepcopy(definition), next(iter(parameters), "")
 
 
 def definition_of(code: CodeType) -> ast.FunctionDef:
@@ -186,11 +187,6 @@ def _bytecode(code: CodeType) -> tuple:
         else:
             consts.append(repr(const))
     return code.co_code, code.co_names, code.co_varnames, consts
-
-
-def name_of_self(function: Callable) -> str:
-    """The first parameter of a forward, mostly "self"; "" if it has no parameters."""
-    return next(iter(inspect.signature(function).parameters), "")
 
 
 def call(function: str, where: ast.AST, *arguments) -> ast.Call:

@@ -54,10 +54,11 @@ def discover(proxy: ProxyModel) -> CentringPlan:
     steps, reasons = _centred(proxy, norms, weights)
     lengths = {norm.hidden_size for path, norm in norms.items() if path not in reasons}
     masks = refuse_if_unreached(proxy, lengths, test)
-    records = [
-        NormRecord(path, proxy.width_of(norm), norm.spec.eps, *_becomes(path, reasons))
-        for path, norm in norms.items()
-    ]
+    records = []
+    for path, norm in norms.items():
+        why = reasons.get(path, "")
+        size = proxy.width_of(norm)
+        records.append(NormRecord(path, size, norm.spec.eps, not why, why))
     entries = {name: proxy.widened(name, how) for name, how in weights.items()}
     record = make_record(entries, rms_norms(records), proxy.shapes, norms)
     config: dict = {RECORD_KEY: record}
@@ -84,11 +85,6 @@ def _centred(
     centre(work, weights)
     reasons = _why_norms_stay(work, proxy, norms)
     return centred_blocks(work, proxy.widths), reasons
-
-
-def _becomes(path: str, reasons: dict[str, str]) -> tuple[bool, str]:
-    """Whether a norm becomes an RMSNorm, and why not."""
-    return path not in reasons, reasons.get(path, "")
 
 
 def _notes_on_ties(

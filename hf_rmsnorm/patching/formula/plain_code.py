@@ -37,7 +37,7 @@ LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
 # Answered for all types of device, or for one, by functions of torch; some files wrap
 # them under the same names.
 AUTOCAST_QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled")
-AUTOCASTS = (("torch", "autocast"), ("transformers", "maybe_autocast"))
+AUTOCASTS = (("torch", "autocast"), ("transformers", "maybe_autocast"))  # make one
 
 
 # The kinds of an expression: what its value depends on.
@@ -241,7 +241,8 @@ class _Body(ast.NodeVisitor):
         if not isinstance(context, ast.Call):
             return False
         called = self._resolve(context.func)
-        if not _is_autocast(called):
+        package, _, _ = str(getattr(called, "__module__", "")).partition(".")
+        if (package, getattr(called, "__name__", "")) not in AUTOCASTS:
             return False
         named = {keyword.arg: keyword.value for keyword in context.keywords}
         if None in named:
@@ -507,12 +508,6 @@ def _arguments(node: ast.Call) -> list[ast.expr]:
             raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
         arguments.append(keyword.value)
     return arguments
-
-
-def _is_autocast(called) -> bool:
-    """Whether this is torch's autocast, or Transformers' function that makes one."""
-    package = str(getattr(called, "__module__", None)).partition(".")[0]
-    return (package, getattr(called, "__name__", "")) in AUTOCASTS
 
 
 def _refusal(does: str, node: ast.AST) -> NotPlain:

@@ -42,7 +42,9 @@ def recognise(module: Module) -> Verdict:
     """Recognise one module, on any device, by its arithmetic; it is read, and neither
     run nor changed.
     """
-    is_named = _is_named(module)
+    # as one of torch's, or derived from it
+    is_named = isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm))
+    is_named = is_named or bool(NORM_NAME.search(class_name(module)))
     values = own_values(module)
     refusal = _refusal(module, values)
     if refusal is not None:
@@ -57,12 +59,6 @@ def recognise(module: Module) -> Verdict:
     if is_proven:
         _known[key] = verdict, code.reads
     return verdict
-
-
-def _is_named(module: Module) -> bool:
-    """Whether its class is called a norm, or is derived from one of torch's."""
-    of_torch = torch.nn.LayerNorm, torch.nn.RMSNorm
-    return isinstance(module, of_torch) or bool(NORM_NAME.search(class_name(module)))
 
 
 def class_name(module: Module) -> str:

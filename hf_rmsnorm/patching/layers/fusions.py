@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn import Module
 
-from ...fused.layer import guarded
 from ...fused.norm import norm_asked_to_fuse
 from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HEAD_DIM
@@ -59,10 +58,6 @@ class Fusion:
     def __getstate__(self) -> dict:
         # found again in the process that loads it
         return {**vars(self), "forward": None, "definition": None}
-
-    def forward_for(self, base: type, owner: list[type]) -> Callable:
-        """The forward of the subclass of a class that `owner` will hold."""
-        return guarded(self.rewrite(base), base, owner)
 
     def rewrite(self, base: type, functions: dict = FUNCTIONS) -> Callable:
         """The forward of a class with this fusion.
@@ -136,31 +131,20 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     records = []
     explained: list[str] = []  # the paths whose sums are listed
     for path, module in reversed(modules.items()):
-        outcome = _fuse(module, find)
-        reason = ""
-        if outcome.fusion is None:
-            reason = _shared_norms(module)
-            if not reason and module in repeated:
-                reason = _why_not_fused(path, module, explained, outcome.reason)
-        record = _record(path, module, outcome.fusion, reason)
-        if record is None:
+        name = type(module).__name__
+        fusion, reason = _fuse(module, find)
+        if fusion is not None:
+            records.append(FusedLayer(path, name, fusion.words))
+            if not fusion.rotates:
+                explained.append(path)
             continue
-        records.append(record)
-        if outcome.fusion is None or not outcome.fusion.rotates:
+        why = _shared_norms(module)
+        if not why and module in repeated:
+            why = _why_not_fused(path, module, explained, reason)
+        if why:
+            records.append(FusedLayer(path, name, "", why))
             explained.append(path)
     return tuple(reversed(records))
-
-
-def _record(
-    path: str, module: Module, fusion: Fusion | None, reason: str
-) -> FusedLayer | None:
-    """What the report says of a module; None where it says nothing."""
-    name = type(module).__name__
-    if fusion is not None:
-        return FusedLayer(path, name, fusion.words)
-    if reason:
-        return FusedLayer(path, name, "", reason)
-    return None
 
 
 def _why_not_fused(path: str, module: Module, explained: list[str], reason: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 
+from ...fused.layer import guarded
 from ...fused.subclass import derive, marked
 from ..source import CannotRewrite, wrapper_codes
 
@@ -12,8 +13,7 @@ def fused_layer_class(base: type, fusion) -> type:
     for a fusion.
 
     Args:
-        fusion: hashable; its ``forward_for(base, owner)`` makes the forward, as
-            `fused.layer.guarded` does.
+        fusion: hashable; its ``rewrite(base)`` makes the forward.
 
     Raises:
         CannotRewrite: the forward cannot be compiled again, or is wrapped by what its
@@ -27,7 +27,7 @@ def fused_layer_class(base: type, fusion) -> type:
 def _made(base: type, own: Callable, fusion) -> type:
     marks = {"_hf_rmsnorm_layer_base": base, "_hf_rmsnorm_fusion": fusion}
     owner: list[type] = []
-    forward = fusion.forward_for(base, owner)
+    forward = guarded(fusion.rewrite(base), base, owner)
     cls = derive(base, forward, marks, fused_layer_class, fusion)
     owner.append(cls)
     if wrapper_codes(cls.forward) != wrapper_codes(own):

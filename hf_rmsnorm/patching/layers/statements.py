@@ -95,25 +95,21 @@ def bound(*statements: ast.stmt) -> set[str]:
     return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
-def calls_nothing(call: ast.Call) -> bool:
-    return False
-
-
 def only_computes(
-    node: ast.AST, may_call: Callable[[ast.Call], bool] = calls_nothing
+    node: ast.AST, may_call: Callable[[ast.Call], bool] | None = None
 ) -> bool:
     """Whether a statement gives names to new tensors, and has no other effect.
 
     Args:
         may_call: whether a call only computes with its arguments. Methods that make a
-            new tensor may be called without asking.
+            new tensor may be called without asking; None: nothing else may.
     """
     match node:
         case ast.Call(ast.Attribute(owner, name)) if (
             name in OF_TENSORS and not _is_of_self(owner)
         ):
             parts = ast.iter_child_nodes(node)
-        case ast.Call() if may_call(node):
+        case ast.Call() if may_call is not None and may_call(node):
             parts = [*node.args, *node.keywords]
         case ast.Subscript(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
             return False
