@@ -9,6 +9,7 @@ word that is not on them is refused, and the word is the reason in the report.
 
 import ast
 import inspect
+import itertools
 import re
 from collections.abc import Iterable
 from types import FunctionType, MappingProxyType
@@ -21,9 +22,10 @@ from torch.nn import Module
 
 from ..arithmetic import EFFECTS, QUESTION, SAME_STEPS, WRITING
 from ..source import CannotRewrite, definition_of
-from .probe import is_plain, own_values
 from .refusals import NotPlain
 
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
+MODULE_STATE = set(vars(Module()))  # what every module's instance holds
 PLACES = (torch, F, torch.linalg)
 FUNCTIONS = [
     getattr(place, name)
@@ -79,6 +81,28 @@ def look_up(place, name: str):
     if isinstance(place, type):
         return inspect.getattr_static(place, name, None)
     return getattr(place, name, None)
+
+
+def own_values(module: Module) -> dict[str, object]:
+    """The module's own floating tensors, and its instance's plain values (numbers,
+    words, flags, tuples of them), by their names.
+    """
+    values = {}
+    stores = module._parameters, module._buffers, vars(module)
+    for name, value in itertools.chain(*[store.items() for store in stores]):
+        is_value = is_plain(value)
+        if isinstance(value, Tensor):
+            is_value = value.is_floating_point()
+        if is_value and name not in MODULE_STATE:
+            values[name] = value
+    return values
+
+
+def is_plain(value) -> bool:
+    """Whether a value is a number, a flag, a word, a dtype, None, or a tuple of these."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, PLAIN_TYPES)
 
 
 class Code:

@@ -4,7 +4,6 @@ nothing of the user's.
 
 import contextlib
 import inspect
-import itertools
 import warnings
 from collections.abc import Iterator
 
@@ -19,10 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ...ops.backend import autocast_enabled
+from .plain_code import own_values
 from .refusals import Unusable
 
-PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
-MODULE_STATE = set(vars(Module()))  # what every module's instance holds
 TORCH_NORMS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 AUTOCAST_DEVICES = ("cpu", "cuda")  # that norms are tried on
 OPEN_GATE = 64.0  # one number for all elements; silu and sigmoid are far from zero
@@ -170,28 +168,6 @@ def neutral_modes() -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-def own_values(module: Module) -> dict[str, object]:
-    """The module's own floating tensors, and its instance's plain values (numbers,
-    words, flags, tuples of them), by their names.
-    """
-    values = {}
-    stores = module._parameters, module._buffers, vars(module)
-    for name, value in itertools.chain(*[store.items() for store in stores]):
-        is_value = is_plain(value)
-        if isinstance(value, Tensor):
-            is_value = value.is_floating_point()
-        if is_value and name not in MODULE_STATE:
-            values[name] = value
-    return values
-
-
-def is_plain(value) -> bool:
-    """Whether a value is a number, a flag, a word, a dtype, None, or a tuple of these."""
-    if isinstance(value, tuple):
-        return all(map(is_plain, value))
-    return isinstance(value, PLAIN_TYPES)
 
 
 def true_shape(tensor: Tensor) -> torch.Size:

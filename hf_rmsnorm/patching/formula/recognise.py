@@ -14,8 +14,8 @@ from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HIDDEN_SIZE
 from ..source import CannotRewrite
 from .fit import Fit
-from .plain_code import Code, Read
-from .probe import MODULE_STATE, neutral_modes, own_values, true_shape
+from .plain_code import MODULE_STATE, Code, Read, own_values
+from .probe import neutral_modes, true_shape
 from .refusals import NotInFamily, NotPlain, Refusal, Refused
 
 # A name only makes a module worth a line in the report when it is not swapped.
