@@ -13,6 +13,10 @@ from torch import Tensor
 
 from .formula import OptionalTensor
 
+# The operands of a launch, in the order of one of the classes below; None for those that
+# are absent.
+Operands = tuple[OptionalTensor, ...]
+
 # What becomes of the scale of a modulation, in the words of the kernels.
 ONE_PLUS = "modulate_after"
 ALONE = "multiply_after"
@@ -21,7 +25,7 @@ ALONE = "multiply_after"
 class Launch(Protocol):
     """Starts kernels on operands of one layout, and allocates what they write."""
 
-    def on(self, operands: tuple) -> tuple:
+    def on(self, operands: Operands) -> tuple:
         """The results for such operands."""
 
 
@@ -147,24 +151,24 @@ class HeadOperands(NamedTuple):
     sin: Tensor
 
 
-def of_norm(x, weight, bias, gate=None) -> tuple:
+def of_norm(x, weight, bias, gate=None) -> Operands:
     """`NormOperands` of a norm alone."""
     return x, weight, bias, gate, None, None, None, None
 
 
-def of_sum(left, right, weight, bias) -> tuple:
+def of_sum(left, right, weight, bias) -> Operands:
     """`NormOperands` of the norm of ``left + right``."""
     return right, weight, bias, None, None, None, None, left
 
 
 def of_modulation(
     x, weight, bias, scale, shift=None, multiplier=None, residual=None
-) -> tuple:
+) -> Operands:
     """`NormOperands` of a norm with a modulation, and a sum before it."""
     return x, weight, bias, None, scale, shift, multiplier, residual
 
 
-def of_rotation(q, k, cos, sin) -> tuple:
+def of_rotation(q, k, cos, sin) -> Operands:
     """`HeadOperands` without norms."""
     return q, k, None, None, cos, sin
 
@@ -179,7 +183,7 @@ def row_major(*tensors: OptionalTensor) -> list[OptionalTensor]:
     return [t if t is None else t.contiguous() for t in tensors]
 
 
-def any_requires_grad(tensors: tuple) -> bool:
+def any_requires_grad(tensors: Operands) -> bool:
     for t in tensors:
         if t is None:
             continue

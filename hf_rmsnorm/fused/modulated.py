@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
-from ..operands import of_modulation, present
+from ..operands import Operands, of_modulation, present
 from ..ops.norm import modulated_norm, why_apart
 from .layer import operands_ahead
 from .watch import MODULATED_SUM, MODULATION, note, watchers
@@ -147,7 +147,7 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
     return launches.spec, operands, patched
 
 
-def _one_by_one(patch, norm: Module, operands: tuple, one_plus: bool) -> tuple:
+def _one_by_one(patch, norm: Module, operands: Operands, one_plus: bool) -> tuple:
     """What a launch replaces."""
     x, weight, bias, gate, scale, shift, multiplier, residual = operands
     total = None

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from ..formula import NormSpec
-from ..operands import of_norm
+from ..formula import NormSpec, OptionalTensor
+from ..operands import Operands, of_norm
 from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run, run_by_operator_or_formula, run_reference
@@ -23,6 +23,9 @@ from ..reference import in_groups
 from .recipe import NOTHING, Asked, Recipe, changed, parameters_of
 from .subclass import derive, marked
 from .watch import NORM, note, watchers
+
+# What a module computes with as it stands: its launches, weight and bias.
+Held = tuple[Launches, OptionalTensor, OptionalTensor]
 
 
 def fused_class(base: type, proven: Recipe, asked: Asked = NOTHING) -> type:
@@ -101,7 +104,7 @@ class NormPatch:
             return self.launches
         return _launches_of_another_formula(self, spec)
 
-    def operands_of(self, x: Tensor, weight, bias, gate=None) -> tuple:
+    def operands_of(self, x: Tensor, weight, bias, gate=None) -> Operands:
         """`NormOperands`, in rows that are normalised one by one."""
         if self.group_size is not None:
             x, weight, bias, gate = in_groups(self.group_size, x, weight, bias, gate)
@@ -131,7 +134,7 @@ class NormPatch:
             and getattr(self.forward, "__code__", None) is self.code
         )
 
-    def held_by(self, module: Module) -> tuple | None:
+    def held_by(self, module: Module) -> Held | None:
         """(launches, weight, bias) of a module as it stands.
 
         None if it is no longer patched, if a parameter is missing, if its eps is
@@ -245,7 +248,7 @@ def read(patch: NormPatch, module: Module, args: tuple, kwargs: dict) -> tuple |
     return launches, of_norm(x, weight, bias)
 
 
-def call_of(patch: NormPatch, held: tuple, x: Tensor, gate) -> tuple | None:
+def call_of(patch: NormPatch, held: Held, x: Tensor, gate) -> tuple | None:
     """`read` of an input and a gate, for a module that holds this."""
     launches, weight, bias = held
     spec = patch.formula_of(launches.spec, gate)

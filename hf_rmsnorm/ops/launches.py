@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable, failed, unavailable
-from ..operands import ONE_PLUS, Kind, Launch
+from ..operands import ONE_PLUS, Kind, Launch, Operands
 from . import first_use
 from .first_use import FirstUse, layout_of
 from .settings import insists
@@ -92,7 +92,7 @@ class Launches:
         _all.add(self)
 
     def keep(
-        self, key: tuple, kind: Kind, operands: tuple, aligned: bool
+        self, key: tuple, kind: Kind, operands: Operands, aligned: bool
     ) -> Launch | None:
         """The launch of a kind for such operands, which is kept from now on. At `MOST`
         launches the dictionary is emptied first.
@@ -126,7 +126,7 @@ def forget_launches() -> None:
         launches.tries.clear()
 
 
-def find(launches: Launches, kind: Kind, operands: tuple) -> Launch | None:
+def find(launches: Launches, kind: Kind, operands: Operands) -> Launch | None:
     """The launch for such operands: one that is kept, or else one that is made.
 
     None where no kernel serves them. So too if a tensor is of a subclass, or has no
@@ -171,7 +171,7 @@ def find(launches: Launches, kind: Kind, operands: tuple) -> Launch | None:
 def by_kernel(
     launches: Launches,
     kind: Kind,
-    operands: tuple,
+    operands: Operands,
     apply: Callable | None = None,
     replaced: tuple | None = None,
 ) -> tuple | None:

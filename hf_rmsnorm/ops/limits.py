@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from ..formula import HALVES, NormSpec, Rotation, promoted
 from ..kernels.serves import unserved
 from ..kernels.sizes import MAX_HEAD_DIM, MAX_HIDDEN_SIZE
-from ..operands import NormOperands, present
+from ..operands import NormOperands, Operands, present
 from .backend import device_refusal
 from .launches import TENSOR_TYPES
 
@@ -35,7 +35,7 @@ MOST_BIAS = 4.0
 MOST_COLUMNS_WITH_BIAS = 8_192
 
 
-def why_not(spec: NormSpec, operands: tuple) -> str:
+def why_not(spec: NormSpec, operands: Operands) -> str:
     """Why the kernels do not compute a norm of these `NormOperands`; "" where they do."""
     operands = NormOperands(*operands)
     x = operands.x
@@ -151,7 +151,9 @@ def shapes_fit(x, weight, bias, gate) -> bool:
     return are_rows or all(p.shape == x.shape[-2:] for p in parameters)
 
 
-def serves_qk(spec: NormSpec | None, operands: tuple, way: Rotation = HALVES) -> bool:
+def serves_qk(
+    spec: NormSpec | None, operands: Operands, way: Rotation = HALVES
+) -> bool:
     """Whether one launch rotates the q and k of these `HeadOperands`, once it has
     computed their norms if there are any.
     """

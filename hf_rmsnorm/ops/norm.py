@@ -17,6 +17,7 @@ from ..formula import NormSpec, Rounding
 from ..operands import (
     ALONE,
     ONE_PLUS,
+    Operands,
     any_requires_grad,
     of_modulation,
     of_norm,
@@ -41,7 +42,7 @@ _TRAINING = forward_kind(stats=True)
 _INFERENCE = forward_kind(stats=False)
 
 
-def run(launches: Launches, operands: tuple, replaced: tuple | None = None):
+def run(launches: Launches, operands: Operands, replaced: tuple | None = None):
     """The norm of x, or (h, the norm of h) of ``h = residual + multiplier * x``, by a
     kernel that is started directly.
 
@@ -79,7 +80,7 @@ def run(launches: Launches, operands: tuple, replaced: tuple | None = None):
 
 
 def run_by_operator_or_formula(
-    spec: NormSpec, operands: tuple, suits: Callable | None = None
+    spec: NormSpec, operands: Operands, suits: Callable | None = None
 ) -> Tensor | None:
     """The norm of x where `run` started no kernel: by the plain formula, if that is
     chosen; by the registered operator, for compilers and subclasses of tensors.
@@ -117,7 +118,7 @@ def run_by_operator_or_formula(
     return norm_forward_op(x, weight, bias, gate, *spec_args(spec), stats)[0]
 
 
-def _sees_operator(operands: tuple, insists: bool) -> bool:
+def _sees_operator(operands: Operands, insists: bool) -> bool:
     """Whether a compiler, or a subclass of a tensor, is to see a norm as one operator."""
     if is_compiling():
         return insists or not is_exported()
@@ -127,7 +128,7 @@ def _sees_operator(operands: tuple, insists: bool) -> bool:
     return operators_are_seen() or not types.issubset(TENSOR_TYPES)
 
 
-def run_reference(spec: NormSpec, operands: tuple) -> Tensor:
+def run_reference(spec: NormSpec, operands: Operands) -> Tensor:
     """The norm of x by the formula in plain torch, under the autocast that is on."""
     x, weight, bias, gate, *_ = operands
     if spec.functional:
@@ -135,7 +136,7 @@ def run_reference(spec: NormSpec, operands: tuple) -> Tensor:
     return reference_norm(x, weight, bias, spec, gate)
 
 
-def _autocast(spec: NormSpec, operands: tuple) -> tuple | None:
+def _autocast(spec: NormSpec, operands: Operands) -> tuple | None:
     """The operands as a functional norm gets them under autocast; None if the norm and
     the sum have two dtypes.
     """
@@ -182,7 +183,7 @@ def compute_norm(
     return y
 
 
-def _without_launch(spec: NormSpec, operands: tuple) -> Tensor:
+def _without_launch(spec: NormSpec, operands: Operands) -> Tensor:
     y = run_by_operator_or_formula(spec, operands)
     if y is None:
         y = run_reference(spec, operands)
@@ -191,7 +192,7 @@ def _without_launch(spec: NormSpec, operands: tuple) -> Tensor:
 
 def modulated_norm(
     spec: NormSpec,
-    operands: tuple,
+    operands: Operands,
     one_plus: bool = True,
     replaced: tuple | None = None,
 ):
@@ -221,7 +222,7 @@ def modulated_norm(
     return None, made
 
 
-def why_apart(spec: NormSpec, operands: tuple) -> str:
+def why_apart(spec: NormSpec, operands: Operands) -> str:
     """Why `modulated_norm` leaves such operands to the plain operators; "" where the
     reason is another.
     """
@@ -234,7 +235,7 @@ def why_apart(spec: NormSpec, operands: tuple) -> str:
     return why_not(spec, operands)
 
 
-def _broadcast(operands: tuple) -> tuple | None:
+def _broadcast(operands: Operands) -> tuple | None:
     """The operands with a modulation of x's shape, which a kernel reads at the same
     addresses; small ones are copied for that. None where they do not broadcast.
     """
