@@ -1,5 +1,6 @@
 """The tables of the documentation, each made from a committed result and placed between
-two comments of a page.
+two comments of a page; and the pages on the Python interface and on changes, made from
+the source and CHANGELOG.md.
 
     python -m scripts.tables            # says which tables differ from the results
     python -m scripts.tables --write    # writes them into the pages
@@ -223,6 +224,19 @@ def conversions() -> list[str]:
     return rows(head, [(words, counts[kind]) for words, kind in kinds.items()])
 
 
+def interface() -> list[str]:
+    """Signatures and docstrings of what users import."""
+    from scripts.interface import page  # which loads torch
+
+    return page()
+
+
+def changes() -> list[str]:
+    """CHANGELOG.md below its title, for a page among the others."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    return text.splitlines()[2:]
+
+
 def minilm() -> list[str]:
     measured = result("minilm.json")
     cells = []
@@ -238,7 +252,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "memory": memory, "kernels": kernels, "host": host, "cpu": cpu,
     "versions": versions, "trainers": trainers, "models": models, "coverage": coverage, "rotations": rotations,
     "conversions": conversions, "diffusers": diffusers, "minilm": minilm,
-    "regimes": regimes,
+    "regimes": regimes, "interface": interface, "changes": changes,
     **layer_table.TABLES,
 }  # fmt: skip
 

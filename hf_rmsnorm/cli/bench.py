@@ -1,8 +1,9 @@
-"""Time generation and training of MODEL on this machine, original and patched, and
-compare the results.
+"""Time generation and training of MODEL on a GPU, original and patched, and compare the
+results.
 
-Each figure is the median of runs that take turns. A training step is a forward and a
-backward.
+Each figure is the median of runs that take turns, with the range of the speed-ups. A
+training step is a forward and a backward. On a CPU both sides run the same code, so
+nothing is measured there, unless --device cpu asks for it.
 """
 
 import statistics
@@ -57,9 +58,11 @@ def run(args) -> Result:
             f"{source.name} takes {model.main_input_name} and not a text: time "
             "patch_model from Python"
         )
+    where = runs_on(device)
+    if device.type == "cpu" and args.device is None:
+        return _nothing_to_measure(source.name, where)
     length = min(args.length, max_positions(model.config))
     ids = models.tokens(model, source, length)
-    where = runs_on(device)
     data = {
         "model": source.name,
         "device": str(device),
@@ -80,6 +83,16 @@ def run(args) -> Result:
     return Result(data, _text(data))
 
 
+def _nothing_to_measure(name: str, where: dict) -> Result:
+    data = {"model": name, "device": "cpu", "backend": where["backend"]}
+    data["backend_reason"] = where["reason"]
+    text = (
+        f"{name}: nothing to measure: there is no GPU here, and on a CPU a patched model "
+        "runs the code of the original. To time it all the same: --device cpu"
+    )
+    return Result(data, fitted(text))
+
+
 def greedy(model, ids, count: int) -> list[int]:
     """The next `count` likeliest tokens after ids (1, n), whatever the
     generation_config asks for.
@@ -97,12 +110,13 @@ def _generate(model, ids, new_tokens: int) -> dict:
 
     prompt = ids[:, : prompt_length(model.config, PROMPT, new_tokens)]
     count = min(new_tokens, max_positions(model.config) - prompt.shape[1])
-    tokens, seconds = _in_turn(
+    tokens, seconds, speed_ups = _in_turn(
         model, "generating", lambda: greedy(model, prompt, count)
     )
     return {
         "new_tokens": count,
         "tokens_per_second": [count / median for median in seconds],
+        "generation_speed_ups": speed_ups,
         "token_ids": tokens,
     }
 
@@ -122,17 +136,18 @@ def _train(model, batch) -> dict:
         return loss.item()
 
     model.train()
-    losses, seconds = _in_turn(model, "training", step)
+    losses, seconds, speed_ups = _in_turn(model, "training", step)
     return {
         "batch": list(batch.shape),
         "losses": losses,
         "step_ms": [1e3 * median for median in seconds],
+        "training_speed_ups": speed_ups,
     }
 
 
-def _in_turn(model, what: str, call) -> tuple[list, list[float]]:
+def _in_turn(model, what: str, call) -> tuple[list, list[float], list[float]]:
     """(the results, the median seconds) of `call`, each of the original and the patched
-    model.
+    model; and the speed-up of each round.
     """
     import torch
 
@@ -149,20 +164,29 @@ def _in_turn(model, what: str, call) -> tuple[list, list[float]]:
             seconds.append(time.perf_counter() - start)
             bar.update()
     # the first run of each compiles kernels and fills caches
-    return results[-2:], [statistics.median(seconds[first::2]) for first in (2, 3)]
+    original, patched = seconds[2::2], seconds[3::2]
+    medians = [statistics.median(original), statistics.median(patched)]
+    rounds = zip(original, patched, strict=True)
+    return results[-2:], medians, [before / after for before, after in rounds]
+
+
+def _speed_up(original: float, patched: float, rounds: list[float]) -> str:
+    """Of the medians, and the range of the rounds."""
+    return f"{original / patched:.2f} ({min(rounds):.2f} to {max(rounds):.2f})"
 
 
 def _text(data: dict) -> str:
     row = "{:<42} {:>9.5g} {:>9.5g}".format
     lines = [
         "{model}: {swapped} norms swapped, {dtype} on {device}".format(**data),
-        f"{'':<42} {'original':>9} {'patched':>9}  speed-up",
+        f"{'':<42} {'original':>9} {'patched':>9}  speed-up (rounds)",
     ]
     compared = []
     if "token_ids" in data:
         original, patched = data["tokens_per_second"]
         what = "tokens per second ({new_tokens} new, batch 1)".format(**data)
-        lines.append(f"{row(what, original, patched)}  {patched / original:.2f}")
+        speed_up = _speed_up(1 / original, 1 / patched, data["generation_speed_ups"])
+        lines.append(f"{row(what, original, patched)}  {speed_up}")
         tokens, others = data["token_ids"]
         same = tokens == others
         compared = [
@@ -171,7 +195,8 @@ def _text(data: dict) -> str:
     if "losses" in data:
         original, patched = data["step_ms"]
         what = "ms per training step ({} x {} tokens)".format(*data["batch"])
-        lines.append(f"{row(what, original, patched)}  {original / patched:.2f}")
+        speed_up = _speed_up(original, patched, data["training_speed_ups"])
+        lines.append(f"{row(what, original, patched)}  {speed_up}")
         lines.append(row("loss", *data["losses"]))
     ran = f"The norms ran in {data['backend_reason']}"
     if data["backend"] != "triton":

@@ -85,11 +85,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def add_count(
     parser: argparse.ArgumentParser,
     option: str,
-    default: int,
+    default: int | None,
     what: str,
     least: int = 1,
 ) -> None:
-    """Add an option that takes a whole number from `least` on."""
+    """Add an option that takes a whole number from `least` on. None: `what` says what
+    the default is.
+    """
+    if default is not None:
+        what += f" (default {default})"
 
     def count(text: str) -> int:
         value = int(text)
@@ -102,7 +106,7 @@ def add_count(
         type=count,
         default=default,
         metavar="N",
-        help=f"{what} (default {default})",
+        help=what,
     )
 
 

@@ -114,7 +114,7 @@ def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
         ConversionRefused: it cannot be converted so; the message says why.
         ConversionError: this is no whole checkpoint folder.
     """
-    how = ConversionOptions(**options)
+    how = ConversionOptions.of(options)
     # the plan of a hub's model needs no weights
     folder = downloaded(source_of(src), how.allow_pickle, weights=how.is_native)
     source = open_checkpoint(
@@ -184,7 +184,7 @@ def convert_checkpoint(
             do. DST does not exist then.
         VerificationFailed: the result does not pass; it stays unpublished.
     """
-    how = ConversionOptions(**options)
+    how = ConversionOptions.of(options)
     _check_plan(planned, how)
     where = source_of(src)
     home = destination(where, dst)  # refused before anything is downloaded or planned

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
+from ..paths import did_you_mean
 from .errors import ConversionRefused
 
 TARGETS = ("same", "native")
@@ -66,6 +67,16 @@ class ConversionOptions:
                 f"max_shard_size={self.max_shard_size!r}: pass a number of bytes, or a "
                 "size such as '500MB' or '2GB'"
             )
+
+    @classmethod
+    def of(cls, options: dict) -> "ConversionOptions":
+        """The options of a call by name; an unknown name is a TypeError."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = did_you_mean(name, known)
+                raise TypeError(f"a conversion has no option {name!r}{near}")
+        return cls(**options)
 
     @property
     def is_native(self) -> bool:

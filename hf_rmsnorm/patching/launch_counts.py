@@ -16,6 +16,7 @@ from ..fused.norm import call_of, patch_of, recipe_of
 from ..kernels.counting import counting_into
 from ..operands import present
 from ..ops import chosen_backend
+from ..ops.backend import device_refusal
 from ..ops.first_use import compared, summary
 from ..ops.limits import why_not
 from ..paths import fitted
@@ -72,8 +73,10 @@ class LaunchCount(Counter):
         uncalled = []
         for part, path in self._parts.items():
             if part not in self._called:
-                what = watch.ROTARY if recipe_of(part) is None else watch.NORM
-                uncalled.append(Piece(path, what, reason=NOT_CALLED))
+                what, reason = watch.NORM, NOT_CALLED
+                if recipe_of(part) is None:
+                    what, reason = watch.ROTARY, _cpu_refusal(part) or NOT_CALLED
+                uncalled.append(Piece(path, what, reason=reason))
         return (*self._noted.values(), *uncalled)
 
     def note(self, what: str, norms: tuple, x, fused: bool, reason: str) -> None:
@@ -171,6 +174,13 @@ def _parts_of(model: Module) -> dict[Module, str]:
         what = f"no norm of this {type(model).__name__} is patched"
         raise ValueError(f"{what}: call patch_model(model) first")
     return parts
+
+
+def _cpu_refusal(part: Module) -> str:
+    """Why no kernel serves a module on a CPU, where its own forward runs; or ""."""
+    if all(parameter.is_cpu for parameter in part.parameters()):
+        return device_refusal("cpu") or ""
+    return ""
 
 
 def _why_not_launched(what: str, norms: list[Module], x) -> str:

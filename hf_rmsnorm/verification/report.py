@@ -165,16 +165,17 @@ class _Part:
         mark = "FAIL" if self.failed else check.mark
         if not self.what:
             return [(mark, self.name, check.text)]
-        good = differing = 0
+        good = differing = compared = 0
         bad = []
         for check in self.checks:
             good += check.mark == "PASS"
             differing += check.differing
+            compared += check.compared
             if not check.passed:
                 bad.append(check)
         text = f"{good} of {len(self.checks)} {self.what}"
         if differing:
-            text += f"; {differing} values differ"
+            text += f"; {differing} of {compared} values differ"
         rows = [(mark, self.name, text)]
         for check in self.checks if verbose else bad[:_SHOWN]:
             rows.append((check.mark, f"    {check.path}:", check.text))

@@ -4,7 +4,6 @@ exist, and the pages build.
 
 import ast
 import os
-import pkgutil
 import re
 import runpy
 import shlex
@@ -15,13 +14,16 @@ from functools import cache
 import pages
 import pytest
 from places import ROOT
+from transformers import AutoModelForCausalLM
 
 import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
 from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
 from hf_rmsnorm.cli.run import split
-from hf_rmsnorm.ops import backend
+from hf_rmsnorm.demo import demo_path
+from hf_rmsnorm.ops import backend, launches
 from hf_rmsnorm.patching import report
+from scripts import interface
 from scripts.coverage.__main__ import parser as coverage_parser
 from scripts.real_configs import build_parser as configs_parser
 from scripts.trainers import ROWS, TRAINERS
@@ -82,6 +84,55 @@ def test_a_snippet_runs_as_it_stands_and_prints_what_is_shown(
         shown = shown.replace(re.escape("..."), ".*")
         printed = capsys.readouterr().out
         assert re.fullmatch(shown, printed), printed
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """What is said of a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "device_refusal", lambda kind, index=None: None)
+        patch.setattr(backend, "interprets", lambda: False)
+        said = backend.runs_on("cuda:0")
+    monkeypatch.setattr(report, "runs_on", lambda device: said)
+    return said
+
+
+def shown_behind(page, words):
+    """The block of text behind a sentence."""
+    _, _, behind = pages.PAGES[page].partition(f"{words}\n\n```text\n")
+    assert behind, words
+    return behind.partition("```")[0]
+
+
+def test_the_end_of_a_report_on_a_gpu_is_as_shown(on_a_gpu):
+    model = AutoModelForCausalLM.from_pretrained(demo_path("qwen3"))
+    printed = f"{hf_rmsnorm.patch_model(model)}\n"
+    assert printed.endswith(shown_behind("docs/start.md", "the report ends so:"))
+    line = f"runs on {on_a_gpu['device']}: {on_a_gpu['reason']}"
+    for page in ("docs/training.md", "docs/programs.md"):
+        assert f"11 norms swapped, 0 skipped; {line}" in pages.PAGES[page]
+
+
+def test_launches_on_a_gpu_are_as_shown(capsys, tmp_path):
+    """Triton's interpreter launches the same: only the device has another name."""
+    (block,) = [b for b in pages.blocks("python") if "print(launches)" in b.code]
+    file = tmp_path / "snippet.py"
+    file.write_text(block.code, encoding="utf-8")
+    launches.forget_launches()  # so that each is compared at its first use
+    runpy.run_path(str(file))
+    printed = capsys.readouterr().out.replace("on cpu at", "on cuda:0 at")
+    assert printed == shown_behind("docs/start.md", "On a GPU:")
+
+
+def test_ci_runs_the_commands_of_the_readme_in_its_order():
+    """All but those for programs of others, models of your own, and the installation."""
+    told = pages.PAGES["README.md"]
+    ran = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[5:]
+    places = []
+    for line in ran:
+        line = line.removeprefix(".venv/bin/").removesuffix(' --all "$@"')
+        places.append(told.index(line))
+    assert len(places) == 6 and places == sorted(places)
 
 
 def benchmarks_parser():
@@ -237,8 +288,7 @@ def test_links_lead_somewhere(page):
     for target in pages.links(page):
         path, _, anchor = local(page, target).partition("#")
         assert (ROOT / path).exists(), target
-        of_the_interface = anchor.startswith("hf_rmsnorm.")
-        if anchor and path in pages.PAGES and not of_the_interface:
+        if anchor and path in pages.PAGES:
             assert anchor in pages.anchors(path), target
 
 
@@ -315,11 +365,10 @@ def test_each_change_begins_in_one_place():
 
 
 def test_the_interface_page_documents_every_public_name():
-    documented = re.findall(r"^::: (\S+)$", pages.PAGES["docs/api.md"], re.MULTILINE)
-    objects = [pkgutil.resolve_name(path) for path in documented]
+    documented = interface.objects()
     for name in set(hf_rmsnorm.__all__) - {"__version__", "settings"}:
-        assert getattr(hf_rmsnorm, name) in objects, name
-    assert type(hf_rmsnorm.settings) in objects
+        assert getattr(hf_rmsnorm, name) in documented, name
+    assert type(hf_rmsnorm.settings) in documented
 
 
 def test_every_page_is_in_the_menu():
@@ -332,7 +381,7 @@ def test_every_page_is_in_the_menu():
 
 @pytest.mark.full
 def test_the_pages_build_without_a_warning(tmp_path):
-    pytest.importorskip("mkdocstrings", reason="the extra 'docs'")
+    pytest.importorskip("mkdocs", reason="the extra 'docs'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     folder = tmp_path / "site"
     command += ["--site-dir", str(folder)]
@@ -349,7 +398,6 @@ def test_the_pages_build_without_a_warning(tmp_path):
     for path in folder.rglob("*.html"):
         texts.append(path.read_text(encoding="utf-8"))
     site = "".join(texts)
-    assert "--8<--" not in site
-    assert 'id="hf_rmsnorm.patching.api.patch_model"' in site
+    assert 'id="patch_model"' in site
     # the pages load nothing from elsewhere
     assert not re.findall(r'(?:src|<link[^>]* href)="https?://', site)

@@ -1,6 +1,7 @@
 """`hf-rmsnorm bench MODEL`: both sides are timed in turn, and the results compared."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -65,6 +66,7 @@ def test_where_no_kernel_runs_it_says_that_the_times_are_of_the_same_code(
     assert out.startswith(f"{folder}: 3 norms swapped, bfloat16 on cpu\n")
     assert "tokens per second (3 new" in out and "the same tokens" in out
     assert "ms per training step (1 x 8 tokens)" in out
+    assert len(re.findall(r" \d\.\d\d \(\d\.\d\d to \d\.\d\d\)$", out, re.M)) == 2
     text = " ".join(out.split())
     assert "plain PyTorch (there is no kernel here); both times are of the same" in text
 
@@ -80,6 +82,13 @@ def test_it_generates_greedily_whatever_the_checkpoint_asks_for(
     data, demo = (run_json(capsys, model, *argv) for model in (tmp_path, "demo:gpt2"))
     assert data["token_ids"] == demo["token_ids"]
     assert [len(side) for side in data["token_ids"]] == [4, 4]
+
+
+def test_without_a_gpu_there_is_nothing_to_measure_unless_asked(capsys, folder):
+    assert main(["bench", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.startswith(f"{folder}: nothing to measure")
+    assert "--device cpu" in out and "speed-up" not in out
 
 
 def test_no_train_leaves_the_step_out(capsys, folder, no_kernel_here):

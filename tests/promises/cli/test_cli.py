@@ -234,7 +234,7 @@ def test_verify_says_pass_in_fp32_and_bf16_with_the_kernels(tmp_path):
         "PYTHONPATH": str(ROOT)
     }
     command = [sys.executable, "-m", "hf_rmsnorm", "verify", "demo:llama", "--json"]
-    command += ["--max-tokens", "16", "--max-new-tokens", "4"]
+    command += ["--dtype", "all"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True
     )
@@ -247,6 +247,7 @@ def test_verify_says_pass_in_fp32_and_bf16_with_the_kernels(tmp_path):
     assert all(
         run["passed"] and run["noise_floor"]["rows"] == 16 for run in data["runs"]
     )
+    assert all(run["greedy"]["compared"] == 4 for run in data["runs"])
     assert data["backend"] == "triton" and all(
         sum(run["launches"].values()) > 0 for run in data["runs"]
     )
@@ -345,7 +346,8 @@ def test_verify_keeps_to_a_short_context(capsys, tmp_path):
         "gpt2", vocab_size=len(tokenizer), n_positions=32
     ).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    (done,) = run_json(capsys, "verify", tmp_path)["runs"]
+    argv = ("--max-tokens", 20, "--max-new-tokens", 20)
+    (done,) = run_json(capsys, "verify", tmp_path, *argv)["runs"]
     assert (
         done["passed"]
         and done["greedy"]["compared"] == 16

@@ -46,7 +46,7 @@ def test_elsewhere_short_work_says_nothing_and_long_work_a_line(monkeypatch):
     assert "generating:  50%" in bar_on(io.StringIO(), monkeypatch)
 
 
-SHORT = ("bench", "demo:llama", "--new-tokens", 1, "--length", 2)
+SHORT = ("bench", "demo:llama", "--device", "cpu", "--new-tokens", 1, "--length", 2)
 
 
 def test_bench_draws_its_times_and_prints_as_without(capsys, tmp_path):

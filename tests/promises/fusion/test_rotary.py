@@ -13,6 +13,7 @@ from transformers import StaticCache
 from transformers.models.llama import modeling_llama
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
+from hf_rmsnorm.ops.launches import given_up
 from hf_rmsnorm.patching.swap import unfuse
 
 ROTARY = "rotary embedding"
@@ -195,7 +196,7 @@ def test_what_no_launch_serves_runs_the_models_own_function(child, hook, reason)
         assert torch.equal(*results)
 
 
-def test_it_is_counted_and_undone():
+def test_it_is_counted_and_undone(monkeypatch):
     model = tiny_models.build("llama")
     before = tiny_models.types(model)
     report = patch_model(model)
@@ -211,6 +212,9 @@ def test_it_is_counted_and_undone():
         pass
     reasons = [p.reason for p in launches.pieces if p.what == ROTARY]
     assert len(reasons) == 2 and "not called from Python" in reasons[0]
+    monkeypatch.setitem(given_up, ("cpu", None), "there is no kernel here")
+    _, pieces = pieces_of(model)
+    assert {p.reason for p in pieces if p.what == ROTARY} == {"there is no kernel here"}
     unpatch_model(model)
     assert tiny_models.types(model) == before
     assert patch_model(model, fuse_residual=False).layers == ()

@@ -364,6 +364,13 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_planned(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("call", [convert_checkpoint, plan_conversion])
+def test_an_unknown_option_is_named_with_the_one_that_is_like_it(tmp_path, call):
+    where = [GPT2, tmp_path / "out"][: 2 if call is convert_checkpoint else 1]
+    with pytest.raises(TypeError, match="no option 'targt'; did you mean target"):
+        call(*where, targt="native")
+
+
 def test_a_plan_goes_with_no_other_way_to_convert(tmp_path):
     planned = plan_conversion(GPT2)
     with pytest.raises(ConversionRefused, match="planned says how"):
