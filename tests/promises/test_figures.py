@@ -42,6 +42,25 @@ def saved(value):
     return file.getvalue()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("column, dtype", [(0, torch.bfloat16), (1, torch.float16)])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, torch.nn.LayerNorm])
+def test_ties_in_rounding_are_as_rare_as_the_page_says(kind, column, dtype):
+    """Of fewer elements than were counted for the page, so within a factor of 4."""
+    module = kind(768)
+    torch.nn.init.normal_(module.weight)
+    module = module.to(dtype)
+    x = torch.randn(512, 768).to(dtype)
+    with torch.no_grad(), hf_rmsnorm.use_backend("triton"):
+        expected = module(x)
+        hf_rmsnorm.patch_model(module)
+        differing = (module(x) != expected).sum().item()
+    name = "LayerNorm" if kind is torch.nn.LayerNorm else "RMSNorm"
+    cell = pages.row("docs/correctness.md", name)[column]
+    least = int(re.search(r"1 in ([\d,]+) to", cell)[1].replace(",", ""))
+    assert differing <= max(4, 4 * x.numel() / least)
+
+
 def test_what_pickle_holds_is_what_it_says():
     model = torch.nn.Sequential(LlamaRMSNorm(8))
     assert b"hf_rmsnorm" not in saved(model)
