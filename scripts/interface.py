@@ -80,7 +80,7 @@ def outline(documented) -> list[str]:
     if isinstance(node, ast.ClassDef):
         for part in node.body:
             if isinstance(part, ast.AnnAssign):
-                shown += lines[part.lineno - 1 : part.end_lineno]
+                shown += _with_space_above(part, lines)
             elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
                 shown += ["", *_to_docstring(part, lines)]
     return shown
@@ -95,3 +95,11 @@ def _to_docstring(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> lis
     if ast.get_docstring(node) is None:
         end = node.body[0].lineno - 1
     return lines[first - 1 : end]
+
+
+def _with_space_above(node: ast.AnnAssign, lines: list[str]) -> list[str]:
+    """The lines of a field, with the empty line above it if there is one."""
+    first = node.lineno - 1
+    if not lines[first - 1].strip():
+        first -= 1
+    return lines[first : node.end_lineno]
