@@ -7,7 +7,7 @@ functions here make them, and the classes name what is in them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,10 @@ from .formula import OptionalTensor
 # The operands of a launch, in the order of one of the classes below; None for those that
 # are absent.
 Operands = tuple[OptionalTensor, ...]
+# Which of their gradients are wanted.
+Needed = tuple[bool, ...]
+# The code that a launch replaces: a function, and what it is called with.
+Replaced = tuple[Any, ...]
 
 # What becomes of the scale of a modulation, in the words of the kernels.
 ONE_PLUS = "modulate_after"

@@ -9,6 +9,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Any
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -176,14 +177,14 @@ class NormPatch:
             return y.contiguous()
         return y
 
-    def run_original(self, module: Module, args: tuple, kwargs: dict):
+    def run_original(self, module: Module, args: tuple[Any, ...], kwargs: dict):
         """`compute_original`, which `count_launches` hears of."""
         if watchers:
             inputs = [*args, *kwargs.values(), None]
             note(NORM, (module,), inputs[0], False)
         return self.compute_original(module, args, kwargs)
 
-    def compute_original(self, module: Module, args: tuple, kwargs: dict):
+    def compute_original(self, module: Module, args: tuple[Any, ...], kwargs: dict):
         """The result of the module's own forward. Where that computes something else,
         it is the formula in plain torch.
 
@@ -223,7 +224,9 @@ def _forward_of(patch: NormPatch):
     return forward
 
 
-def read(patch: NormPatch, module: Module, args: tuple, kwargs: dict) -> tuple | None:
+def read(
+    patch: NormPatch, module: Module, args: tuple[Any, ...], kwargs: dict
+) -> tuple | None:
     """The arguments of `run` for a call, (launches, operands); None if `compute_original`
     has to serve it.
 
@@ -276,7 +279,9 @@ def _launches(patch: NormPatch, spec: NormSpec) -> Launches:
 _launches_of_another_formula = lru_cache(1_024)(_launches)
 
 
-def _by_reference(patch: NormPatch, module: Module, args: tuple, kwargs: dict):
+def _by_reference(
+    patch: NormPatch, module: Module, args: tuple[Any, ...], kwargs: dict
+):
     x, gate = _inputs(patch, args, kwargs)
     held = patch.held_by(module)
     spec = None
@@ -293,7 +298,7 @@ def _by_reference(patch: NormPatch, module: Module, args: tuple, kwargs: dict):
     return patch.returned(x, y)
 
 
-def _inputs(patch: NormPatch, args: tuple, kwargs: dict) -> tuple:
+def _inputs(patch: NormPatch, args: tuple[Any, ...], kwargs: dict) -> tuple:
     """(input, gate) of a call, or (None, None) if it holds anything else."""
     by_name = dict(zip(patch.names, args, strict=False))
     by_name.update(kwargs)

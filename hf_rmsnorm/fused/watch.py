@@ -5,6 +5,7 @@ computes. While nobody watches it does nothing.
 from collections.abc import Callable
 
 from torch.compiler import is_compiling
+from torch.nn import Module
 
 NORM = "norm"
 SUM = "residual add + norm"
@@ -17,7 +18,9 @@ MODULATED_SUM = "residual add + norm + scale and shift"
 watchers: list[Callable] = []
 
 
-def note(piece: str, norms: tuple, x, fused: bool, reason: str = "") -> None:
+def note(
+    piece: str, norms: tuple[Module, ...], x, fused: bool, reason: str = ""
+) -> None:
     """Tell each watcher that a piece is computed, fused or not.
 
     Args:

@@ -22,7 +22,9 @@ from ..operands import (
     Family,
     Kind,
     Launch,
+    Needed,
     NormOperands,
+    Operands,
     of_norm,
     present,
     row_major,
@@ -33,7 +35,7 @@ from ..reference import (
     reference_backward,
     reference_norm,
 )
-from ..rows import by_row, copied_in_order, heads_of, memory_order
+from ..rows import Shape, by_row, copied_in_order, heads_of, memory_order
 from .backend import operators_are_seen
 from .launches import Launches, by_kernel, kernels
 from .limits import serves_as_input, why_not
@@ -115,7 +117,7 @@ def forward_kind(stats: bool) -> Kind:
 
 
 def make_forward(
-    launches: Launches, operands: tuple, aligned: bool, stats: bool
+    launches: Launches, operands: Operands, aligned: bool, stats: bool
 ) -> Launch | None:
     """The launch for `NormOperands`; None where no kernel serves them."""
     spec = launches.spec
@@ -131,7 +133,7 @@ def make_forward(
     return make(spec, operands, aligned, stats, launches.modulation)
 
 
-def _plain_results(launches: Launches, how: tuple, operands: tuple) -> tuple:
+def _plain_results(launches: Launches, how: tuple, operands: Operands) -> tuple:
     """(h or None, y) in plain torch."""
     x, weight, bias, gate, scale, shift, multiplier, residual = operands
     h = None
@@ -151,7 +153,7 @@ def _modulated(launches: Launches, y: Tensor, scale, shift=None) -> Tensor:
     return y
 
 
-def _exact_results(launches: Launches, how: tuple, operands: tuple) -> tuple:
+def _exact_results(launches: Launches, how: tuple, operands: Operands) -> tuple:
     """A norm loses digits where a mean is subtracted, or where a bias cancels it."""
     h, y = _plain_results(launches, how, operands)
     x, weight, *others, residual = operands
@@ -185,7 +187,9 @@ def needs_operators() -> bool:
     return is_compiling() or is_grad_enabled() or operators_are_seen()
 
 
-def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -> list:
+def gradients_of_all(
+    formula: Callable, inputs: Operands, gradients: Operands, need
+) -> list:
     """The gradients of ``formula(*inputs)``, a tuple; differentiable where gradients
     are on, as for `create_graph`.
     """
@@ -216,7 +220,7 @@ def gradients_of_all(formula: Callable, inputs: tuple, gradients: tuple, need) -
     return [next(of_leaves) if needed else None for needed in need]
 
 
-def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple) -> tuple:
+def norm_gradients(kept: tuple, saved: Operands, dy, dh, need: Needed) -> tuple:
     """(dx, dweight, dbias, dgate, dscale) inside a backward, in whatever that runs.
 
     Args:
@@ -254,7 +258,7 @@ def norm_gradients(kept: tuple, saved: tuple, dy, dh, need: tuple) -> tuple:
     return dh + dx, *others
 
 
-def backward_kind(strides: tuple, need: tuple, from_output: bool = False) -> Kind:
+def backward_kind(strides: Shape, need: Needed, from_output: bool = False) -> Kind:
     """The kind of launch of a backward.
 
     Args:
@@ -267,15 +271,15 @@ def backward_kind(strides: tuple, need: tuple, from_output: bool = False) -> Kin
 
 def make_backward(
     launches: Launches,
-    operands: tuple,
+    operands: Operands,
     aligned: bool,
-    strides: tuple,
-    need: tuple,
+    strides: Shape,
+    need: Needed,
     from_output: bool,
 ) -> Launch | None:
     """The launch for `GradientOperands`; None where no kernel serves them."""
 
-    def make(read: tuple) -> Launch | None:
+    def make(read: Operands) -> Launch | None:
         _, x, weight, bias, gate, *_ = read
         if why_not(launches.spec, of_norm(x, weight, bias, gate)):
             return None
@@ -286,7 +290,7 @@ def make_backward(
     return made_for(operands, partial(_as_read, strides), make)
 
 
-def _plain_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
+def _plain_gradients(launches: Launches, how: tuple, operands: Operands) -> tuple:
     """The gradients of the plain formula, by autograd."""
     dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
     strides, need, from_output = how
@@ -300,7 +304,7 @@ def _plain_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
     return dx, *others
 
 
-def _in_rows(launches: Launches, operands: tuple) -> tuple:
+def _in_rows(launches: Launches, operands: Operands) -> tuple:
     dy, x, weight, bias, gate, scale, dh, *stats = operands
     heads = heads_of(weight, bias)
     of_rows = [by_row(t, x, launches.spec, heads) for t in stats]
@@ -308,7 +312,7 @@ def _in_rows(launches: Launches, operands: tuple) -> tuple:
     return dy, x, weight, bias, gate, scale, dh, *stats
 
 
-def _exact_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
+def _exact_gradients(launches: Launches, how: tuple, operands: Operands) -> tuple:
     """Gradients are small differences of these terms."""
     dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
     strides, need, from_output = how
@@ -331,7 +335,7 @@ def _exact_gradients(launches: Launches, how: tuple, operands: tuple) -> tuple:
     return _plain_gradients(launches, how, operands), floors
 
 
-def _in_rows(launches: Launches, operands: tuple) -> tuple:
+def _in_rows(launches: Launches, operands: Operands) -> tuple:
     dy, x, weight, bias, gate, scale, dh, *stats = operands
     heads = heads_of(weight, bias)
     of_rows = [by_row(t, x, launches.spec, heads) for t in stats]
@@ -366,11 +370,11 @@ class OnCopies:
     inner: Launch
     prepare: Callable
 
-    def on(self, operands: tuple) -> tuple:
+    def on(self, operands: Operands) -> tuple:
         return self.inner.on(self.prepare(operands))
 
 
-def made_for(operands: tuple, prepare: Callable, make: Callable) -> Launch | None:
+def made_for(operands: Operands, prepare: Callable, make: Callable) -> Launch | None:
     """The launch that ``make(prepare(operands))`` returns, on what it reads."""
     read = prepare(operands)
     launch = make(read)
@@ -379,7 +383,7 @@ def made_for(operands: tuple, prepare: Callable, make: Callable) -> Launch | Non
     return OnCopies(launch, prepare)
 
 
-def _as_read(strides: tuple, operands: tuple) -> tuple:
+def _as_read(strides: Shape, operands: Operands) -> tuple:
     dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
     shape = dy.shape
     of_stats = (math.prod(shape[:-1]),)
@@ -403,7 +407,7 @@ def _as_read(strides: tuple, operands: tuple) -> tuple:
     return dy, x, weight, bias, gate, scale, dh, rstd, mean
 
 
-def by_formula(launches: Launches, operands: tuple, dy, need: tuple) -> tuple:
+def by_formula(launches: Launches, operands: Operands, dy, need: Needed) -> tuple:
     """The gradients of the plain formula, differentiable where gradients are on: for
     `create_graph`.
 
@@ -418,7 +422,7 @@ def by_formula(launches: Launches, operands: tuple, dy, need: tuple) -> tuple:
     return _by_autograd(launches, operands, dy, need)
 
 
-def _by_autograd(launches: Launches, operands: tuple, dy, need: tuple) -> tuple:
+def _by_autograd(launches: Launches, operands: Operands, dy, need: Needed) -> tuple:
     def formula(x, weight, bias, gate, scale):
         y = reference_norm(x, weight, bias, launches.spec, gate)
         return (_modulated(launches, y, scale).to(dy.dtype),)

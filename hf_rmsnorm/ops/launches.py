@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
 from ..kernels.failure import KernelUnavailable, failed, unavailable
-from ..operands import ONE_PLUS, Kind, Launch, Operands
+from ..operands import ONE_PLUS, Kind, Launch, Operands, Replaced
 from . import first_use
 from .first_use import FirstUse, layout_of
 from .settings import insists
@@ -173,7 +173,7 @@ def by_kernel(
     kind: Kind,
     operands: Operands,
     apply: Callable | None = None,
-    replaced: tuple | None = None,
+    replaced: Replaced | None = None,
 ) -> tuple | None:
     """The results of a launch for such operands; None where no kernel serves them.
 

@@ -18,6 +18,7 @@ from ..operands import (
     ALONE,
     ONE_PLUS,
     Operands,
+    Replaced,
     any_requires_grad,
     of_modulation,
     of_norm,
@@ -42,7 +43,7 @@ _TRAINING = forward_kind(stats=True)
 _INFERENCE = forward_kind(stats=False)
 
 
-def run(launches: Launches, operands: Operands, replaced: tuple | None = None):
+def run(launches: Launches, operands: Operands, replaced: Replaced | None = None):
     """The norm of x, or (h, the norm of h) of ``h = residual + multiplier * x``, by a
     kernel that is started directly.
 
@@ -194,7 +195,7 @@ def modulated_norm(
     spec: NormSpec,
     operands: Operands,
     one_plus: bool = True,
-    replaced: tuple | None = None,
+    replaced: Replaced | None = None,
 ):
     """(h, ``norm(h) * (1 + scale) + shift``) of ``h = residual + multiplier * x``, bit
     for bit; None if not in one launch.

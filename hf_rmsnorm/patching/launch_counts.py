@@ -79,7 +79,9 @@ class LaunchCount(Counter):
                 uncalled.append(Piece(path, what, reason=reason))
         return (*self._noted.values(), *uncalled)
 
-    def note(self, what: str, norms: tuple, x, fused: bool, reason: str) -> None:
+    def note(
+        self, what: str, norms: tuple[Module, ...], x, fused: bool, reason: str
+    ) -> None:
         """Count a call of a piece: by a kernel if it is fused, and one was launched since
         the last call.
         """

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -66,7 +66,9 @@ class Parts:
                 stack.callback(hook.remove)
             yield
 
-    def _before(self, path, original, module, args: tuple, kwargs: dict) -> None:
+    def _before(
+        self, path, original, module, args: tuple[Any, ...], kwargs: dict
+    ) -> None:
         if self._busy:
             return
         arguments = dict(enumerate(args)) | kwargs
