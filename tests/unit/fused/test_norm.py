@@ -199,7 +199,7 @@ def test_a_cache_of_launches_keeps_not_too_many(monkeypatch):
     monkeypatch.setattr(Launches, "MOST", 2)
     kept = Launches(PLAIN.spec)
     for key in "abc":
-        family = Family("a name", lambda *of_launch: None, None, None)
+        family = Family("a name", lambda *of_launch: None, None, None, 0)
         kept.keep(key, Kind(family, ()), (), True)
     assert list(kept.by_key) == ["c"]
 
