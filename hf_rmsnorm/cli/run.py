@@ -1,9 +1,9 @@
 """Run PROGRAM, unedited, with every model patched that it loads.
 
 PROGRAM is a command that pip installed, as lm_eval, a Python file, or -m MODULE. All
-words behind it are its own. What it loads or makes by from_pretrained or from_config,
-of Transformers or diffusers, or hands to a Trainer, is patched, with a line on stderr
-for each model. Below a launcher: accelerate launch -m hf_rmsnorm run PROGRAM.
+words behind it are its own. A model of Transformers or diffusers is patched if it comes
+from from_pretrained or from_config, or is handed to a Trainer. Each has a line on
+stderr. Below a launcher: accelerate launch -m hf_rmsnorm run PROGRAM.
 """
 
 import os

@@ -103,8 +103,8 @@ def _kinds(outputs: Outputs) -> str:
 def judge_norm(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     """Whether a norm's output is the original's, almost bit for bit.
 
-    At most 0.1 % of the values in half precision and 1 % in float32 (or one value) may
-    be off, and none by more than 4 ulp. In half precision a value is off if it differs
+    At most 0.1 % of the values in half precision may be off, and 1 % in float32, or one
+    value; none by more than 4 ulp. In half precision a value is off if it differs
     at all, and 0.1 % grows by 1 + |mean|/std of the rows. In float32 a value is off
     beyond 2 ulp. There an ulp is 2^-23 of the largest value in its row, times the same.
     docs/correctness.md gives the reasons.
@@ -151,9 +151,9 @@ def _amplification(x: torch.Tensor) -> torch.Tensor:
 def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     """Whether a fused layer's outputs are those of the unfused layer, bit for bit.
 
-    Two cases are compared by their errors against float64 instead: a fusion that does
-    not promise equal bits, such as q and k with their rotary embedding, and a layer
-    whose unfused runs differ among themselves.
+    Two cases are compared by their errors against float64 instead. One is a fusion that
+    does not promise equal bits, such as q and k with their rotary embedding. The other
+    is a layer whose unfused runs differ among themselves.
     """
     compared = sum(y.numel() for y in theirs)
     differing = _differing(ours, theirs)
