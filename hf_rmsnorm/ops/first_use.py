@@ -139,13 +139,16 @@ class FirstUse:
             own_sizes = [(t.numel(), t.dtype) for t in own]
             if sizes != own_sizes:
                 return f"elements and dtypes are {sizes}, not {own_sizes}"
-            distances = self.distances(operands, ours, own)
-            is_off, *shows = judged(distances, family.is_back).tolist()
+            distances, floors = self.distances(operands, ours, own)
+            is_off, *shows = judged(distances, floors, family.is_back).tolist()
             if not is_off:
                 return "" if all(shows) else None
             largest = torch.cat(distances, -1)[0].nan_to_num(0.0, 0.0).amax(-1)
-            error, own_error, size, *_ = largest.tolist()
-        return f"by up to {error:.3g}, where the largest element is {size:.3g}"
+            steps, own_steps, size, *_ = largest.tolist()
+        return (
+            f"it is up to {steps * STEPS:.3g} rounding steps of 1 from float64, that code "
+            f"up to {own_steps * STEPS:.3g}; the largest element is {size:.3g}"
+        )
 
     def replaced_results(self, operands: tuple, replaced: tuple | None):
         """The results of the replaced code; of the plain formula, if there is none."""
@@ -156,11 +159,12 @@ class FirstUse:
 
     def distances(
         self, operands: tuple, ours: list[Tensor], own: list[Tensor]
-    ) -> list[Tensor]:
-        """Of each result its `distances_of` float64. Large operands are copied to that
-        some rows at a time.
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of each result its `distances_of` float64, and the `_floor` of these. Large
+        operands are copied to float64 some rows at a time.
         """
         family = self.kind.family
+        is_back = family.is_back
         weight = operands[family.weight]
         dim = 1 if weight is None else weight.dim()
         count = 1 + max(t.numel() for t in present(*operands)) // AT_ONCE
@@ -178,10 +182,12 @@ class FirstUse:
                     sums[at] = total[0] + t, total[1] + floor
                     continue
                 of_result = [part[at] for part in pairs]
-                found[at].append(distances_of(*of_result, t, floor, family.is_back))
+                found[at].append(distances_of(*of_result, t, floor, is_back))
         for at, of_sum in sums.items():
             found[at].append(distances_of(ours[at], own[at], *of_sum, True))
-        return [torch.cat(of_parts, -1) for of_parts in found]
+        of_parts = [pair for pairs in found for pair in pairs]
+        distances = [torch.cat([d for d, _ in pairs], -1) for pairs in found]
+        return distances, [floor for _, floor in of_parts]
 
 
 class _Launched:
@@ -282,10 +288,12 @@ def _layout(t: Tensor) -> tuple:
 
 
 def distances_of(ours: Tensor, own: Tensor, exact: Tensor, floor, is_whole: bool):
-    """(2, 5, rows): the largest element and the RMS, in each row or of all at once, of
-    the error of ours; that of the replaced code; exact; ours; and what an error may be
-    besides that. The RMS is in units of that of a rounding error: the half of its
-    largest over the root of 3.
+    """The distances, (2, 4, rows): the largest element, and the RMS times the root of 12,
+    in each row or of all at once: of the error of ours, and of that of the replaced
+    code, both over `STEPS` rounding steps of 1; of exact; of ours. A rounding error has
+    by that the same largest element and RMS.
+
+    And, over as much, an error of each row that is no fault, (rows,).
 
     Args:
         floor: an error of each row, or of all, that roundings in float32 explain.
@@ -302,21 +310,28 @@ def distances_of(ours: Tensor, own: Tensor, exact: Tensor, floor, is_whole: bool
     largest = vector_norm(rows, torch.inf, dim=-1)
     rms = vector_norm(rows, dim=-1) * (12 / rows.shape[-1]) ** 0.5
     found = torch.stack((largest, rms)).view(2, 4, -1)
-    if isinstance(floor, Tensor):
-        floor = floor.amax() if is_whole else floor.flatten()
     step = STEPS * info.eps
-    allowed = found[:, 2:3] * step + (floor + max(TINY, step * info.tiny))
-    return torch.cat((found, allowed), 1)
+    found[:, :2].div_(step)
+    least = max(TINY / step, info.tiny)
+    row_count = found.shape[-1:]
+    if not isinstance(floor, Tensor):
+        return found, found.new_full(row_count, floor / step + least)
+    if floor.dim():
+        floor = floor.amax() if is_whole else floor.flatten()
+    return found, (floor / step + least).expand(row_count)
 
 
-def judged(distances: list[Tensor], is_back: bool) -> Tensor:
+def judged(distances: list[Tensor], floors: list[Tensor], is_back: bool) -> Tensor:
     """(whether results are too far from float64; of each, whether it shows anything), as
     one tensor.
 
     Args:
-        distances: of each result its `distances_of` float64.
+        distances, floors: what `distances_of` returns.
     """
-    error, own_error, size, ours, allowed = torch.cat(distances, -1).unbind(1)
+    error, own_error, size, ours = torch.cat(distances, -1).unbind(1)
+    largest, rms = size
+    floor = torch.cat(floors)
+    allowed = torch.stack((largest + floor, rms / 12**0.5 + floor))
     allowed = allowed.nan_to_num(0.0, 0.0)
     is_finite = own_error < torch.inf
     lesser = own_error

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.linalg import vector_norm
 
 from ..formula import Rotation, dtype_of
 from ..operands import (
@@ -299,7 +300,7 @@ def _exact_heads(launches: Launches, how: tuple, operands: tuple) -> tuple:
     rotary, graded = how
     heads, weight = _joined(q, k, q_weight, k_weight)
     y = _rotated_heads(launches, heads, weight, cos, sin, rotary.way)
-    return (y,), (0.0,)
+    return (y,), (2 * FLOOR * largest(y, -1),)
 
 
 def _joined_heads(results: tuple) -> tuple:
@@ -344,13 +345,14 @@ def _exact_head_gradients(launches: Launches, how: tuple, operands: tuple) -> tu
 
     of_each = True, weight is not None
     of_heads, of_weight = gradients_of_all(formula, (heads, weight), (dy,), of_each)
-    mean_square = heads.square().mean(-1)
     terms = 2 * FLOOR * largest(dy, -1)
     of_sums = terms.sum()
     if weight is not None:
         terms = terms * (launches.spec.weight_offset + largest(weight))
         of_weight = [part.sum((0, 1)) for part in of_weight.split(counts)]
-    terms = terms * (mean_square + launches.spec.eps).rsqrt()
+    width = heads.shape[-1]
+    root = vector_norm(heads, dim=-1) + (width * launches.spec.eps) ** 0.5
+    terms = terms * width**0.5 / root
     grads = *of_heads.split(counts, 1), *(of_weight or (None, None))
     floors = *terms.split(counts, 1), of_sums, of_sums
     grads = [t if needed else None for t, needed in zip(grads, need, strict=True)]
@@ -364,7 +366,16 @@ def _plain_rotation_back(launches: Launches, how: tuple, operands: tuple) -> lis
 
 
 def _exact_rotation_back(launches: Launches, how: tuple, operands: tuple) -> tuple:
-    return _plain_rotation_back(launches, how, operands), (0.0, 0.0)
+    dq, dk, q_weight, k_weight, cos, sin = operands
+    (forward,) = how
+    dy = torch.cat((dq, dk), 1)
+
+    def formula(heads):
+        return (rotated(heads, cos, sin, forward.way),)
+
+    heads = torch.zeros_like(dy)  # any, as it is linear
+    (grad,) = gradients_of_all(formula, (heads,), (dy,), (True,))
+    return grad.split((dq.shape[1], dk.shape[1]), 1), (0.0, 0.0)
 
 
 HEADS = Family(

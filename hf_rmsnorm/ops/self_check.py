@@ -3,6 +3,7 @@ plain torch, as its first use in a model does.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def check_kernels(device: torch.device) -> dict[str, str]:
     with use_backend("triton"), torch.enable_grad():
         for name, call in KINDS.items():
             try:
-                results = call(device)
+                results = call(partial(_tensor, device))
                 outputs = [t for t in results if t is not None and t.requires_grad]
                 torch.autograd.backward([t.float().square().sum() for t in outputs])
                 found[name] = ""
@@ -46,43 +47,41 @@ def _tensor(device: torch.device, *shape: int) -> Tensor:
     return t.to(device, torch.bfloat16).requires_grad_()
 
 
-def _norm(device) -> tuple:
-    x, weight = _tensor(device, 5, 256), _tensor(device, 256)
+def _norm(tensor: Callable) -> tuple:
+    x, weight = tensor(5, 256), tensor(256)
     return (run(launches_of(RMS), of_norm(x, weight, None)),)
 
 
-def _layer_norm(device) -> tuple:
-    x, weight, bias = (_tensor(device, *shape) for shape in ((5, 256), (256,), (256,)))
+def _layer_norm(tensor: Callable) -> tuple:
+    x, weight, bias = (tensor(*shape) for shape in ((5, 256), (256,), (256,)))
     return (run(launches_of(LAYER), of_norm(x, weight, bias)),)
 
 
-def _gated(device) -> tuple:
-    x, weight, gate = (
-        _tensor(device, *shape) for shape in ((5, 256), (256,), (5, 256))
-    )
+def _gated(tensor: Callable) -> tuple:
+    x, weight, gate = (tensor(*shape) for shape in ((5, 256), (256,), (5, 256)))
     return (run(launches_of(GATED), of_norm(x, weight, None, gate)),)
 
 
-def _sum(device) -> tuple:
-    x, weight = _tensor(device, 5, 256), _tensor(device, 256)
+def _sum(tensor: Callable) -> tuple:
+    x, weight = tensor(5, 256), tensor(256)
     return run(launches_of(RMS), of_sum(x.detach().flip(0), x, weight, None))
 
 
-def _modulation(device) -> tuple:
-    x, scale, shift = (_tensor(device, 2, 5, 256) for _ in range(3))
+def _modulation(tensor: Callable) -> tuple:
+    x, scale, shift = (tensor(2, 5, 256) for _ in range(3))
     return modulated_norm(PLAIN, of_modulation(x, None, None, scale, shift))
 
 
-def _heads(device) -> tuple:
-    q, k = _tensor(device, 1, 4, 5, 64), _tensor(device, 1, 2, 5, 64)
-    weight = _tensor(device, 64)
-    tables = [_tensor(device, 1, 5, 64).detach() for _ in range(2)]
+def _heads(tensor: Callable) -> tuple:
+    q, k = tensor(1, 4, 5, 64), tensor(1, 2, 5, 64)
+    weight = tensor(64)
+    tables = [tensor(1, 5, 64).detach() for _ in range(2)]
     return run_qk(launches_of(RMS), (q, k, weight, weight, *tables), _ROTARY)
 
 
-def _rotary(device) -> tuple:
-    q, k = _tensor(device, 1, 4, 5, 64), _tensor(device, 1, 2, 5, 64)
-    tables = [_tensor(device, 1, 5, 64).detach() for _ in range(2)]
+def _rotary(tensor: Callable) -> tuple:
+    q, k = tensor(1, 4, 5, 64), tensor(1, 2, 5, 64)
+    tables = [tensor(1, 5, 64).detach() for _ in range(2)]
     return run_rotary((q, k, *tables), _ROTARY)
 
 
@@ -91,6 +90,7 @@ def _rotate(q, k, cos, sin) -> tuple:
 
 
 _ROTARY = Rotary(HALVES, _rotate)
+# by name; each is called with what makes a tensor of a shape
 KINDS: dict[str, Callable] = {
     "RMSNorm": _norm,
     "LayerNorm": _layer_norm,
