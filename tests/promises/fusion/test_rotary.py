@@ -13,7 +13,7 @@ from transformers import StaticCache
 from transformers.models.llama import modeling_llama
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
-from hf_rmsnorm.ops.launches import given_up
+from hf_rmsnorm.ops.launches import left_devices
 from hf_rmsnorm.patching.swap import unfuse
 
 ROTARY = "rotary embedding"
@@ -212,7 +212,7 @@ def test_it_is_counted_and_undone(monkeypatch):
         pass
     reasons = [p.reason for p in launches.pieces if p.what == ROTARY]
     assert len(reasons) == 2 and "not called from Python" in reasons[0]
-    monkeypatch.setitem(given_up, ("cpu", None), "there is no kernel here")
+    monkeypatch.setitem(left_devices, ("cpu", None), "there is no kernel here")
     _, pieces = pieces_of(model)
     assert {p.reason for p in pieces if p.what == ROTARY} == {"there is no kernel here"}
     unpatch_model(model)
