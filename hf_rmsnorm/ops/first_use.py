@@ -160,34 +160,37 @@ class FirstUse:
     def distances(
         self, operands: tuple, ours: list[Tensor], own: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Of each result its `distances_of` float64, and the `_floor` of these. Large
+        """Of each result its `distances_of` float64, and the floors of these. Large
         operands are copied to float64 some rows at a time.
         """
         family = self.kind.family
-        is_back = family.is_back
         weight = operands[family.weight]
         dim = 1 if weight is None else weight.dim()
-        count = 1 + max(t.numel() for t in present(*operands)) // AT_ONCE
         found = [[] for _ in ours]
         sums = {}
-        parts = [_parts(tensors, dim, count) for tensors in (operands, ours, own)]
-        for of_part, *pairs in zip(*parts, strict=False):
-            wide = tuple(None if t is None else t.double() for t in of_part)
-            results, floors = family.exact(self.launches, self.kind.how, wide)
-            exact = zip(results, floors, strict=True)
-            exact = [(t, floor) for t, floor in exact if _holds(t)]
-            for at, (t, floor) in enumerate(exact):
-                if t.dim() <= dim:
-                    total = sums.get(at, (0.0, 0.0))
-                    sums[at] = total[0] + t, total[1] + floor
+        for of_part, *pairs in _parts(dim, operands, ours, own):
+            for at, (exact, floor) in enumerate(self.exact(of_part)):
+                if exact.dim() <= dim:  # of all rows, as the gradient of a weight
+                    total, floors = sums.get(at, (0.0, 0.0))
+                    sums[at] = total + exact, floors + floor
                     continue
                 of_result = [part[at] for part in pairs]
-                found[at].append(distances_of(*of_result, t, floor, is_back))
+                of_rows = distances_of(*of_result, exact, floor, family.is_back)
+                found[at].append(of_rows)
         for at, of_sum in sums.items():
             found[at].append(distances_of(ours[at], own[at], *of_sum, True))
-        of_parts = [pair for pairs in found for pair in pairs]
-        distances = [torch.cat([d for d, _ in pairs], -1) for pairs in found]
-        return distances, [floor for _, floor in of_parts]
+        distances = [torch.cat([d for d, _ in of_parts], -1) for of_parts in found]
+        return distances, [floor for of_parts in found for _, floor in of_parts]
+
+    def exact(self, operands: Iterable) -> list[tuple]:
+        """Each result that has elements in float64, and an error of it that roundings in
+        float32 explain.
+        """
+        kind = self.kind
+        wide = tuple(None if t is None else t.double() for t in operands)
+        results, floors = kind.family.exact(self.launches, kind.how, wide)
+        pairs = zip(results, floors, strict=True)
+        return [(t, floor) for t, floor in pairs if _holds(t)]
 
 
 class _Launched:
@@ -254,12 +257,15 @@ def _holds(t: Tensor | None) -> bool:
     return t is not None and t.numel() > 0
 
 
-def _size(t: Tensor, is_back: bool) -> tuple:
-    return t.numel(), None if is_back else t.dtype
+def _parts(dim: int, operands: tuple, *others: list[Tensor]) -> Iterable[tuple]:
+    """Operands and results, some rows at a time if they are large."""
+    count = 1 + max(t.numel() for t in present(*operands)) // AT_ONCE
+    parts = [_chunks(tensors, dim, count) for tensors in (operands, *others)]
+    return zip(*parts, strict=False)
 
 
-def _parts(tensors: list, dim: int, count: int) -> Iterable[tuple]:
-    """Tensors some rows at a time; those of up to `dim` dimensions are no rows."""
+def _chunks(tensors: Iterable, dim: int, count: int) -> Iterable[tuple]:
+    """Tensors in so many parts of rows; those of up to `dim` dimensions are no rows."""
     if count == 1:
         return [tensors]
     of_each = []
