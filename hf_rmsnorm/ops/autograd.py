@@ -304,14 +304,6 @@ def _plain_gradients(launches: Launches, how: tuple, operands: Operands) -> tupl
     return dx, *others
 
 
-def _in_rows(launches: Launches, operands: Operands) -> tuple:
-    dy, x, weight, bias, gate, scale, dh, *stats = operands
-    heads = heads_of(weight, bias)
-    of_rows = [by_row(t, x, launches.spec, heads) for t in stats]
-    stats = [t if t is None else t.unsqueeze(-1) for t in of_rows]
-    return dy, x, weight, bias, gate, scale, dh, *stats
-
-
 def _exact_gradients(launches: Launches, how: tuple, operands: Operands) -> tuple:
     """Gradients are small differences of these terms."""
     dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
@@ -336,6 +328,7 @@ def _exact_gradients(launches: Launches, how: tuple, operands: Operands) -> tupl
 
 
 def _in_rows(launches: Launches, operands: Operands) -> tuple:
+    """Operands with the statistics of each row of x."""
     dy, x, weight, bias, gate, scale, dh, *stats = operands
     heads = heads_of(weight, bias)
     of_rows = [by_row(t, x, launches.spec, heads) for t in stats]
