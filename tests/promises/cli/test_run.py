@@ -330,8 +330,8 @@ def test_each_process_of_a_launcher_patches_its_own(script, tmp_path):
     launch += ["--num_processes", 2, "--main_process_port", 0]
     said, told, code = ended([*launch, *RUN[1:], "--strict", path], tmp_path)
     assert (code, sorted(said.split("\n"))) == (0, ["", "rank 0", "rank 1"]), told
-    # a line of one process may stand behind the progress bar of the other
-    assert told.count(LOADED[0] + "\n") == 2
+    # what one process writes may stand within a line of the other
+    assert told.count(LOADED[0]) == 2
 
 
 # options and what cannot be run
