@@ -121,8 +121,9 @@ class Recipe:
         if not self.spec.functional:
             return True
         # Another shape and some mixtures of dtypes torch's own operators refuse: leave
-        # those to torch, unless autocast resolves them.
-        if any(p.dim() != 1 for p in parameters):
+        # those to torch, unless autocast resolves them. Chameleon multiplies behind them.
+        is_given = self.spec.rounding == "once"
+        if is_given and any(p.dim() != 1 for p in parameters):
             return False
         if dtypes <= {x.dtype}:
             return True
