@@ -157,7 +157,7 @@ def _find(rotate: FunctionType, case: RotaryCase) -> Rotary | None:
             with contextlib.suppress(RuntimeError):  # such tables are not read so
                 results = _results(partial(_by_formula, way), *operands)
                 pairs = zip(results, expected, strict=True)
-                if all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs):
+                if all(_same(*pair) for pair in pairs):
                     return Rotary(way, function, transposed)
     return None
 
@@ -218,3 +218,7 @@ def _results(function: Callable, q, k, cos, sin) -> list[Tensor]:
     # not ones, whose products with cos and sin are exact
     gradients = yq.detach(), yk.detach()
     return [yq, yk, *torch.autograd.grad((yq, yk), (q, k), gradients)]
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(x, y)

@@ -265,8 +265,7 @@ class _Body(ast.NodeVisitor):
         if not isinstance(context, ast.Call):
             return False
         called = self._resolve(context.func)
-        package, _, _ = str(getattr(called, "__module__", "")).partition(".")
-        if (package, getattr(called, "__name__", "")) not in AUTOCASTS:
+        if not _is_autocast(called):
             return False
         named = {keyword.arg: keyword.value for keyword in context.keywords}
         if None in named:
@@ -532,6 +531,12 @@ def _arguments(node: ast.Call) -> list[ast.expr]:
             raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
         arguments.append(keyword.value)
     return arguments
+
+
+def _is_autocast(called) -> bool:
+    """Whether this is torch's autocast, or Transformers' function that makes one."""
+    package, _, _ = str(getattr(called, "__module__", "")).partition(".")
+    return (package, getattr(called, "__name__", "")) in AUTOCASTS
 
 
 def _refusal(does: str, node: ast.AST) -> NotPlain:

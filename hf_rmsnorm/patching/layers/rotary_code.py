@@ -129,9 +129,7 @@ class _Reader:
                 return _arguments(node)
             case ast.Call(ast.Attribute(inner)) if _keeps_others(node):
                 return [inner, *_arguments(node)]
-            case ast.Attribute(inner, name) if name == "dtype" or isinstance(
-                getattr(torch, name, 0), torch.dtype
-            ):
+            case ast.Attribute(inner) if _is_dtype(node):
                 return [inner]
             case ast.Subscript(inner, index, ast.Load()):
                 return _parts_of_index(inner, index)
@@ -165,6 +163,11 @@ def _is_minus(number: int, node: ast.AST | None) -> bool:
         case ast.UnaryOp(ast.USub(), ast.Constant(value)):
             return value == number
     return False
+
+
+def _is_dtype(node: ast.Attribute) -> bool:
+    """Whether this is that of a tensor, or a name of torch."""
+    return node.attr == "dtype" or isinstance(getattr(torch, node.attr, 0), torch.dtype)
 
 
 def _parts_of_index(inner: ast.expr, index: ast.expr) -> list[ast.expr]:
