@@ -167,10 +167,10 @@ def no_kernel_differs(request):
         first_use.compared.clear()
     yield
     launches = sys.modules.get("hf_rmsnorm.ops.launches")
-    if launches is None or not launches.failed:
+    if launches is None or not launches.failed_devices:
         return
-    reasons = list(launches.failed.values())
-    launches.failed.clear()
+    reasons = list(launches.failed_devices.values())
+    launches.failed_devices.clear()
     launches.left_devices.clear()
     launches.forget_launches()
     if request.node.get_closest_marker("differs") is None:

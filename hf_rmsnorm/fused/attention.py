@@ -17,7 +17,7 @@ from ..formula import dtype_of
 from ..ops.limits import why_not_rotated
 from ..ops.qk import run_qk, run_rotary
 from .layer import operands_ahead
-from .rotary import ONE, PAIR, RotaryCall, can_run, rotary_of
+from .rotary import ONE, PAIR, RotaryCall, can_probe, rotary_of
 from .watch import QK, ROTARY, note, watchers
 
 UNPROVEN = "its function is not known to rotate such q and k: it was exchanged, or gets other arguments"
@@ -121,7 +121,7 @@ def rotate_together(
         reason = ""
         if rotary is not None:
             reason = why_not_rotated(*heads, cos, sin, rotary.way)
-        elif can_run(q.device):
+        elif can_probe(q.device):
             reason = UNPROVEN
         note(ROTARY, (module,), q, made is not None, reason)
     if made is None:

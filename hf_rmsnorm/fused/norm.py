@@ -207,8 +207,8 @@ def _forward_of(patch: NormPatch):
         launches, operands = call
         y = None
         if not is_compiled:
-            own = NormPatch.compute_original, patch, self, args, kwargs
-            y = run(launches, operands, own)
+            replaced = NormPatch.compute_original, patch, self, args, kwargs
+            y = run(launches, operands, replaced)
         if y is None:
             y = run_by_operator_or_formula(launches.spec, operands, launches.suits)
         if y is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..formula import Rotation
-from ..ops.backend import device_refusal, starts_kernels
+from ..ops.backend import device_refusal, host_may_wait, starts_kernels
 from ..ops.qk import Rotary
 from ..reference import rotated
 
@@ -114,21 +114,18 @@ def rotary_of(
     rotary = proof.found.get(case, _UNSEEN)
     if rotary is not _UNSEEN:
         return rotary
-    if not can_run(q.device):
+    if not can_probe(q.device):
         return None
     return find(proof, rotate, RotaryCase(RotaryCall(*called), *case[1:]))
 
 
-def can_run(device: torch.device) -> bool:
+def can_probe(device: torch.device) -> bool:
     """Whether a function can be run on a device here and now: kernels are started there,
     and the host may wait for results.
     """
     if not starts_kernels() or device_refusal(device.type, device.index) is not None:
         return False
-    if device.type != "cuda":
-        return True
-    capturing = torch.cuda.is_current_stream_capturing()
-    return not capturing and not torch.cuda.get_sync_debug_mode()
+    return host_may_wait(device.type == "cuda")
 
 
 def find(proof: RotaryProof, rotate: FunctionType, case: RotaryCase) -> Rotary | None:

@@ -42,7 +42,7 @@ def start_by(launcher, compiled, careful) -> Callable[[Pointers], None]:
 
     Args:
         launcher: what Triton made for `compiled`.
-        careful: the `Start` whose `with_care` serves otherwise.
+        careful: the `BoundKernel` whose `with_care` serves otherwise.
     """
     x, y, z = careful.grid
     tail = careful.tail

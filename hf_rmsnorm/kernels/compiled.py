@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import c_launcher, counting, device
 from .c_launcher import Pointers
-from .failure import KernelUnavailable, failed, is_of_the_device, unavailable
+from .failure import KernelUnavailable, failed_devices, is_of_the_device, unavailable
 from .interpreter import faithful_interpreter
 
 VECTOR = 8  # elements: 16 bytes of bf16, the widest load
@@ -72,8 +72,8 @@ class Kernel:
         named: dict,
         device: torch.device,
         aligned: bool,
-    ):
-        """A `Start` of this kernel.
+    ) -> "BoundKernel":
+        """This kernel with a grid and all arguments but the pointers.
 
         Args:
             named: by name, every parameter but the pointers and UNIT; strides in
@@ -87,18 +87,20 @@ class Kernel:
         for name in self.strides:
             values[name] = named[name] // unit
         tail = tuple(values[name] for name in self.fixed)
-        return Start(self, grid, num_warps, tail, device, aligned)
+        return BoundKernel(self, grid, num_warps, tail, device, aligned)
 
-    def load(self, start: "Start", operands: Pointers) -> Callable[[Pointers], None]:
+    def load(
+        self, bound: "BoundKernel", operands: Pointers
+    ) -> Callable[[Pointers], None]:
         """Compile this kernel, load it on the current device, and return the function
         that launches it.
         """
-        variant = self.variants[start.aligned]
-        grid = start.grid
-        tail = start.tail
+        variant = self.variants[bound.aligned]
+        grid = bound.grid
+        tail = bound.tail
         if INTERPRETED:
             return _interpreted(variant[grid], tail)
-        compiled = self.compile(start, operands)
+        compiled = self.compile(bound, operands)
         try:
             launcher = compiled.run
         except Exception:
@@ -107,40 +109,40 @@ class Kernel:
             compiled._run = None
             raise
         if not c_launcher.KNOWN:
-            options = self.options(start)
+            options = self.options(bound)
             return lambda operands: variant[grid](*operands, *tail, **options)
         if c_launcher.is_usable(launcher):
-            start.on = c_launcher.start_by(launcher, compiled, start)
+            bound.start = c_launcher.start_by(launcher, compiled, bound)
         call = compiled[grid]
         return lambda operands: call(*operands, *tail)
 
-    def compile(self, start: "Start", operands: Pointers):
+    def compile(self, bound: "BoundKernel", operands: Pointers):
         """The kernel that Triton compiled for such operands, or has compiled before."""
-        return self.variants[start.aligned].warmup(
-            *operands, *start.tail, grid=start.grid, **self.options(start)
+        return self.variants[bound.aligned].warmup(
+            *operands, *bound.tail, grid=bound.grid, **self.options(bound)
         )
 
-    def options(self, start: "Start") -> dict:
+    def options(self, bound: "BoundKernel") -> dict:
         """Triton's compile options."""
         # Not where rows are not vectorised: a thread may then have but one product of a
         # row, and would add its own unrounded and its neighbours' rounded, so that
         # threads did not agree on the sum.
         return {
-            "num_warps": start.num_warps,
-            "enable_fp_fusion": start.aligned and self.contracts,
+            "num_warps": bound.num_warps,
+            "enable_fp_fusion": bound.aligned and self.contracts,
         }
 
 
 @dataclass(eq=False)
-class Start:
-    """Starts a kernel with a grid and arguments that are fixed.
+class BoundKernel:
+    """A kernel with a grid and arguments that are fixed: launches hold one, or two.
 
     Args:
         tail: the arguments behind the pointers.
         aligned: which of the kernel's variants.
 
     Attributes:
-        on: ``on(operands)`` starts it on these pointers, the quickest way there is. The
+        start: ``start(operands)`` starts it on these pointers, the quickest way there is. The
             first time it is compiled, or found compiled; a `KernelUnavailable` says
             that it cannot be, and nothing has run.
     """
@@ -157,7 +159,7 @@ class Start:
         self.current = _no_index
         if self.index is not None:
             self.current = current_device(self.device.type)
-        self.on = self.with_care
+        self.start = self.with_care
         self._loaded = None
 
     def with_care(self, operands: Pointers) -> None:
@@ -174,8 +176,8 @@ class Start:
         self._loaded(operands)
 
     def _load(self, operands: Pointers) -> Callable[[Pointers], None]:
-        if self.device in failed:
-            raise KernelUnavailable(failed[self.device])
+        if self.device in failed_devices:
+            raise KernelUnavailable(failed_devices[self.device])
         try:
             return self.kernel.load(self, operands)
         except Exception as error:

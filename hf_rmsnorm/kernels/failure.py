@@ -44,9 +44,12 @@ _OF_THE_DEVICE = re.compile(
 _OF_THE_MOMENT = {errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 _MOST = 300  # characters of a cause
 
-# By device, the text of the first failure there. A kernel that failed is not tried
-# again.
-failed: dict[torch.device, str] = {}
+# The devices where a kernel failed, and the text of the first failure there: no other
+# kernel is loaded there.
+failed_devices: dict[torch.device, str] = {}
+# The same as (type, index), once the backward in which a kernel failed has ended: no
+# forward starts a kernel there.
+left_devices: dict[tuple[str, int | None], str] = {}
 
 
 class KernelUnavailable(RuntimeError):

@@ -22,7 +22,7 @@ from ..rows import (
     strided_without_data,
 )
 from . import compiled, norm_backward, norm_forward
-from .compiled import Kernel, Start
+from .compiled import BoundKernel, Kernel
 from .sizes import BackwardCase, backward_config, forward_config, reduce_config
 
 NORM_FORWARD = Kernel(norm_forward.norm_forward)
@@ -56,7 +56,7 @@ def first_of(*tensors: OptionalTensor) -> OptionalTensor:
 
 def sum_of_partials(
     device: torch.device, parts: int, parts_behind: int, hidden_size: int
-) -> Start:
+) -> BoundKernel:
     """What sums partial gradients: started on (partial sums, gradient of the first
     `parts` rows, gradient of the `parts_behind` rows behind them).
     """
@@ -131,7 +131,9 @@ class NormForward:
             **addressed,
         }
         grid = (-(-rows // (config.rows * heads)), heads, 1)
-        self.start = NORM_FORWARD.bind(grid, config.num_warps, named, x.device, aligned)
+        self.kernel = NORM_FORWARD.bind(
+            grid, config.num_warps, named, x.device, aligned
+        )
 
     def on(self, operands: NormOperands) -> tuple:
         """`NormResults`, as a plain tuple."""
@@ -142,9 +144,9 @@ class NormForward:
         mean = torch.empty_like(self.blank) if self.has_mean else None
         written = h, y, rstd, mean
         if self.in_place:
-            self.start.on(operands + written)
+            self.kernel.start(operands + written)
         else:
-            start_on_copies(self.start.on, operands, written, x.shape, self.order)
+            start_on_copies(self.kernel.start, operands, written, x.shape, self.order)
         return written
 
 
@@ -221,7 +223,7 @@ class NormBackward:
             **addressed,
         }
         grid = (parts, heads, 1)
-        self.start = NORM_BACKWARD.bind(
+        self.kernel = NORM_BACKWARD.bind(
             grid, config.num_warps, named, x.device, aligned
         )
         _, _, need_bias, *_ = need
@@ -253,9 +255,9 @@ class NormBackward:
         read = dy, x, weight, shift, gate, scale, dh, rstd, mean
         written = dx, of_weight, of_bias, dgate, dscale
         if self.in_place:
-            self.start.on(read + written)
+            self.kernel.start(read + written)
         else:
-            start_on_copies(self.start.on, read, written, x.shape, self.order)
+            start_on_copies(self.kernel.start, read, written, x.shape, self.order)
         if partials is not None:
-            self.sum.on((partials, dweight, dbias))
+            self.sum.start((partials, dweight, dbias))
         return dx, dweight, dbias, dgate, dscale

@@ -126,7 +126,7 @@ class QKForward:
             kernel = QK_NORM_FORWARD
         grid = (sum(_tiles(q, k)), 1, 1)
         num_warps = qk_config(q.shape[-1]).num_warps
-        self.start = kernel.bind(grid, num_warps, named, q.device, aligned)
+        self.kernel = kernel.bind(grid, num_warps, named, q.device, aligned)
 
     def on(self, operands: HeadOperands) -> tuple:
         """(q', k', rstd): rstd is float32, one for each row of q and then of k; or
@@ -137,7 +137,7 @@ class QKForward:
         yk = self.empty_yk(k)
         rstd = torch.empty_like(self.blank) if self.stats else None
         written = yq, yk, rstd
-        self.start.on(operands + written)
+        self.kernel.start(operands + written)
         return written
 
 
@@ -180,7 +180,7 @@ class QKBackward:
         }
         grid = (q_parts + k_parts, 1, 1)
         num_warps = qk_config(head_dim).num_warps
-        self.start = QK_NORM_BACKWARD.bind(grid, num_warps, named, device, aligned)
+        self.kernel = QK_NORM_BACKWARD.bind(grid, num_warps, named, device, aligned)
         self.partials = blank(device, q_parts + k_parts, head_dim)
         self.sum = sum_of_partials(device, q_parts, k_parts, head_dim)
 
@@ -201,9 +201,9 @@ class QKBackward:
         if need_q_weight or need_k_weight:
             partials = torch.empty_like(self.partials)
         written = dxq, dxk, partials
-        self.start.on(operands + written)
+        self.kernel.start(operands + written)
         if partials is not None:
-            self.sum.on((partials, dwq, dwk))
+            self.sum.start((partials, dwq, dwk))
         return dxq if need_q else None, dxk if need_k else None, dwq, dwk
 
 

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.compiler import assume_constant_result, is_compiling, is_exporting
 
 from ..formula import TORCH_RELEASE, NormSpec
-from .launches import left_devices
+from ..kernels.failure import left_devices
 from .settings import chosen, settings
 
 DIRECT = "direct"  # how kernels are started
@@ -201,6 +201,16 @@ def starts_kernels() -> bool:
     calling operators. It is not asked while compiling.
     """
     return chosen.backend != "reference" and not operators_are_seen()
+
+
+def host_may_wait(is_cuda: bool) -> bool:
+    """Whether the host may wait for a device here and now: no CUDA graph is captured, and
+    nobody watches for it.
+    """
+    if not is_cuda:
+        return True
+    is_watched = torch.cuda.get_sync_debug_mode()
+    return not (is_watched or torch.cuda.is_current_stream_capturing())
 
 
 def autocasts_functional(spec: NormSpec, device_type: str) -> bool:

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.failure import KernelUnavailable
 from ..operands import Kind, Launch, present
+from .backend import host_may_wait
 
 FACTOR = 2  # times the replaced code's own error
 STEPS = 2  # rounding steps
@@ -82,7 +83,7 @@ class FirstUse:
         """
         with torch.no_grad():
             results = self.launch.on(operands)
-        if can_look(operands, self.kind.family.is_back):
+        if can_compare(operands, self.kind.family.is_back):
             try:
                 difference = self.difference(operands, results, replaced)
             except torch.OutOfMemoryError:
@@ -209,17 +210,14 @@ class _Launched:
         return getattr(self.launch, name)
 
 
-def can_look(operands: tuple, is_back: bool) -> bool:
+def can_compare(operands: tuple, is_back: bool) -> bool:
     """Whether results for such operands can be compared here and now."""
     x = operands[0]
     if x.is_meta:
         return False
     if is_back and is_below_autograd():
         return False
-    if not x.is_cuda:
-        return True
-    is_watched = torch.cuda.get_sync_debug_mode()
-    return not (is_watched or torch.cuda.is_current_stream_capturing())
+    return host_may_wait(x.is_cuda)
 
 
 def is_below_autograd() -> bool:

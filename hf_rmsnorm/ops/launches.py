@@ -18,7 +18,12 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formula import NormSpec
-from ..kernels.failure import KernelUnavailable, failed, unavailable
+from ..kernels.failure import (
+    KernelUnavailable,
+    failed_devices,
+    left_devices,
+    unavailable,
+)
 from ..operands import ONE_PLUS, Kind, Launch, Operands, Replaced
 from . import first_use
 from .first_use import FirstUse, layout_of
@@ -28,8 +33,6 @@ TENSOR_TYPES = (Tensor, Parameter)  # others have to see the operators
 MISSING = object()
 _HIP = torch.version.hip is not None
 _all: weakref.WeakSet = weakref.WeakSet()
-# devices whose kernels cannot be loaded, (type, index), and why
-left_devices: dict[tuple, str] = {}
 _failing = threading.Lock()
 
 
@@ -217,8 +220,8 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
     if insists():
         raise error
     with _failing:
-        first = device not in failed
-        failed.setdefault(device, str(error))
+        first = device not in failed_devices
+        failed_devices.setdefault(device, str(error))
     if _current_graph_task_id() == -1:
         _leave(device)
     else:
@@ -233,6 +236,6 @@ def give_up(error: KernelUnavailable, device: torch.device) -> None:
 
 
 def _leave(device: torch.device) -> None:
-    lines = failed[device].splitlines()
+    lines = failed_devices[device].splitlines()
     left_devices[device.type, device.index] = "; ".join(lines)
     forget_launches()

@@ -189,16 +189,6 @@ def _bytecode(code: CodeType) -> tuple:
     return code.co_code, code.co_names, code.co_varnames, consts
 
 
-def call(function: str, where: ast.AST, *arguments) -> ast.Call:
-    """``function(*arguments)`` at the place of a node; a string that is an identifier
-    is a name, else a constant.
-    """
-    nodes = [a if isinstance(a, ast.AST) else ast.Constant(a) for a in arguments]
-    if isinstance(arguments[0], str):
-        nodes[0] = ast.Name(arguments[0], ast.Load())
-    return ast.copy_location(ast.Call(ast.Name(function, ast.Load()), nodes, []), where)
-
-
 def compiled_again(
     cls: type, definition: ast.FunctionDef, helpers: Mapping[str, Callable]
 ) -> Callable:

@@ -47,8 +47,8 @@ CONSTANT = 0  # dtypes, numbers of dimensions, plain attributes: may decide a br
 LENGTH = 1  # of the rows: a number to compute with
 SHAPE = 2  # any sizes of the input: only for the calls of TAKE_SHAPES, and guards
 TENSOR = 3  # or a device: may decide no branch
-# Those of what may be asked of an input, and of its device.
-FACTS = {
+# Those of the attributes of an input, and of its device.
+KIND_OF_ATTRIBUTE = {
     "shape": SHAPE,
     "dtype": CONSTANT,
     "ndim": CONSTANT,
@@ -435,10 +435,10 @@ class _Body(ast.NodeVisitor):
             return self.code.read_attribute(node.attr)
         if isinstance(self._resolve(node), torch.dtype):
             return CONSTANT
-        if node.attr not in FACTS:
+        if node.attr not in KIND_OF_ATTRIBUTE:
             raise _refusal("reads", node)
         self.visit(node.value)
-        return FACTS[node.attr]
+        return KIND_OF_ATTRIBUTE[node.attr]
 
     def visit_Subscript(self, node: ast.Subscript) -> int:
         kind = self.visit(node.value)

@@ -4,7 +4,6 @@ import ast
 from collections.abc import Callable
 
 from ...fused import attention, modulated, sums
-from .. import source
 
 _PREFIX = "_hf_rmsnorm_"
 _CALLED = (
@@ -25,8 +24,22 @@ FUNCTIONS = {_PREFIX + function.__name__: function for function in _CALLED}
 
 
 def call(function: Callable, where: ast.AST, *arguments) -> ast.Call:
-    """``function(*arguments)`` at the place of a node; what is no node is a constant."""
-    return source.call(_PREFIX + function.__name__, where, *arguments)
+    """``function(*arguments)`` at the place of a node.
+
+    Args:
+        arguments: nodes, the names of variables, or None.
+    """
+    called = ast.Name(_PREFIX + function.__name__, ast.Load())
+    nodes = list(map(_node, arguments))
+    return ast.copy_location(ast.Call(called, nodes, []), where)
+
+
+def _node(argument: ast.AST | str | None) -> ast.AST:
+    if isinstance(argument, ast.AST):
+        return argument
+    if isinstance(argument, str):
+        return ast.Name(argument, ast.Load())
+    return ast.Constant(argument)
 
 
 def is_modulated(node: ast.AST | None, or_later: bool = False) -> bool:

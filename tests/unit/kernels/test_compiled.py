@@ -40,8 +40,8 @@ def test_pointers_come_first_and_every_other_parameter_gets_what_has_its_name(na
     parameters = list(inspect.signature(kernel.variants[True].fn).parameters)
     assert parameters == kernel.pointers + kernel.fixed
     for aligned, unit in ((False, 1), (True, VECTOR)):
-        start = bound(kernel, aligned)
-        values = dict(zip(kernel.fixed, start.tail, strict=True))
+        ready = bound(kernel, aligned)
+        values = dict(zip(kernel.fixed, ready.tail, strict=True))
         for parameter, number in numbered(kernel).items():
             if parameter in kernel.strides:
                 number = number // unit
@@ -56,8 +56,8 @@ def test_vectors_need_strides_and_columns_that_they_divide():
     divided = {"N": True, "x_outer": True, "other_inner": True, "x_len": False}
     for name, is_divided in divided.items():
         odd = numbered(kernel) | {name: VECTOR + 1}
-        start = kernel.bind((1, 1, 1), 4, odd, CPU, True)
-        assert start.aligned != is_divided
+        ready = kernel.bind((1, 1, 1), 4, odd, CPU, True)
+        assert ready.aligned != is_divided
 
 
 class Loaded:
@@ -153,25 +153,25 @@ def load(monkeypatch):
 
 @pytest.mark.parametrize(("launcher", "expected"), CALLS, ids=["3.4", "3.5", "3.7"])
 def test_the_launcher_in_c_is_called_as_each_triton_calls_it(launcher, expected, load):
-    start, made, _ = load(launcher)
-    arguments = ("partials", "out", *start.tail)
+    ready, made, _ = load(launcher)
+    arguments = ("partials", "out", *ready.tail)
     if launcher is LauncherOf37:
         arguments = (arguments,)
     for _ in range(2):
-        start.on(("partials", "out"))
+        ready.start(("partials", "out"))
     assert made.launcher.calls == [(*expected, *arguments)]
 
 
 def test_hooks_and_counters_are_told_of_a_launch(load, monkeypatch):
-    start, made, _ = load()
-    start.on(("partials", "out"))
+    ready, made, _ = load()
+    ready.start(("partials", "out"))
     for name in ("launch_enter_hook", "launch_exit_hook"):
         with monkeypatch.context() as patch:
             patch.setattr(c_launcher._knobs, name, lambda about: None)
-            start.on((name, "out"))
-        assert made.calls[-1] == ("compiled", (1, 1, 1), (name, "out", *start.tail))
+            ready.start((name, "out"))
+        assert made.calls[-1] == ("compiled", (1, 1, 1), (name, "out", *ready.tail))
     with count_launches() as launches:
-        start.on(("partials", "out"))
+        ready.start(("partials", "out"))
     assert launches == {"reduce_partials": 1}
 
 
@@ -184,51 +184,51 @@ def test_the_triton_that_is_installed_is_known():
 
 
 def test_another_launcher_is_called_by_triton(load):
-    start, made, calls = load(SimpleNamespace)
-    start.on(("partials", "out"))
-    assert made.calls == [("compiled", (1, 1, 1), ("partials", "out", *start.tail))]
+    ready, made, calls = load(SimpleNamespace)
+    ready.start(("partials", "out"))
+    assert made.calls == [("compiled", (1, 1, 1), ("partials", "out", *ready.tail))]
     assert not calls
 
 
 def test_a_triton_that_is_not_known_starts_the_function_itself(load):
-    start, made, calls = load(known=False)
-    start.on(("partials", "out"))
-    arguments = ("partials", "out", *start.tail)
-    options = start.kernel.options(start)
+    ready, made, calls = load(known=False)
+    ready.start(("partials", "out"))
+    arguments = ("partials", "out", *ready.tail)
+    options = ready.kernel.options(ready)
     assert calls == [((1, 1, 1), arguments, options)]
     assert not made.calls
 
 
 def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_launch(load):
     """As in a CUDA graph that is captured, where Triton takes it for loaded ever after."""
-    start, made, _ = load()
+    ready, made, _ = load()
     made.capturing = True
     with pytest.raises(RuntimeError, match="capturing"):
-        start.on((1, 2))
+        ready.start((1, 2))
     assert made._run is None
     assert not made.calls
     made.capturing = False
-    start.on((1, 2))
+    ready.start((1, 2))
     assert len(made.calls) == 1
 
 
 def test_what_fails_to_compile_is_unavailable_and_is_not_tried_again(load):
-    start, _, _ = load()
+    ready, _, _ = load()
     tried = []
 
     def warmup(*_, **__):
         tried.append(1)
         raise FileNotFoundError("not there")
 
-    start.kernel.variants[True].warmup = warmup
+    ready.kernel.variants[True].warmup = warmup
     with pytest.raises(KernelUnavailable, match="not there"):
-        start.on((1, 2))
-    compiled.failed[CPU] = "said before"
+        ready.start((1, 2))
+    compiled.failed_devices[CPU] = "said before"
     try:
         with pytest.raises(KernelUnavailable, match="said before"):
-            start.on((1, 2))
+            ready.start((1, 2))
     finally:
-        del compiled.failed[CPU]
+        del compiled.failed_devices[CPU]
     assert len(tried) == 1
 
 
@@ -253,18 +253,18 @@ def test_the_device_of_the_tensors_is_current_while_a_kernel_is_compiled_and_lau
     monkeypatch.setattr(
         torch, "get_device_module", lambda kind: SimpleNamespace(device=Device)
     )
-    start, made, _ = load()
-    start = bound(start.kernel, device=torch.device("cuda", 1))
-    warmup = start.kernel.variants[True].warmup
+    ready, made, _ = load()
+    ready = bound(ready.kernel, device=torch.device("cuda", 1))
+    warmup = ready.kernel.variants[True].warmup
 
     def compile_there(*args, **options):
         seen.append(now[0])
         return warmup(*args, **options)
 
-    start.kernel.variants[True].warmup = compile_there
+    ready.kernel.variants[True].warmup = compile_there
     for current in (0, 1, 0):
         now[0] = current
-        start.on(("partials", "out"))
+        ready.start(("partials", "out"))
         assert now[0] == current
     assert seen == [1]
     # directly where it is current

@@ -84,4 +84,4 @@ def test_a_dimension_of_one_element_may_have_any_stride(shape):
         assert_equal(made.gradients([odd(dy) for dy in dys]), gradients)
     operands = (*made.operands, *made.tables)
     launch = QKForward(operands, (made.q, made.k), True, spec=QWEN3)
-    assert launch.start.aligned
+    assert launch.kernel.aligned

@@ -362,7 +362,7 @@ def test_where_the_kernels_are_insisted_on_a_difference_is_an_error(monkeypatch)
 def test_where_it_cannot_look_the_next_call_is_compared(monkeypatch):
     x, weight = torch.randn(2, 64), torch.ones(64)
     with monkeypatch.context() as patches:
-        patches.setattr(first_use, "can_look", lambda *_: False)
+        patches.setattr(first_use, "can_compare", lambda *_: False)
         rms_norm(x, weight)
     assert not first_use.compared[CPU]
     rms_norm(x, weight)
@@ -377,7 +377,7 @@ def test_it_does_not_look_where_nothing_may_wait(monkeypatch):
             torch.cuda, "is_current_stream_capturing", lambda c=capturing: c
         )
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda w=watched: w)
-        looks = first_use.can_look((x,), False)
+        looks = first_use.can_compare((x,), False)
         assert looks == (not capturing and not watched)
 
 

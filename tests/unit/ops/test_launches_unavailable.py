@@ -59,7 +59,7 @@ def fail(monkeypatch):
         return tried
 
     yield start
-    for state in (failure.failed, launches.left_devices):
+    for state in (failure.failed_devices, launches.left_devices):
         state.clear()
     forget_launches()
 

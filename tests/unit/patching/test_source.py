@@ -179,9 +179,9 @@ def doubled(definition, itself):
     """Makes a call of the last sum."""
     returned = definition.body[-1].value
     total = returned.elts[0]
-    returned.elts[0] = source.call(
-        "other", total, total.left, total.right, ast.Name(itself, ast.Load())
-    )
+    operands = total.left, total.right, ast.Name(itself, ast.Load())
+    call = ast.Call(ast.Name("other", ast.Load()), list(operands), [])
+    returned.elts[0] = ast.copy_location(call, total)
 
 
 def compiled_again(other):
