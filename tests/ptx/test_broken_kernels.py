@@ -15,7 +15,8 @@ from heads import fused_qk_norm
 
 from benchmarks.ptx import Fault, Kernel
 from hf_rmsnorm import NormSpec, use_backend
-from hf_rmsnorm.ops import compute_norm
+from hf_rmsnorm.ops import compute_norm, first_use, self_check
+from hf_rmsnorm.ops.launches import forget_launches
 
 BF16 = torch.bfloat16
 GUARD = r"(?<=\n\t)@!?%p\d+ "
@@ -57,7 +58,7 @@ def run_rows():
     w = torch.randn(96, dtype=BF16, requires_grad=True)
     b = torch.randn(96, dtype=BF16, requires_grad=True)
     y = compute_norm(x, w, b, NormSpec(True, 1e-6, has_bias=True))
-    torch.autograd.grad(y, (x, w, b), dy)
+    return y.detach(), *torch.autograd.grad(y, (x, w, b), dy)
 
 
 def run_heads():
@@ -66,7 +67,7 @@ def run_heads():
     weights = torch.randn(2, 96, dtype=BF16)
     tables = torch.randn(2, 1, 40, 96, dtype=BF16)
     spec = NormSpec(False, 1e-6, rounding="before_weight")
-    fused_qk_norm(q, k, *weights, spec, *tables)
+    return fused_qk_norm(q, k, *weights, spec, *tables)
 
 
 @cache
@@ -149,3 +150,61 @@ def test_each_kind_breaks_some_kernel(driver):
             kernel, *_ = launch_of(driver, name)
             texts += broken(kernel.text, kind)
         assert texts, kind
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", self_check.KINDS)
+def test_sound_kernels_are_kept_at_their_first_use(kind, dtype, driver):
+    def tensor(*shape):
+        return torch.randn(shape).to(dtype).requires_grad_()
+
+    forget_launches()
+    with use_backend("triton"):
+        outputs = self_check.KINDS[kind](tensor)
+        outputs = [t for t in outputs if t is not None and t.requires_grad]
+        torch.autograd.backward(outputs, [torch.randn_like(t) for t in outputs])
+    assert first_use.compared[torch.device("cpu")] == 2, "forward and backward"
+
+
+def results_of(driver, name, text, monkeypatch):
+    """The results of a first use where the kernel of a name has another text; None where
+    it is refused.
+    """
+    launch = driver.machine.launch
+
+    def launch_broken(kernel, *of_launch):
+        if kernel.name == name:
+            kernel = Kernel(text)
+        return launch(kernel, *of_launch)
+
+    torch.manual_seed(0)
+    forget_launches()
+    try:
+        with use_backend("triton"), monkeypatch.context() as patches:
+            patches.setattr(driver.machine, "launch", launch_broken)
+            return *run_heads(), *run_rows()
+    except Fault:
+        return None
+    except RuntimeError as error:
+        assert "differs from the code" in str(error)
+        return None
+
+
+@pytest.mark.full
+@pytest.mark.differs
+@pytest.mark.parametrize("name", KERNELS)
+def test_broken_kernels_are_refused_at_their_first_use(name, driver, monkeypatch):
+    kernel, *_ = launch_of(driver, name)
+    sound = results_of(driver, name, kernel.text, monkeypatch)
+    refused = []
+    for kind in KINDS:
+        for text in broken(kernel.text, kind):
+            results = results_of(driver, name, text, monkeypatch)
+            if results is None:
+                refused.append(kind)
+                continue
+            # what it does not compute is not needed for so few partial sums
+            same = map(torch.equal, results, sound)
+            assert name == "reduce_partials" and all(same), kind
+    assert len(set(refused)) >= 7
