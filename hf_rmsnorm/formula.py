@@ -56,8 +56,8 @@ def dtype_of(t: OptionalTensor) -> torch.dtype | None:
 class NormSpec:
     """The formula of one RMSNorm or LayerNorm over the last dimension of its input.
 
-    With ``xhat = (x - mean) * rsqrt(mean((x - mean)^2) + eps)`` in float32 (``mean`` is
-    0 unless `centered`) the result is ``xhat * (weight_offset + weight) + bias``,
+    In float32 ``xhat = (x - mean) * rsqrt(mean((x - mean)^2) + eps)``; ``mean`` is 0
+    unless `centered`. The result is ``xhat * (weight_offset + weight) + bias``,
     rounded where `rounding` says.
 
     Args:

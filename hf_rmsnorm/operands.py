@@ -2,7 +2,7 @@
 them.
 
 Launches take and return plain tuples: to make a named one takes a call longer. The
-functions here make them, and the classes name what is in them.
+functions here make them, and the classes name their items.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from .formula import OptionalTensor
 Operands = tuple[OptionalTensor, ...]
 # Which of their gradients are wanted.
 Needed = tuple[bool, ...]
-# The code that a launch replaces: a function, and what it is called with.
+# The code that a launch replaces: a function, and its arguments.
 Replaced = tuple[Any, ...]
 
 # What becomes of the scale of a modulation, in the words of the kernels.
@@ -27,7 +27,7 @@ ALONE = "multiply_after"
 
 
 class Launch(Protocol):
-    """Starts kernels on operands of one layout, and allocates what they write."""
+    """Starts kernels on operands of one layout, and allocates their results."""
 
     def on(self, operands: Operands) -> tuple:
         """The results for such operands."""
@@ -35,16 +35,16 @@ class Launch(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """What the launches of one purpose have in common.
+    """The common part of the launches of one purpose.
 
     Args:
-        name: what they compute, in words.
+        name: their purpose, in words.
         make: ``make(launches, operands, aligned, *how)`` returns a launch, or None if
             no kernel serves such operands.
         results: ``results(launches, how, operands)`` returns the same in plain torch.
-        exact: ``exact(launches, how, operands)`` returns, of operands in float64, the
-            results, and for each the error of each row, or of all, that roundings in
-            float32 explain where terms cancel.
+        exact: ``exact(launches, how, operands)`` returns the results of operands in
+            float64. For each result it adds the error, of each row or of all, that
+            float32 roundings explain where terms cancel.
         weight: which of their operands is the first weight.
         is_back: they compute gradients.
         essential: of `how` what does not follow from the number of rows.
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 
 
 class NormOperands(NamedTuple):
-    """What the forward of a norm reads.
+    """The operands of a norm's forward.
 
     Args:
         x: (..., hidden_size) of any strides and at least one row, on a device that
@@ -101,7 +101,7 @@ class NormOperands(NamedTuple):
 
 
 class NormResults(NamedTuple):
-    """What the forward of a norm returns.
+    """The results of a norm's forward.
 
     Args:
         h: the sum that was normalised; None if no sum is kept.
@@ -116,7 +116,7 @@ class NormResults(NamedTuple):
 
 
 class GradientOperands(NamedTuple):
-    """What the backward of a norm reads.
+    """The operands of a norm's backward.
 
     Args:
         dy: the gradient of y, of any strides.
@@ -142,8 +142,8 @@ class HeadOperands(NamedTuple):
 
     Args:
         q, k: (batch, heads, length, head_dim), columns of unit stride, of one dtype.
-        q_weight, k_weight: (head_dim,), contiguous, of one dtype; None both where the
-            norms have none, or none stand in front.
+        q_weight, k_weight: (head_dim,), contiguous, of one dtype; both None if the
+            norms have none, or there are no norms.
         cos, sin: (batch or 1, length, columns), of one dtype and the same strides.
     """
 

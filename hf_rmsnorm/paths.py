@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 
 def fitted(text: str, hang: int = 4) -> str:
-    """The text in 100 columns: what is longer goes on `hang` columns further in, and no
-    path is broken.
+    """The text in 100 columns: a longer line continues below, `hang` columns further
+    in, and no path is broken.
     """
     lines = []
     for line in text.splitlines():

@@ -48,8 +48,8 @@ def addresses(
     Args:
         order: in which rows are taken; None is that of the dimensions.
         outputs: meta tensors.
-        read: by the names of their parameters. Each has an address of its own; one that
-            two levels do not reach is copied.
+        read: by the names of their parameters. Each has an address; a tensor that two
+            levels do not reach is copied.
     """
     *of_rows, size = outputs[0].shape
     one_by_one = RowAddress(math.prod(of_rows), 0, size)

@@ -4,8 +4,8 @@ the same logits.
 A small random model of the same classes shows which tensors write to the residual
 stream, and proves the plan in float64. The plan is printed. The tensors are centred
 while the checkpoint streams through, and DST appears whole once it is verified. After a
-kill it is not there, and the same command begins anew. Exits with 3 if the result fails
-verification. A hub id is downloaded first.
+kill it is not there, and the same command starts again. Exits with 3 if the result
+fails verification. A hub id is downloaded first.
 """
 
 import logging

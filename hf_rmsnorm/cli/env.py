@@ -44,8 +44,8 @@ def run(args) -> Result:
 
 
 def _checked_line(record: dict, installed: dict) -> str:
-    """One line to paste into an issue: what the kernels of a device compute; "" where
-    there are none.
+    """One line to paste into an issue: how many kernels of a device compute the right
+    numbers; "" without kernels.
     """
     kernels = record["kernels"]
     if not kernels:

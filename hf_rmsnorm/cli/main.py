@@ -80,7 +80,7 @@ def add_command(commands, name: str, module) -> None:
     )
     module.add_arguments(sub)
     sub.set_defaults(run=module.run, command=name)
-    if module is run:  # what it prints is PROGRAM's
+    if module is run:  # its output is PROGRAM's
         return
     sub.add_argument(
         "--json", action="store_true", help="print one JSON object instead of text"

@@ -58,7 +58,7 @@ def draw_errors(file: Path, title: str, runs: dict[str, list]) -> None:
 
 
 def _panels(file: Path, title: str, shown: dict[str, list]) -> Iterator[tuple]:
-    """(an empty panel, what it is to show), by name; the last one done, they are saved."""
+    """(an empty panel, the data to show in it), by name; saved after the last one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(shown), 3.6), layout="constrained")

@@ -120,7 +120,7 @@ def _is_python(path: str) -> bool:
 
 def run(args) -> int:
     """Run ``args.program`` as Python runs it, its models patched; `find` has found it.
-    Returns 0, or raises what the program raises.
+    Returns 0, or raises the program's exception.
     """
     from ..integrations.loading import every_model_patched, say
 

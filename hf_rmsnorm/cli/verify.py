@@ -172,7 +172,7 @@ def _inputs(args, source, model):
 
 
 def _told_of(conversion) -> str:
-    """What a converted checkpoint is, in one sentence; "" for another one."""
+    """The state of a converted checkpoint in one sentence; "" for another one."""
     if conversion is None:
         return ""
     count = len(conversion.norms)

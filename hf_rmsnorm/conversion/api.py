@@ -172,7 +172,7 @@ def convert_checkpoint(
     Args:
         src: as in `plan_conversion`.
         dst: the folder to make. It appears whole, at the end. After a kill it is not
-            there, and the same call begins anew.
+            there, and the same call starts again.
         planned: what `plan_conversion` returned for this source, instead of target.
         progress: called as ``progress(tensors, bytes, total_bytes)`` with the tensors
             and bytes written so far.
@@ -210,7 +210,7 @@ def convert_checkpoint(
 
 
 def _check_plan(planned: PlannedConversion | None, options: ConversionOptions) -> None:
-    """Refuse what is no plan, and a plan with another way to convert."""
+    """Refuse an object of another type, and a plan with another way to convert."""
     if not isinstance(planned, PlannedConversion | None):
         raise ConversionRefused(
             f"planned is of type {type(planned).__name__}: pass what plan_conversion "

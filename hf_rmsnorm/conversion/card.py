@@ -1,5 +1,5 @@
-"""What a result says of where it comes from: its source, the versions that made it, and
-the section of its model card.
+"""The origin of a result, as written into it: its source, the versions that made it,
+and the section of its model card.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""DST, which appears whole or not at all: it is made in a working folder beside it, and
-one rename makes that DST.
+"""DST, which appears whole or not at all: it is made in a working folder next to it,
+and one rename makes that DST.
 
 The working folder holds ``lock``, which its process has locked, and ``model``. A lock
-ends with its process. So a run can tell what a killed one has left, and removes it.
+ends with its process. So a run recognises the folder of a killed one, and removes it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def destination(source: Source, dst: str | os.PathLike) -> Path:
 @contextmanager
 def working_folder(dst: Path) -> Iterator[Path]:
     """An empty folder for the model, which `publish` may make DST. It is in a locked
-    one beside DST, which is removed at the end.
+    folder next to DST, which is removed at the end.
     """
     _refuse_if_taken(dst)
     folder = Path(f"{dst}.converting-{secrets.token_hex(4)}")
@@ -85,8 +85,8 @@ def _locked(folder: Path, dst: Path) -> Iterator[Path]:
 
 
 def _refuse_if_taken(dst: Path) -> None:
-    """Refuse a DST that is there, or that another process is making. What killed runs
-    have left beside it is removed.
+    """Refuse a DST that exists, or that another process is making. Remove the folders
+    of killed runs.
     """
     for folder in dst.parent.glob(f"{glob.escape(dst.name)}.converting-{TOKEN}"):
         try:

@@ -1,4 +1,4 @@
-"""What a conversion says where it cannot be done or fails: one line with the cure."""
+"""The errors of a conversion that is refused or fails: one line with the cure."""
 
 from __future__ import annotations
 

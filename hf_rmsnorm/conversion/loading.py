@@ -1,4 +1,4 @@
-"""Load what a folder holds, for a conversion: its model, its class, its tokenizer."""
+"""Load a folder for a conversion: its model, its class, its tokenizer."""
 
 from pathlib import Path
 

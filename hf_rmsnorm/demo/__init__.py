@@ -1,6 +1,6 @@
 """The three small trained models that ship with the package.
 
-Each folder beside this file is an ordinary checkpoint (``config.json``,
+Each folder here is an ordinary checkpoint (``config.json``,
 ``model.safetensors``, tokenizer) of about one million parameters, trained from nothing
 by ``scripts/train_demo.py``; its ``training.json`` says how.
 """

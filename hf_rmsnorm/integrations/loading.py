@@ -52,8 +52,8 @@ class Models:
 
 
 class ProgramCallback(HfRmsNormCallback):
-    """`HfRmsNormCallback` of each Trainer of a program: it patches what was made by its
-    class, and tells of no model twice.
+    """`HfRmsNormCallback` of each Trainer of a program: it patches a model made by its
+    class, and reports no model twice.
     """
 
     def __init__(self, models: Models):

@@ -19,7 +19,7 @@ from ..paths import did_you_mean
 
 # whose level and handlers are Transformers'
 logger = logging.get_logger("transformers.integrations.hf_rmsnorm")
-# of the callback: those of `patch_model`, and two of its own
+# of the callback: those of `patch_model`, and two more
 OPTIONS = [*inspect.signature(patch_model).parameters, "recentre", "train_as_rms"]
 OPTIONS.remove("model")
 
@@ -44,8 +44,8 @@ class HfRmsNormCallback(TrainerCallback):
         recentre: for a converted model: centre its residual weights after each
             optimizer step, so that LayerNorm and RMSNorm stay equal (`Recentre`).
         train_as_rms: for a converted model: record in its config that it is trained as
-            RMSNorm (`train_as_rms`). A warning at each save explains what a plain load
-            computes.
+            RMSNorm (`train_as_rms`). A warning at each save: a plain load computes
+            LayerNorm.
         options: keyword arguments of `patch_model`. Options that are not named stay as
             an earlier patch has set them.
 
@@ -116,7 +116,7 @@ class HfRmsNormCallback(TrainerCallback):
             )
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Say once what the comparisons of the first step have shown."""
+        """Print the result of the first step's comparisons, once."""
         line = summary(args.device)
         if line and not self._compared and state.is_world_process_zero:
             print(f"hf_rmsnorm: {line}", file=sys.stderr)

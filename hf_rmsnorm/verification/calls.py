@@ -41,7 +41,7 @@ class Call:
         return self.arguments[self.place]
 
     def name_of(self, place: int | str) -> str:
-        """What the argument at a place is called among gradients."""
+        """The name of the argument at a place among the gradients."""
         return "input"
 
     def again(self) -> "Call":

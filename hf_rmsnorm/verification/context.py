@@ -125,7 +125,7 @@ def default_inputs(
 
 
 def _inputs_beside(main: str, config) -> Iterator[str]:
-    """The inputs that a model needs beside its main one."""
+    """The inputs that a model needs together with its main one."""
     # CLIP's kind has a tower for text and one for images; others hold some of a text's
     # tokens free for images
     towers = hasattr(config, "text_config") and hasattr(config, "vision_config")

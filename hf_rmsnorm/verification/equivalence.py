@@ -164,8 +164,8 @@ def _check_has_gradients(reference: nn.Module, candidate: nn.Module) -> None:
 
 
 def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, Pair]:
-    """The patched norms of the candidate, by path; with all leaf modules, beside those
-    of the reference, if it is another model.
+    """The patched norms of the candidate, by path. If the reference is another model:
+    all leaf modules, paired with its own.
     """
     if candidate is reference:
         modules = candidate.named_modules()

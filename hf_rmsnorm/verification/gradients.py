@@ -17,7 +17,7 @@ from .pieces import pieces_of
 from .quantised import quantised_modules
 from .tolerance import ulp
 
-CALLS = 4  # whose largest eager error counts: with few rows the error varies by chance
+CALLS = 4  # whose largest eager error counts: with few rows the error varies
 Tensors = dict[int | str, torch.Tensor]
 
 
@@ -77,7 +77,7 @@ def _judged(path: str, floors: list[NoiseFloor], gradient: torch.Tensor) -> Chec
     original.
     """
     first = floors[0]
-    # what is added up over rows is rounded in float32 more than once
+    # a sum over rows is rounded in float32 more than once
     largest = gradient.abs().max()
     summed = ulp(largest, torch.float32).item()
     floor = replace(
@@ -106,7 +106,7 @@ def _gradients(
     cotangents: list[torch.Tensor],
 ) -> Tensors:
     """The gradients of inputs and parameters by name, by one backward of a module's
-    outputs; zeros for what the outputs do not depend on.
+    outputs; zeros where the outputs do not depend on it.
     """
     with torch.enable_grad():
         inputs = _leaves(inputs)

@@ -116,7 +116,7 @@ class Recorder:
         self.calls: list[PieceCall] = []
 
     def record(self, function: Callable, *args, **kwargs):
-        """What the function returns."""
+        """The function's result; its call is kept."""
         returned = function(*args, **kwargs)
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         given = set(map(id, arguments.values()))

@@ -1,7 +1,7 @@
 """Finds modules with quantised weights.
 
 Only the forward of a Linear4bit can read its codes, and that forward has no float64. So
-a float64 run calls such a module as the model does: with inputs rounded to the model's
+a float64 run calls this module as the model does: with inputs rounded to the model's
 dtype.
 """
 

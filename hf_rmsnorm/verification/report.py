@@ -19,7 +19,7 @@ class EquivalenceReport:
     `to_text(verbose=True)` has it all.
 
     Each `Check` of a norm, fused layer, gradient or text has a ``path``, ``passed`` and
-    a ``text``, and how many values were ``compared`` and are ``differing``.
+    a ``text``. ``compared`` and ``differing`` count values.
 
     Attributes:
         model: class name of the reference.
@@ -135,7 +135,7 @@ class EquivalenceReport:
         rows.append(("", "Triton kernels", launches))
         lines = [fitted(self.headline)]
         for mark, what, text in rows:
-            # what is too long goes on below the text
+            # a long text continues below its start
             line = f"  {mark:4}  {what:<18} {text}"
             lines.append(fitted(line, 25 if mark else 19))
         return "\n".join(lines)

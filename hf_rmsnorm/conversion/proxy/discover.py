@@ -90,7 +90,7 @@ def _centred(
 def _notes_on_ties(
     proxy: ProxyModel, weights: Blocks, copies: list[Copy]
 ) -> Iterable[str]:
-    """What is said if tensors that were one are stored as two."""
+    """A note for the plan, if a tied tensor is stored twice."""
     if copies:
         names = ", ".join(copy.key for copy in copies)
         why = "centring one would change the other"
@@ -105,7 +105,7 @@ def _notes_on_ties(
 
 
 def _notes_on_masks(masks: list[str]) -> Iterable[str]:
-    """What is said of parameters that take the place of masked inputs."""
+    """A note for the plan on parameters that take the place of masked inputs."""
     if masks:
         why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
         yield f"{and_more(masks)} stays as it is: {why}."

@@ -74,8 +74,8 @@ def untied(tied: PreTrainedModel, model: PreTrainedModel) -> list[Copy]:
 
 
 def centred_blocks(model: PreTrainedModel, lengths: Iterable[int]) -> list[Centre]:
-    """The blocks of these lengths that are centred in what a model saves; its buffers
-    are lost.
+    """The blocks of these lengths that are centred in a model's saved state; its
+    buffers are lost.
     """
     for buffer in model.buffers():
         buffer.zero_()

@@ -1,3 +1,3 @@
-"""What a checkpoint may become: planned, made of an open checkpoint, verified and
-described, each in one file.
+"""The targets of a conversion: each is planned, made of an open checkpoint, verified
+and described in one file.
 """

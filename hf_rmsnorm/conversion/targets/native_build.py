@@ -22,7 +22,7 @@ HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm"
 # The linears that write to the residual stream; the others read a norm.
 WRITERS = ("o_proj", "down_proj")
-# What gives a linear of the target a bias: one of its own, or that of the norm before it.
+# The source's tensors that give a linear of the target a bias.
 BIASES = ("_proj.bias", "_layernorm.bias")
 NORM_OF = {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
 

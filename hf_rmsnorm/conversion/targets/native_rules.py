@@ -16,7 +16,7 @@ class NativePair:
         target: its model type.
         eps: of the norms: an attribute of the config, or the number.
         weight_offset: a number that the norms add to their weight.
-        refusals: attribute of the source's config -> why there is no target where it is
+        refusals: attribute of the source's config -> why there is no target if it is
             set.
     """
 

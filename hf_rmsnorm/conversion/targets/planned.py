@@ -26,7 +26,7 @@ class PlannedConversion(ABC):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What the header of each shard says of it."""
+        """Its record for the header of each shard."""
         return {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
 
     @abstractmethod

@@ -55,7 +55,7 @@ NOT_RUN = Verification(True, "source and result were not run, as asked")
 
 
 class VerificationFailed(ConversionError):
-    """The written checkpoint does not compute what the source does; it was not
+    """The written checkpoint computes something else than the source; it was not
     published.
     """
 
@@ -67,10 +67,10 @@ class VerificationFailed(ConversionError):
 def verify_folder(src: Path, folder: Path, options: ConversionOptions) -> Verification:
     """Compare a converted folder with its source.
 
-    Both models run in the checkpoint's own dtype, the converted one as it loads and,
-    where its config has a record, with the RMSNorms of that, for which each residual
-    weight must be centred. Each is compared with a float64 run of the source, and may
-    have 1.5 times the source's own error.
+    Both models run in the checkpoint's own dtype: the converted one as it loads and, if
+    its config has a record, with the RMSNorms of that. For these each residual weight
+    must be centred. Each run is compared with a float64 run of the source, and may have
+    1.5 times the source's own error.
     """
     with side_by_side(src, folder, options) as pair:
         compare = partial(
