@@ -30,7 +30,7 @@ class Waiting(NamedTuple):
     ahead: tuple
 
     def compute_original(self, at: int, x: Tensor) -> Tensor:
-        """What the own forward of the norm of q (0) or of k (1) makes of x."""
+        """x through the own forward of the norm of q (0) or of k (1)."""
         at = min(at, len(self.norms) - 1)
         patch, *_ = self.ahead[at]
         return patch.compute_original(self.norms[at], (x,), {})

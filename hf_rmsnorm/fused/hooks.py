@@ -1,5 +1,5 @@
-"""What a call of a norm runs besides the forward of its class: hooks, and forwards that
-other code has set on the instance.
+"""Code that a call of a norm runs besides the forward of its class: hooks, and forwards
+that other code has set on the instance.
 """
 
 import functools
@@ -22,8 +22,8 @@ _HOOKED = "is_already_hooked"
 
 
 def why_called(norm: Module) -> str:
-    """Why a norm has to be called as a module: what runs besides the forward of its
-    class, and may change what it gets or gives; "" if nothing does.
+    """Why a norm has to be called as a module: the code besides the forward of its
+    class that may change its input or output; "" if there is none.
     """
     if (
         norm._forward_pre_hooks
@@ -79,8 +79,8 @@ def _registers(wrapper: FunctionType, norm: Module) -> bool:
 
 
 def _acting(hook, norm: Module) -> str:
-    """The part of accelerate's hook that changes what a norm gets or gives, or that
-    loads its weight, by its name; "" if no part does.
+    """The name of the part of accelerate's hook that changes a norm's input or output,
+    or loads its weight; "" if no part does.
     """
     kind = type(hook)
     name = _class_name(hook)
@@ -100,9 +100,9 @@ def _acting(hook, norm: Module) -> str:
 
 
 def _is_on(norm: Module, device) -> bool:
-    """Whether a norm's parameters lie on a device. Then so does what is computed ahead
-    with them: no kernel takes tensors of two devices. A norm without any may be given
-    an input from anywhere.
+    """Whether a norm's parameters are on a device. Then values computed ahead with them
+    are there too: no kernel takes tensors of two devices. A norm without parameters may
+    be given an input from anywhere.
     """
     parameters = list(norm.parameters(recurse=False))
     if device is None or not parameters:
@@ -128,8 +128,8 @@ def name_of(forward) -> str:
 
 
 def _origin(forward) -> tuple[str, str]:
-    """The module and the name of the function that runs first; `functools.wraps` gives
-    it the other names of what it wraps.
+    """The module and the name of the function that runs first. `functools.wraps` gives
+    it other names, those of the wrapped function.
     """
     function = _function_of(forward)
     if not isinstance(function, FunctionType):
@@ -138,7 +138,7 @@ def _origin(forward) -> tuple[str, str]:
 
 
 def _function_of(forward):
-    """What a partial or a bound method calls."""
+    """The function that a partial or a bound method calls."""
     function = forward
     if isinstance(function, functools.partial):
         function = function.func

@@ -1,5 +1,5 @@
-"""What a forward that was compiled again asks at each call: whether it still serves, and
-the operands of the norms in it.
+"""The checks of a recompiled forward at each call: whether it still serves, and the
+operands of its norms.
 """
 
 import functools
@@ -21,8 +21,8 @@ def operands_ahead(norm) -> tuple | None:
     before it is called.
 
     None if the module is not patched, or has to be called. It has to be called in
-    compiled code, if fusion is off, if its class defines `__call__`, for what
-    `why_called` names, or if it is no norm of one input.
+    compiled code, if fusion is off, or if its class defines `__call__`. So too for the
+    reasons of `why_called`, or if it is no norm of one input.
     """
     if is_compiling():
         return None

@@ -148,7 +148,7 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
 
 
 def _one_by_one(patch, norm: Module, operands: Operands, one_plus: bool) -> tuple:
-    """What a launch replaces."""
+    """The code that a launch replaces."""
     x, weight, bias, gate, scale, shift, multiplier, residual = operands
     total = None
     if multiplier is not None:

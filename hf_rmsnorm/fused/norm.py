@@ -25,7 +25,7 @@ from .recipe import NOTHING, Asked, Recipe, changed, parameters_of
 from .subclass import derive, marked
 from .watch import NORM, note, watchers
 
-# What a module computes with as it stands: its launches, weight and bias.
+# The current state of a module: its launches, weight and bias.
 Held = tuple[Launches, OptionalTensor, OptionalTensor]
 
 
@@ -40,7 +40,7 @@ def fused_class(base: type, proven: Recipe, asked: Asked = NOTHING) -> type:
     Args:
         base: the current class of the module, an `nn.Module` subclass.
         proven: the formula it was recognised to compute.
-        asked: what the patch asks of it.
+        asked: the patch's options for it.
 
     Raises:
         TypeError: base cannot be subclassed.
@@ -64,8 +64,8 @@ class NormPatch:
     """The class and recipe of a patched norm, as its forward reads them.
 
     Attributes:
-        proven: what the module's own forward computes.
-        recipe: what is computed: that, as it was asked.
+        proven: of the module's own forward.
+        recipe: the proven one, changed by the patch's options.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class NormPatch:
     def held_by(self, module: Module) -> Held | None:
         """(launches, weight, bias) of a module as it stands.
 
-        None if it is no longer patched, if a parameter is missing, if its eps is
-        invalid, if a setting has changed since it was recognised, or if it asks for
-        autocast and that is on.
+        None if it is no longer patched, if a parameter is missing, or if its eps is
+        invalid. So too if a setting has changed since it was recognised, or if it asks
+        for autocast and that is on.
         """
         if not self.is_ours(module):
             return None
@@ -318,12 +318,12 @@ def fused_part(cls: type) -> type | None:
 
 
 def patch_of(module: Module) -> NormPatch | None:
-    """What the forward of a patched norm reads; None for a module that is none."""
+    """The `NormPatch` of a patched norm; None for another module."""
     return getattr(type(module), "_hf_rmsnorm_patch", None)
 
 
 def recipe_of(module: Module) -> Recipe | None:
-    """What a patched norm computes; None for a module that is none."""
+    """The recipe that a patched norm computes; None for another module."""
     patch = patch_of(module)
     if patch is None:
         return None

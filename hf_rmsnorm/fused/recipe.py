@@ -1,7 +1,7 @@
 """Two descriptions of one norm module.
 
-A `Recipe` holds what was proven: the formula, and the names under which the module
-keeps the operands. `Asked` holds what a patch wants of it.
+A `Recipe` holds the proven formula, and the names under which the module keeps the
+operands. `Asked` holds a patch's options for it.
 """
 
 import math
@@ -155,7 +155,7 @@ def parameters_of(module: Module, recipe: Recipe) -> tuple | None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a patch asks of one norm.
+    """A patch's options for one norm.
 
     Args:
         as_rms: to compute RMSNorm, as a converted checkpoint says, where the module's
@@ -173,7 +173,7 @@ class Asked:
     input_needed: str = ""
 
     def of(self, proven: Recipe) -> Recipe:
-        """What a norm of this recipe is to compute."""
+        """The recipe to compute instead of the proven one."""
         if self.as_rms:
             return replace(proven, spec=replace(proven.spec, centered=False))
         return proven

@@ -2,7 +2,7 @@
 dtype, device and number of columns that it is called with.
 
 `patching.layers.rotary_code` has read the function: it computes along the last
-dimension alone, whatever the others are. So a few heads and tokens stand for all. They
+dimension alone, whatever the others are. So a few heads and tokens are enough. They
 are random: on the first token of a text, cos is 1 and sin is 0, and every formula fits.
 """
 
@@ -46,7 +46,7 @@ class RotaryCall(NamedTuple):
 
     Args:
         one: with one tensor instead of q and k, in front of cos and sin.
-        more, named: what it passes behind them, and by name: constants.
+        more, named: the constants behind them, by position and by name.
     """
 
     one: bool = False
@@ -59,7 +59,7 @@ ONE = RotaryCall(True, named=(("unsqueeze_dim", 2),))
 
 
 class RotaryCase(NamedTuple):
-    """What a result depends on, besides values and the sizes of other dimensions."""
+    """All that decides a result, besides values and the sizes of other dimensions."""
 
     called: RotaryCall
     head_dim: int
@@ -84,7 +84,7 @@ class RotaryProof:
     found: dict[RotaryCase, Rotary | None] = field(default_factory=dict)
 
     def still_holds(self) -> bool:
-        """Whether the functions are what was read."""
+        """Whether the functions are those that were read."""
         for namespace, name, value in self.names:
             if namespace.get(name) is not value:
                 return False
@@ -187,8 +187,8 @@ def _random_operands(case: RotaryCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _on_heads(
     rotate: Callable, called: RotaryCall, transposed: bool, q, k, cos, sin
 ) -> Iterable[Tensor]:
-    """What a function that is called so makes of q and k, (batch, heads, length,
-    head_dim).
+    """q and k, (batch, heads, length, head_dim), through a function that is called
+    so.
     """
     if not transposed:
         return _call(rotate, called, (q, k), cos, sin)
@@ -210,7 +210,7 @@ def _by_formula(way: Rotation, q, k, cos, sin) -> tuple[Tensor, Tensor]:
 
 
 def _results(function: Callable, q, k, cos, sin) -> list[Tensor]:
-    """What a function makes of q and k, and the gradients of both."""
+    """q and k through a function, and the gradients of both."""
     yq, yk = function(q, k, cos, sin)
     # not ones, whose products with cos and sin are exact
     gradients = yq.detach(), yk.detach()

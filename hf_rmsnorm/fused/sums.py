@@ -67,6 +67,6 @@ def _launch_sum(left, right, norm) -> tuple | None:
 
 
 def _one_by_one(patch, left, right, norm) -> tuple:
-    """What a launch replaces."""
+    """The code that a launch replaces."""
     total = left + right
     return total, patch.compute_original(norm, (total,), {})

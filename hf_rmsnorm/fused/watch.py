@@ -1,5 +1,5 @@
-"""Tells `count_launches`, and whoever else watches, of each fused piece that a forward
-computes. While nobody watches it does nothing.
+"""Reports each fused piece that a forward computes to `count_launches` and other
+watchers. Without a watcher it does nothing.
 """
 
 from collections.abc import Callable

@@ -15,8 +15,8 @@ from . import counting
 # the tensors of a launch, in the order of the kernel's pointers
 Pointers = tuple[OptionalTensor, ...]
 VERSION = triton.__version__
-# Versions of which the arguments of each launch were compared with what the compiled
-# code expects.
+# Versions whose launches were compared, argument by argument, with the compiled code's
+# parameters.
 KNOWN = VERSION.startswith(("3.4.", "3.5.", "3.6.", "3.7.", "3.8.", "3.9."))
 _SCRATCH = None, None  # memory of the kernel, and of its profile
 _knobs = triton.knobs.runtime
@@ -72,7 +72,7 @@ def start_by(launcher, compiled, careful) -> Callable[[Pointers], None]:
 
 
 def _behind_the_stream(launcher, compiled) -> tuple:
-    """What a launcher is given between the stream and the kernel's arguments."""
+    """A launcher's arguments between the stream and the kernel's arguments."""
     kernel = compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl
     metadata = compiled.packed_metadata
     hooks = None, None, None  # two, and their argument

@@ -172,7 +172,7 @@ def input_gradient(
 
 @triton.jit
 def store_sum(PARTIALS, values, first, cols, N, BLOCK):
-    """Store the sum of the rows of values, where that is wanted."""
+    """Store the sum of the rows of values, if PARTIALS is given."""
     if PARTIALS is not None:
         store(PARTIALS + first + cols, tl.sum(values, axis=0), cols < N, BLOCK == N)
 

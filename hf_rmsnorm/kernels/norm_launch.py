@@ -81,7 +81,7 @@ class NormForward:
         operands: also as a plain tuple.
         aligned: the operands start at multiples of 16 bytes.
         stats: also return rstd and mean for the backward.
-        modulation: what a scale becomes: `ONE_PLUS` or `ALONE`.
+        modulation: of the scale: `ONE_PLUS` or `ALONE`.
 
     Attributes:
         strides: those of the normalised tensor: x, or the sum.

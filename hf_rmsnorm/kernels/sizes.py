@@ -186,7 +186,7 @@ def _stages(case: BackwardCase) -> int:
     """How many stages fit: three load the next row ahead; two save registers.
 
     Every stage but the first has a buffer in shared memory for x, dy, the bias and a
-    weight copied with them (twice for a gate's gradient); rstd, mean and the sums take
+    weight copied with them; twice for a gate's gradient. rstd, mean and the sums take
     less than 1 KB. A weight of another dtype changes layout there: in the buffers where
     it is reloaded.
     """

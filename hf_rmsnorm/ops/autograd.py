@@ -368,7 +368,7 @@ class OnCopies:
 
 
 def made_for(operands: Operands, prepare: Callable, make: Callable) -> Launch | None:
-    """The launch that ``make(prepare(operands))`` returns, on what it reads."""
+    """The launch that ``make(prepare(operands))`` returns, on prepared operands."""
     read = prepare(operands)
     launch = make(read)
     if launch is None or all(map(is_, read, operands)):
@@ -469,7 +469,7 @@ def unwatched(t: Tensor) -> Unwatched | None:
 
 
 def saved_tensors(ctx, launches: Launches) -> tuple:
-    """What a forward has saved for its backward.
+    """The tensors that a forward has saved for its backward.
 
     Args:
         ctx: of the autograd function; its `weight` is the id of the norm's weight, its

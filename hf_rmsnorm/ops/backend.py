@@ -1,4 +1,4 @@
-"""What is to compute a call: the Triton kernels, the formula in plain torch, or the
+"""Chooses what computes a call: the Triton kernels, the formula in plain torch, or the
 module's own forward.
 
 Devices, the thread and compilers decide that here; tensors do in `limits`.
@@ -204,8 +204,8 @@ def starts_kernels() -> bool:
 
 
 def host_may_wait(is_cuda: bool) -> bool:
-    """Whether the host may wait for a device here and now: no CUDA graph is captured, and
-    nobody watches for it.
+    """Whether the host may wait for a device now: no CUDA graph is captured, and torch
+    does not watch for synchronisation.
     """
     if not is_cuda:
         return True

@@ -1,14 +1,14 @@
 """The first launch of each layout is compared with the code that it replaces, on the
 tensors and the device of that call.
 
-- In the dictionary of launches a `FirstUse` stands in the place of a new launch. It
+- The dictionary of launches has a `FirstUse` in the place of a new launch. It
   starts the launch, compares the results, and puts the launch in its own place. So a
   known launch costs nothing more.
-- A forward is compared with what the caller gives as replaced: the module's own
-  forward, a sum and that, a modulation as it is written. Without that, and in a
+- A forward is compared with the code that the caller gives as replaced: the module's
+  own forward, a sum and that, a modulation as it is written. Without that, and in a
   backward, with the formula in plain torch and its gradients by autograd.
 - Both are judged against the formula in float64 on the same operands. A result is
-  refused where it is more than twice as far from that as the replaced code, plus two
+  refused if its error is more than twice that of the replaced code, plus two
   rounding steps: of the largest element, or by RMS. A forward is judged row by row, and
   refused as well where the replaced code is that much further, as it then computes
   another formula. A gradient is judged as a whole.
@@ -16,8 +16,8 @@ tensors and the device of that call.
   and a warning says so once.
 - It looks where it can: not while a CUDA graph is captured, where synchronisation is
   watched, or without data. Then the next call is compared. So too, a few times, where a
-  result shows nothing, being all zeros or not finite, as in a first backward with too
-  large a loss scale.
+  result shows nothing: all zeros, or not finite, as in a first backward whose loss
+  scale is too large.
 - It saves nothing for autograd, no mode or hook sees it, and it synchronises once.
 - Layouts that differ in the number of rows alone are compared once.
 """
@@ -57,10 +57,10 @@ class FirstUse:
     """A launch that was not compared yet.
 
     Args:
-        launch: what was made.
+        launch: the new one.
         launches, key: the `Launches` that keep it, and where.
         kind: of the launch.
-        layout: what it has in common with launches that need no other comparison.
+        layout: equal for launches that need no other comparison.
     """
 
     launch: Launch
@@ -93,7 +93,7 @@ class FirstUse:
             self.settle(operands[0].device, difference)
         if apply is None:
             return results
-        # not before: a checkpoint counts what is saved
+        # not before: a checkpoint counts the saved tensors
         return apply((self.launches, _Launched(self.launch, results)), *operands)
 
     def settle(self, device: torch.device, difference: str | None) -> None:
@@ -351,7 +351,7 @@ def judged(distances: list[Tensor], floors: list[Tensor], is_back: bool) -> Tens
 
 
 def summary(device: torch.device) -> str:
-    """What the comparisons on a device have shown, in words; "" before the first."""
+    """The result of the comparisons on a device, in words; "" before the first."""
     count = compared[device]
     if not count:
         return ""

@@ -133,8 +133,8 @@ def find(launches: Launches, kind: Kind, operands: Operands) -> Launch | None:
     """The launch for such operands: one that is kept, or else one that is made.
 
     None where no kernel serves them. So too if a tensor is of a subclass, or has no
-    shape or no memory, as are nested, sparse and batched tensors, and those that
-    functorch has left behind.
+    shape or no memory: nested, sparse and batched tensors, and those that functorch has
+    left behind.
 
     Its key is all that decides whether and how operands are served: the kind; shape,
     strides, dtype and device of each; and whether all start at multiples of 16 bytes.
@@ -202,7 +202,7 @@ def by_kernel(
         return None
     except RuntimeError:
         if any(t is not None and t.is_inference() for t in operands):
-            return None  # autograd saves none, but what a plain operator makes of it
+            return None  # autograd saves none, but the result of a plain operator
         raise
 
 

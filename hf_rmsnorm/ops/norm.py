@@ -205,7 +205,7 @@ def modulated_norm(
 
     Args:
         operands: `NormOperands`, but that scale, shift and multiplier need only
-            broadcast to x's shape. Without a residual h is None, and x is what is
+            broadcast to x's shape. Without a residual h is None, and x is
             normalised.
         one_plus: False where the norm is multiplied by the scale itself, as Z-Image
             prepares it.
@@ -282,7 +282,7 @@ def rms_norm(
 
     Raises:
         TypeError: x is not a floating-point tensor.
-        ValueError: shapes or devices do not fit, eps is negative or not finite, or
+        ValueError: shapes or devices do not fit; eps is negative or not finite; or
             `NormSpec` does not take the other arguments, as an offset of no weight.
 
     Example:

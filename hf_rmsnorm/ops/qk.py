@@ -279,7 +279,7 @@ def _make_forward(
 
 
 def _one_by_one(spec, operands: tuple, rotary: Rotary, norm=None) -> tuple:
-    """What a launch replaces: norms, and then the model's function."""
+    """The code that a launch replaces: norms, and then the model's function."""
     q, k, q_weight, k_weight, cos, sin = operands
     if norm is not None:
         q = norm(0, q)

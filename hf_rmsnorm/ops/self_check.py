@@ -1,5 +1,5 @@
-"""Runs each kind of kernel once on a device, forward and backward, and compares it with
-plain torch, as its first use in a model does.
+"""Runs each kind of kernel once on a device, forward and backward. It is compared with
+plain torch, as at its first use in a model.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Finds the norms of a loaded model by what they compute and swaps them in place for
+"""Finds the norms of a loaded model by their arithmetic and swaps them in place for
 fused ones.
 """
 

@@ -31,8 +31,8 @@ def patch_model(
     """Swap every norm with a known formula for the fused kernels, in place.
 
     A norm is recognised by its arithmetic. It keeps its parameters, buffers, hooks,
-    name and `state_dict`; only its class changes, to a subclass of its own. Nothing
-    outside this model changes.
+    name and `state_dict`; only its class changes, to a subclass. Nothing outside this
+    model changes.
 
     A second call patches further norms and changes options. Norms that `exclude`
     matches get their original class back. An option that the call does not name stays
@@ -48,11 +48,10 @@ def patch_model(
         strict: raise, before anything changes, if a norm would be skipped that neither
             include nor exclude leaves out. A norm here is a leaf that normalises over
             its last dimension, or is named RMSNorm or LayerNorm.
-        fuse_residual: by default True: one launch also computes the residual add in
-            front of a norm, the rotary embedding behind q and k norms, or the
-            modulation behind a norm, where the layer's forward shows them; another
-            rotates q and k that have no norms. False: each norm by itself, so it
-            governs rotation and modulation too.
+        fuse_residual: by default True: where the layer's forward shows them, one launch
+            also computes the residual add in front of a norm, or the modulation behind
+            it, or the rotary embedding of q and k norms. Another launch rotates q and k
+            that have no norms. False: each norm by itself, without any of these.
         memory_efficient: by default False. True: keep each norm's output for the
             backward instead of its input. The linear after it keeps the output anyway.
             Gradients carry the output's rounding. Some norms still keep their input;

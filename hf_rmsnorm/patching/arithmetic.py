@@ -1,7 +1,8 @@
-"""What the functions of torch and the methods of a tensor do that a forward may call.
+"""The effects of the functions of torch, and of the methods of a tensor, that a forward
+may call.
 
 A forward is read before it is changed or trusted. A word that is not in this table is
-refused: nothing is known of what it does.
+refused: its effect is unknown.
 """
 
 # The effects of a call. Those of a cast and of a view may be the tensor itself.

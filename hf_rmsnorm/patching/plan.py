@@ -27,15 +27,15 @@ class Entry:
     """One norm of a model, and what becomes of it.
 
     Attributes:
-        proven: what its own forward computes; None where that runs.
-        asked: what is asked of it besides.
+        proven: the recipe of its own forward; None where that runs.
+        asked: the options for it.
         refusal: why that runs.
         note: on the norm that is computed, for the report.
         before: what an earlier call has swapped it for, if one has.
         stays: it was swapped, and this call does not name it.
         excluded: its own forward runs, as the globs say.
         required: it may not run its own forward.
-        formula: what it computes once it is swapped.
+        formula: of the swapped norm.
     """
 
     module: Module
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def computed(self) -> Recipe:
-        """What it computes as it is asked; only where that is not its own forward."""
+        """The recipe with the options; only if its own forward does not run."""
         return self.asked.of(self.proven)
 
     def leave(self, refusal: Refusal) -> None:
@@ -75,8 +75,8 @@ class Options:
     memory_efficient: bool | None = None
 
     def applied(self, entry: Entry) -> Asked:
-        """What is asked of a norm with the options of this call. Others stay as they
-        are.
+        """The options of a norm after this call. Those that the call does not name
+        stay.
         """
         before = entry.asked
         asked = replace(

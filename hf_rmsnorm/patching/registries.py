@@ -1,7 +1,7 @@
 """Tables in other libraries that hold a layer's exact class, where a fused layer has a
 subclass.
 
-A cache of diffusers asks such a table what a block returns. It refuses a class that is
+A cache of diffusers looks up there what its blocks return. It refuses a class that is
 not there.
 """
 

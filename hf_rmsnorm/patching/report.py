@@ -196,8 +196,8 @@ def calls_not_fused(recipe: Recipe) -> str:
 
 
 def saved_for_backward(asked: Asked) -> str:
-    """The tensor that a norm saves for its backward, in words; "" where it is its input,
-    unless `memory_efficient` asks for another.
+    """The tensor that a norm saves for its backward, in words; "" for its input, unless
+    `memory_efficient` asks for another.
     """
     if asked.keeps_output:
         return "keeps its output for backward, but not where one launch rotates or modulates it"

@@ -154,7 +154,7 @@ def _check_repeatable(decorator: ast.expr, namespace: dict) -> None:
 
 
 def _value_of(named: ast.expr, namespace: dict):
-    """What a dotted name means in a namespace; None where it means nothing."""
+    """The value of a dotted name in a namespace; None if it has none."""
     match named:
         case ast.Name(name):
             return namespace.get(name)
@@ -179,7 +179,7 @@ def _compiled(text: str) -> dict:
 
 
 def _bytecode(code: CodeType) -> tuple:
-    """What a function does, whatever file and line it has."""
+    """The instructions of a function, without its file and lines."""
     consts = []
     for const in code.co_consts:
         if isinstance(const, CodeType):

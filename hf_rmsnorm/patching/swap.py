@@ -30,7 +30,7 @@ def replaced_forward(module: Module) -> str:
         return ""
     called = [stored]
     if isinstance(stored, functools.partial):
-        # a hook's; it calls what is kept elsewhere
+        # a hook's; it calls a forward that is kept elsewhere
         held = [attributes[name] for attributes, name in _places(module)]
         called = [one for one in held if not isinstance(one, functools.partial)]
         stored = (called or held)[0]

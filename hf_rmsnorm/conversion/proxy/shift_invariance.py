@@ -1,7 +1,7 @@
 """The shift-invariance test: which blocks of which parameters write to the residual
 stream.
 
-Only LayerNorms read such a parameter: a constant added along a block of it leaves the
+Only LayerNorms read these parameters: a constant added along a block of one leaves the
 model's outputs as they are, and moves the mean that those norms remove. Both are read
 off one backward pass each, summed along the block. In float64 the sums that vanish do
 so to 1e-15 of their terms; in float32 they would not stand out.

@@ -60,7 +60,7 @@ SIZES = {"dim()": CONSTANT, "size(-1)": LENGTH}
 
 
 class Read(NamedTuple):
-    """What was found under a name while a forward was read.
+    """The value of a name, found while a forward was read.
 
     Args:
         place: a namespace, a class with its bases, a function or a module.
@@ -75,7 +75,7 @@ class Read(NamedTuple):
 
 
 def look_up(place, name: str):
-    """What a place has under a name; None if nothing."""
+    """The value of a name in a place; None if it has none."""
     if isinstance(place, (dict, MappingProxyType)):
         return place.get(name)
     if isinstance(place, type):
@@ -110,14 +110,14 @@ class Code:
     calls.
 
     Attributes:
-        reads: all that was looked up, in this order, but for what the module's instance
-            holds. While it holds, the forward is plain arithmetic, or is not for the
-            same reason.
+        reads: all that was looked up, in this order, without the attributes of the
+            module's instance. While it holds, the forward is plain arithmetic, or is
+            not for the same reason.
         attributes: names of the module's attributes that it reads; they hold its own
             tensors and plain values.
         numbers: those from 0 on that its source and its defaults have, in order.
-        asks_autocast: it asks whether autocast is on; what is read is that with
-            autocast off.
+        asks_autocast: it asks whether autocast is on; the branch with autocast off is
+            read.
     """
 
     def __init__(self, module: Module):
@@ -136,7 +136,7 @@ class Code:
         self.read_method("forward", type(self.module).__mro__)
 
     def look_up(self, place, name: str):
-        """What a place has under a name, which is noted; None if nothing."""
+        """The value of a name in a place, which is noted; None if it has none."""
         value = look_up(place, name)
         self.reads.append(Read(place, name, value))
         return value
@@ -190,7 +190,7 @@ class Code:
         is_other = value is None and getattr(self.module, name, None) is not None
         if isinstance(value, Tensor) and of_class is None:
             return TENSOR
-        # what its class computes, as a property does, comes before what it holds
+        # a property of its class comes before its own attribute
         if is_other or not (is_plain(value) and is_plain(of_class)):
             raise NotPlain(
                 f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
@@ -337,7 +337,7 @@ class _Body(ast.NodeVisitor):
         return self.visit(node.body if answer else node.orelse)
 
     def _answer(self, test: ast.expr) -> bool | None:
-        """What a condition is for every input; None where that is not known here."""
+        """The value of a condition for every input; None if it is not known here."""
         answer = None
         match test:
             case ast.BoolOp():
@@ -540,5 +540,5 @@ def _is_autocast(called) -> bool:
 
 
 def _refusal(does: str, node: ast.AST) -> NotPlain:
-    """The refusal of a forward for what a piece of its source does."""
+    """The refusal of a forward for a piece of its source."""
     return NotPlain(f"its forward {does} {ast.unparse(node)}")

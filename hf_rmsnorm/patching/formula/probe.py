@@ -93,7 +93,7 @@ class Probe:
 
     def present(self, rows: Tensor) -> Tensor:
         """Rows as the module takes them: each dimension but the first and the row's own
-        has two, or one where there is one row.
+        has size two, or one for a single row.
         """
         row = rows.shape[1:]
         if self.head_dim is not None:
@@ -108,8 +108,8 @@ class Probe:
 
 
 class OnDevice(TorchFunctionMode):
-    """Has tensors on the CPU say that they are on another type of device, and torch's
-    own norms cast to float32 as they do there while autocast is on.
+    """Has tensors on the CPU say that they are on another type of device. There torch's
+    own norms cast to float32 while autocast is on, so they do so here too.
 
     Attributes:
         calls_norm: whether one of torch's own norms was called.

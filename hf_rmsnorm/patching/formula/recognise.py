@@ -34,7 +34,7 @@ class Verdict(NamedTuple):
 
 
 NOT_A_NORM = Verdict()
-# what was found of modules alike, and all that was read for it
+# verdicts on modules with equal signatures, each with all that was read for it
 _known: dict[tuple, tuple[Verdict, list[Read]]] = {}
 
 
@@ -98,14 +98,14 @@ def _takes_root(module: Module) -> bool:
 
 
 def _refusal(module: Module, values: dict[str, object]) -> Refusal | None:
-    """Why a module must not even be run; without a reason where it is no norm."""
+    """Why a module must not even be run; without a reason if it is no norm."""
     if isinstance(module, torch.jit.ScriptModule):
         return Refusal("it is scripted or traced", "patch the model before torch.jit")
     if torch.nn.utils.parametrize.is_parametrized(module):
         cure = "patch the model before the parametrization, or remove that first"
         return Refusal("its weight is parametrized", cure)
     if list(module.children()):
-        # With parameters of its own it is a norm fused with something, else a block.
+        # With parameters it is a norm fused with something, else a block.
         is_block = not module._parameters and list(module.parameters())
         return Refusal("" if is_block else "it has submodules", NotInFamily.cure)
     for value in values.values():
@@ -119,7 +119,7 @@ def _refusal(module: Module, values: dict[str, object]) -> Refusal | None:
 
 
 def _signature(module: Module, values: dict[str, object]) -> tuple:
-    """All that the verdict may depend on, but for what is read of the class's code."""
+    """All that the verdict may depend on, besides the class's code."""
     cls = type(module)
     code = getattr(cls.forward, "__code__", None)
     parts = [*cls.__mro__, cls.forward, code, *module._parameters]

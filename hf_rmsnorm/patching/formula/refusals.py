@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 
 class Refusal(NamedTuple):
-    """Why a norm runs its own forward, and how a user may change that; "" where that is
-    what was asked.
+    """Why a norm runs its own forward, and how a user may change that; "" if the user
+    asked for it.
     """
 
     reason: str

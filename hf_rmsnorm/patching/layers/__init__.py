@@ -8,21 +8,21 @@ When the model is patched, of the source of a forward:
 
 1. The source is what runs: compiled again, it has the bytecode of the forward.
    `source.definition_of`; `test_source.py`, a changed file is not believed.
-2. The forward may be compiled again: it does not look at its variables, and no decorator
-   or wrapper that may keep state, or that the source does not show, is around it.
+2. The forward may be compiled again. It does not look at its variables. No decorator or
+   wrapper is around it that may keep state, or that the source does not show.
    `source.forward_source`, `source.wrapper_codes`; `test_source.py`, CLASSES and
    `test_wrappers_that_the_source_does_not_show`.
 3. No code of the user runs because there is a new class, as a registry of subclasses.
    `fused.subclass.derive`; `test_subclass.py`.
-4. Nothing is moved over a call that could change what it reads. Between a sum and its
+4. Nothing is moved over a call that could change its inputs. Between a sum and its
    norm stand only aliases (LLaMA: ``residual = h``), and assignments that compute with
    other variables (HunyuanVideo adds to two streams before it normalises them).
    `sums._SumFuser._next_norm`, `statements.only_computes`. A sum is put on both ways of
-   an `if` only where neither it nor the condition calls anything (GPT-2, Whisper and
-   BART, whose decoders may have cross-attention). `statements.is_arithmetic`,
+   an `if` only where neither it nor the condition calls anything: GPT-2, Whisper and
+   BART, whose decoders may have cross-attention. `statements.is_arithmetic`,
    `statements.is_plain_test`; `test_sums.py`, REFUSED.
-5. Where gradients are on, nothing else gets hold of the sum, as a hook on it would see
-   only a part of its gradient (MPT gives it to its MLP).
+5. Where gradients are on, nothing else gets hold of the sum (MPT gives it to its MLP).
+   A hook on it would see only a part of its gradient.
    `statements.only_adds_and_scales`, which sets ``shared``; `test_looked_at_sums.py`.
 6. A rotary function computes along the last dimension alone, and nothing that it reads
    can change unseen. `rotary_code.read`; `unit/fused/test_rotary.py`, CASES and
@@ -37,8 +37,8 @@ At each call:
    `fused.hooks.why_called`; `test_hooks.py`.
 9. The class still has the forward that was read, with the same code.
    `fused.layer.guarded`; `test_a_guarded_forward_steps_aside_for_another`.
-10. A rotary function is still what was read, and was run, on this device, to rotate heads
-   of this dtype and width as a launch does. `fused.rotary.rotary_of`;
+10. A rotary function is still the one that was read. It was run on this device, and
+   rotates heads of this dtype and width as a launch does. `fused.rotary.rotary_of`;
    `unit/fused/test_rotary.py`, CASES and CHANGES.
 
 Patterns, and the models for whose sake they are there:

@@ -1,5 +1,5 @@
-"""Which modules of a model have their norms computed with what surrounds them, or rotate
-q and k in one launch, and why others do not.
+"""Finds the modules of a model whose norms can be computed in one launch with the code
+around them, or that can rotate q and k so. Others get a reason.
 """
 
 import ast
@@ -35,14 +35,14 @@ class FusibleNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class Fusion:
-    """What is computed with the norms of a forward.
+    """The operations that one launch computes with the norms of a forward.
 
     Args:
         norms: those that may be.
-        words: the norms that are, and what they are computed with.
+        words: the norms that are, each with its operations.
         rotates: it is a rotation; else sums and modulations.
         rotates_alone: one without norms.
-        keeps_bits: the fusion changes no bit of what the module returns.
+        keeps_bits: the fusion changes no bit of the module's result.
         forward: that of the class in which it was found.
         definition: of that forward, changed to compute it.
     """
@@ -120,13 +120,13 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     norm, or a rotation of q and k; none is fused yet. Nothing is, unless a norm may be.
 
     Returns:
-        For each module that repeats in the model, and for its parts: what was fused, or
-        the reason for no fusion.
+        For each module that repeats in the model, and for its parts: its fusion, or the
+        reason for none.
     """
     modules = dict(model.named_modules())
     if not any(map(norm_asked_to_fuse, modules.values())):
         return ()
-    find = functools.cache(find_fusion)  # most layers of a model are alike
+    find = functools.cache(find_fusion)  # most layers of a model are equal
     repeated = _repeated(model)
     records = []
     explained: list[str] = []  # the paths whose sums are listed

@@ -19,7 +19,7 @@ def note_helper(node: ast.expr, cls: type, itself: str) -> bool:
     first argument; then it is noted in `HELPERS`.
 
     Args:
-        node: what the forward calls.
+        node: the callee in the forward.
         cls: the class of the forward.
         itself: the forward's name for its module.
     """

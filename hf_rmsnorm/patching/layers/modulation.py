@@ -146,7 +146,7 @@ class Modulations(ast.NodeTransformer):
         return only_computes(node, self._is_norm)
 
     def _scale(self, factor: ast.expr) -> ast.expr | None:
-        """The scale in ``1 + scale``; a `OnePlusScale` where that was computed before."""
+        """The scale in ``1 + scale``; a `OnePlusScale` if it was computed before."""
         if isinstance(factor, ast.Name) and factor.id in self.factors:
             return call(OnePlusScale, factor, factor)
         scale = _scale_in(factor)

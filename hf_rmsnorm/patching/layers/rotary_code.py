@@ -1,7 +1,7 @@
 """Which functions are rotary embeddings that launches may compute: those that compute
 along the last dimension alone, as their source shows, and rotate.
 
-Such a function takes each head of each token through the same steps, whatever its
+This function takes each head of each token through the same steps, whatever its
 values are and however many there are: it calls nothing that moves or counts other
 dimensions, cuts the last one alone, and keeps nothing between calls. So what one run
 shows holds for any number of them.
@@ -67,8 +67,8 @@ class _More(Exception):
 
 
 def read(function: FunctionType) -> RotaryProof | None:
-    """What the source of a function shows, while nothing was run; None if it shows more
-    than arithmetic along the last dimension.
+    """The proof that the source of a function gives, before any run; None if it has
+    more than arithmetic along the last dimension.
     """
     reader = _Reader()
     try:
@@ -117,7 +117,7 @@ class _Reader:
         return value
 
     def parts(self, node: ast.AST, function: FunctionType) -> Iterable[ast.AST]:
-        """What is in a node of a kind that is allowed."""
+        """The inner nodes of a node of an allowed kind."""
         match node:
             case ast.If(ast.Compare(x, [ast.Is() | ast.IsNot()], [ast.Constant(None)])):
                 return [x, *node.body, *node.orelse]
@@ -171,8 +171,8 @@ def _is_dtype(node: ast.Attribute) -> bool:
 
 
 def _parts_of_index(inner: ast.expr, index: ast.expr) -> list[ast.expr]:
-    """What is in ``x.shape[-1]``; in a slice of the last dimension, ``x[..., a:b]``; or in
-    what adds dimensions of one, ``x[:, None, :]``.
+    """The inner nodes of ``x.shape[-1]``; of a slice of the last dimension, ``x[...,
+    a:b]``; or of an index that adds dimensions of one, ``x[:, None, :]``.
     """
     match inner, index:
         case ast.Attribute(x, "shape"), _ if _is_minus(1, index):

@@ -1,5 +1,5 @@
-"""The rotary embedding of q and k that no norm stands in front of, found in the source
-of one forward, and put in one launch.
+"""Finds the rotary embedding of q and k without norms in the source of one forward, and
+puts it in one launch.
 
     q, k = apply_rotary_pos_emb(q, k, cos, sin)
 

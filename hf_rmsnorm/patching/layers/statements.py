@@ -1,4 +1,4 @@
-"""What the statements of a forward do with its variables. Only the source is read."""
+"""The effects of a forward's statements on its variables. Only the source is read."""
 
 import ast
 import itertools
@@ -9,7 +9,7 @@ from .calls import is_modulated
 
 Statements = list[ast.stmt]
 
-# What is evaluated whole, and changes nothing.
+# Nodes that are evaluated whole, and change nothing.
 ARITHMETIC = (
     ast.Assign,
     ast.Attribute,
@@ -123,8 +123,8 @@ def only_computes(
 
 
 def _is_of_self(node: ast.AST) -> bool:
-    """Whether this is the module or what it holds, whose methods may be no tensor's.
-    What is indexed by None is a tensor, as LTX's tables are.
+    """Whether this is the module or one of its attributes, whose methods may be no
+    tensor's. An attribute indexed by None is a tensor, as LTX's tables are.
     """
     match node:
         case ast.Subscript(_, ast.Tuple([ast.Constant(None), *_]) | ast.Constant(None)):

@@ -7,11 +7,12 @@ computed with that norm.
 
     self.norm(a + b)      ->    norm_of_sum(self.norm, a, b)
 
-Only such an alias (LLaMA), and assignments that only compute with other variables
-(HunyuanVideo, which adds to two streams before it normalises them), may stand between
-the two. A norm that runs only on a condition is left alone. One `if` without `else` may stand between, if neither its
-condition nor the sum calls anything: sum and norm are then put on both of its ways
-(GPT-2, Whisper and BART, whose decoders may have cross-attention). What scales and
+Two kinds of assignments may stand between the two: such an alias (LLaMA), and those
+that only compute with other variables (HunyuanVideo adds to two streams before it
+normalises them). A norm that runs only on a condition is left alone. One `if` without
+`else` may stand between, if neither its condition nor the sum calls anything: sum and
+norm are then put on both of its ways (GPT-2, Whisper and BART, whose decoders may have
+cross-attention). What scales and
 shifts the norm's result (`modulation`) is computed with it, and so is a gate of one
 summand (diffusers):
 
@@ -100,7 +101,7 @@ class _SumFuser(ast.NodeTransformer):
         norms: the names of the children that may be computed with a sum.
 
     Attributes:
-        pieces: what was joined, in words.
+        pieces: the joined ones, in words.
     """
 
     def __init__(self, itself: str, norms: Set[str]):
@@ -109,7 +110,7 @@ class _SumFuser(ast.NodeTransformer):
         self.pieces: list[str] = []
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        """``self.norm(a + b)``, and what is left of modulations."""
+        """``self.norm(a + b)``, and modulations without a sum."""
         self.generic_visit(node)
         inputs = self._norm_inputs(node)
         if inputs and is_sum(inputs[0]):
@@ -213,8 +214,8 @@ class _SumFuser(ast.NodeTransformer):
         return None
 
     def _norm_inputs(self, node: ast.AST | None) -> list[ast.expr] | None:
-        """What a norm is computed with: its input, and its scale and shift; None of
-        another call.
+        """The operands of a norm: its input, and its scale and shift; None of another
+        call.
         """
         if is_modulated(node):
             return [node.args[0], *node.args[2:]]
@@ -232,7 +233,7 @@ class _SumFuser(ast.NodeTransformer):
 
 
 def _computes_apart(statement: ast.stmt, names: set[str]) -> bool:
-    """Whether a statement assigns what it computes with other variables alone."""
+    """Whether a statement assigns a value that only other variables enter."""
     match statement:
         case ast.Assign([ast.Name()], value):
             return not reads(statement, names) and only_computes(value)
@@ -240,7 +241,7 @@ def _computes_apart(statement: ast.stmt, names: set[str]) -> bool:
 
 
 def _take_product(body: Statements, at: int, after: Statements) -> None:
-    """Make ``h = h + gate * y`` of ``y = gate * y`` and ``h = h + y``, where nothing
+    """Join ``y = gate * y`` and ``h = h + y`` into ``h = h + gate * y``, if nothing
     reads that y later.
     """
     total = body[at].value
