@@ -119,7 +119,9 @@ def verdict(entry: dict) -> str:
     words = "bit-equal"
     if entry["differing"]:
         words = f"{entry['differing']} of {entry['values']} values rounded otherwise"
-    if not entry["verified"].startswith("PASS"):
+    if entry["verified"].startswith("NOTHING VERIFIED"):
+        words += "; no kernel serves bfloat16"
+    elif not entry["verified"].startswith("PASS"):
         words += f"; {entry['verified'].partition(':')[0]}"
     return words
 

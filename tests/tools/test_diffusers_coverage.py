@@ -36,6 +36,7 @@ def test_every_transformer_is_in_the_table_and_none_is_changed_by_a_patch():
     assert table.keys() == coverage.classes().keys()
     for name, entry in table.items():
         assert "error" not in entry and not coverage.is_wrong(entry), name
+        assert entry["launched"].keys() == {"bfloat16", "float32"}, name
 
 
 @pytest.mark.full
