@@ -42,7 +42,7 @@ from .backend import host_may_wait
 FACTOR = 2  # times the replaced code's own error
 STEPS = 2  # rounding steps
 TINY = 2.0**-126  # below it GPUs may flush numbers to zero
-AT_ONCE = 2**22  # elements of a tensor that are copied to float64 together
+AT_ONCE = 2**20  # elements of a tensor that are copied to float64 together
 MOST_TRIES = 1_000  # of comparisons of a layout that show nothing
 REPORT = "report it with what `hf-rmsnorm env` prints"
 # switched off where launches are left out, whose results are no numbers
