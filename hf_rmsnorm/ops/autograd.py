@@ -87,9 +87,9 @@ class NormFunction(torch.autograd.Function):
         *saved, multiplier, multiplied = saved_tensors(ctx, launches)
         dx = dh
         dweight = dbias = dgate = dscale = dmultiplier = None
-        if dy is not None:
-            need_h = need_x or need_multiplier or need_residual
-            need = need_h, *of_formula
+        need_h = need_x or need_multiplier or need_residual
+        need = need_h, *of_formula
+        if dy is not None and any(need):
             dx, dweight, dbias, dgate, dscale = norm_gradients(
                 ctx.kept, saved, dy, dh, need
             )
@@ -156,15 +156,27 @@ def _modulated(launches: Launches, y: Tensor, scale, shift=None) -> Tensor:
 def _exact_results(launches: Launches, how: tuple, operands: Operands) -> tuple:
     """A norm loses digits where a mean is subtracted, or where a bias cancels it."""
     h, y = _plain_results(launches, how, operands)
-    x, weight, *others, residual = operands
-    terms = 1.0 if weight is None else largest(weight)
-    for t in present(*others):
-        terms = terms + largest(t)
+    x, weight, bias, gate, scale, shift, multiplier, residual = operands
+    spec = launches.spec
+    terms = 1.0 if weight is None else spec.weight_offset + largest(weight)
+    terms = terms * _factor(gate, scale)
+    if bias is not None:
+        terms = terms + largest(bias)
+    if shift is not None:
+        terms = terms + largest(shift, -1)
     floor = FLOOR * terms
-    if launches.spec.centered:
+    if spec.centered:
         variance, mean = torch.var_mean(x if h is None else h, -1, unbiased=False)
-        floor = floor * _condition(mean, (variance + launches.spec.eps).rsqrt())
+        floor = floor * _condition(mean, (variance + spec.eps).rsqrt())
     return (h, y), (0.0, floor)
+
+
+def _factor(gate, scale) -> Tensor | float:
+    """What a gate and a scale may multiply each row by, at most."""
+    factor = 1.0
+    for t in present(gate, scale):
+        factor = factor + largest(t, -1)
+    return factor
 
 
 def _condition(mean: Tensor, rstd: Tensor) -> Tensor:
@@ -310,9 +322,7 @@ def _exact_gradients(launches: Launches, how: tuple, operands: Operands) -> tupl
     strides, need, from_output = how
     terms = FLOOR * largest(dy, -1)
     of_gate = 0.0 if bias is None else terms * largest(bias)
-    factor = 1.0
-    for t in present(gate, scale):
-        factor = factor + largest(t, -1)
+    factor = _factor(gate, scale)
     terms = terms * factor
     if mean is not None:
         terms = terms * _condition(mean, rstd).squeeze(-1)

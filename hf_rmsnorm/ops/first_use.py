@@ -167,6 +167,8 @@ class FirstUse:
         family = self.kind.family
         weight = operands[family.weight]
         dim = 1 if weight is None else weight.dim()
+        # in which what is computed on the way may be rounded
+        step = max(torch.finfo(t.dtype).eps for t in present(*operands, *ours))
         found = [[] for _ in ours]
         sums = {}
         for of_part, *pairs in _parts(dim, operands, ours, own):
@@ -176,10 +178,10 @@ class FirstUse:
                     sums[at] = total + exact, floors + floor
                     continue
                 of_result = [part[at] for part in pairs]
-                of_rows = distances_of(*of_result, exact, floor, family.is_back)
+                of_rows = distances_of(*of_result, exact, floor, step, family.is_back)
                 found[at].append(of_rows)
         for at, of_sum in sums.items():
-            found[at].append(distances_of(ours[at], own[at], *of_sum, True))
+            found[at].append(distances_of(ours[at], own[at], *of_sum, step, True))
         distances = [torch.cat([d for d, _ in of_parts], -1) for of_parts in found]
         return distances, [floor for of_parts in found for _, floor in of_parts]
 
@@ -291,7 +293,9 @@ def _layout(t: Tensor) -> tuple:
     return t.dtype, t.device, of_columns, tuple(by_stride)
 
 
-def distances_of(ours: Tensor, own: Tensor, exact: Tensor, floor, is_whole: bool):
+def distances_of(
+    ours: Tensor, own: Tensor, exact: Tensor, floor, step: float, is_whole: bool
+):
     """The distances, (2, 4, rows): the largest element, and the RMS times the root of 12,
     in each row or of all at once: of the error of ours, and of that of the replaced
     code, both over `STEPS` rounding steps of 1; of exact; of ours. A rounding error has
@@ -301,6 +305,7 @@ def distances_of(ours: Tensor, own: Tensor, exact: Tensor, floor, is_whole: bool
 
     Args:
         floor: an error of each row, or of all, that roundings in float32 explain.
+        step: the rounding step of 1.
     """
     info = torch.finfo(ours.dtype)
     if own.shape != ours.shape:
@@ -314,8 +319,9 @@ def distances_of(ours: Tensor, own: Tensor, exact: Tensor, floor, is_whole: bool
     largest = vector_norm(rows, torch.inf, dim=-1)
     rms = vector_norm(rows, dim=-1) * (12 / rows.shape[-1]) ** 0.5
     found = torch.stack((largest, rms)).view(2, 4, -1)
-    step = STEPS * info.eps
+    step = STEPS * step
     found[:, :2].div_(step)
+    found[1, 2] *= 1 + rows.shape[-1] ** -0.5  # of few elements it varies more
     least = max(TINY / step, info.tiny)
     row_count = found.shape[-1:]
     if not isinstance(floor, Tensor):
@@ -336,8 +342,7 @@ def judged(distances: list[Tensor], floors: list[Tensor], is_back: bool) -> Tens
     largest, rms = size
     floor = torch.cat(floors)
     allowed = torch.stack((largest + floor, rms / 12**0.5 + floor))
-    allowed = allowed.nan_to_num(0.0, 0.0)
-    is_finite = own_error < torch.inf
+    is_finite = (own_error < torch.inf) & (floor < torch.inf)
     lesser = own_error
     if not is_back:
         lesser = torch.minimum(error, own_error)

@@ -5,6 +5,7 @@ kept, spoiled ones are not used, and one warning says so.
 import contextlib
 import copy
 import itertools
+import random
 import threading
 import warnings
 from types import SimpleNamespace
@@ -28,8 +29,10 @@ from hf_rmsnorm import (
 from hf_rmsnorm.cli import env
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.kernels import norm_launch, qk_launch
+from hf_rmsnorm.operands import of_modulation, of_norm, present
 from hf_rmsnorm.ops import compute_norm, first_use, self_check
-from hf_rmsnorm.ops.launches import forget_launches, left_devices
+from hf_rmsnorm.ops.launches import forget_launches, launches_of, left_devices
+from hf_rmsnorm.ops.norm import modulated_norm, run
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -451,6 +454,61 @@ def test_numbers_whose_squares_leave_float32_are_no_alarm(dtype):
     x = torch.full((3, 64), 3e38, dtype=dtype, requires_grad=True)
     rms_norm(x, torch.ones(64, dtype=dtype)).backward(x.detach())
     assert ("cpu", None) not in left_devices
+
+
+SPECS = [
+    NormSpec(False, 1e-6, rounding="before_weight"),
+    NormSpec(False, 1e-6, weight_offset=1.0, rounding="rstd"),
+    NormSpec(False, 1e-12, gate="silu_before", rounding="weight_dtype"),
+    NormSpec(False, 1e-5, gate="sigmoid_after"),
+    NormSpec(True, 1e-5, has_bias=True),
+]
+
+
+def random_tensor(choice, shape, dtype):
+    """Of any size; some with a large mean, a row of zeros, one infinity, or gaps."""
+    t = torch.randn(shape) * 10.0 ** choice.uniform(-3, 3)
+    change = choice.choice(["none", "mean", "zeros", "infinity", "gaps"])
+    if change == "mean":
+        t = t + 1_000 * torch.randn(shape[0], 1)
+    elif change == "zeros":
+        t[0] = 0.0
+    elif change == "infinity":
+        t[-1, -1] = torch.inf
+    elif change == "gaps":
+        t = t.repeat(1, 2)[:, : shape[1]]
+    return t.to(dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_random_layouts_are_no_alarm(spec):
+    choice = random.Random(0)
+    for _ in range(60):
+        forget_launches()
+        dtype = choice.choice([FP32, BF16, torch.float16])
+        shape = choice.randint(1, 8), choice.randint(1, 300)
+        x, gate = (random_tensor(choice, shape, dtype) for _ in range(2))
+        of_weight = choice.choice([dtype, FP32])
+        weight, bias = torch.randn(2, shape[1]).to(of_weight)
+        weight = weight * choice.choice([0.0, 1.0])
+        operands = of_norm(
+            x, weight, bias if spec.has_bias else None, gate if spec.gate else None
+        )
+        for t in present(*operands):
+            t.requires_grad_(choice.random() < 0.8)
+        with use_backend("triton"), torch.enable_grad():
+            y = run(launches_of(spec), operands)
+            if y.requires_grad:
+                y.backward(random_tensor(choice, shape, y.dtype))
+
+
+def test_a_modulation_of_which_the_shift_alone_is_trained():
+    x, scale, shift = torch.randn(3, 2, 5, 64)
+    operands = of_modulation(x, None, None, scale, shift.requires_grad_())
+    spec = NormSpec(True, 1e-6, has_weight=False, functional=True)
+    _, y = modulated_norm(spec, operands)
+    y.sum().backward()
+    assert torch.equal(shift.grad, torch.ones_like(shift))
 
 
 def test_a_large_input_is_compared_by_parts(monkeypatch):
