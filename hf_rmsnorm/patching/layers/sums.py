@@ -24,6 +24,7 @@ summand (diffusers):
 
 import ast
 import copy
+import inspect
 from collections.abc import Set
 from typing import NamedTuple
 
@@ -71,11 +72,23 @@ def fuse_sums(
         return []  # other code may read any variable
     if itself != "self" or itself in bound(*definition.body):
         return []  # `only_computes` knows the module by its usual name
+    if _has_own_properties(inside, cls):
+        return []  # which run code where they are read
     Modulations(cls, itself, modulated_norms).visit(definition)
     fuser = _SumFuser(itself, norms)
     fuser.fuse_block(definition.body, [])
     fuser.visit(definition)
     return list(dict.fromkeys(fuser.pieces))
+
+
+def _has_own_properties(nodes: list[ast.AST], cls: type) -> bool:
+    """Whether one of the nodes reads a property of a module of this class."""
+    for node in nodes:
+        match node:
+            case ast.Attribute(ast.Name("self"), name):
+                if isinstance(inspect.getattr_static(cls, name, None), property):
+                    return True
+    return False
 
 
 class _NextNorm(NamedTuple):

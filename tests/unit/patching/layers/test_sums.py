@@ -332,7 +332,21 @@ class NamesItselfOtherwise(SelectsBetween):
         return layer.n2(h) + h * (count > 0)
 
 
+class ReadsAProperty(Block):
+    @property
+    def halved(self):
+        self.n2.weight.data.fill_(0.5)
+        return 0.5
+
+    def forward(self, x):
+        self.n2.weight.data.fill_(1.0)
+        h = x + self.a(self.n1(x))
+        half = self.halved
+        return h + half * self.b(self.n2(h))
+
+
 REFUSED = [
+    ReadsAProperty,
     BindsAGlobal,
     WritesToItsClass,
     AsksForItsClass,
