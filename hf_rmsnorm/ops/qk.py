@@ -375,7 +375,9 @@ def _exact_rotation_back(launches: Launches, how: tuple, operands: tuple) -> tup
 
     heads = torch.zeros_like(dy)  # any, as it is linear
     (grad,) = gradients_of_all(formula, (heads,), (dy,), (True,))
-    return grad.split((dq.shape[1], dk.shape[1]), 1), (0.0, 0.0)
+    counts = dq.shape[1], dk.shape[1]
+    floors = 2 * FLOOR * largest(dy, -1)
+    return grad.split(counts, 1), floors.split(counts, 1)
 
 
 HEADS = Family(
