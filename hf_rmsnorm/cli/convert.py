@@ -128,11 +128,11 @@ def _as_options(text):
 
 def _convert(args, options: dict) -> Result:
     from .. import conversion
-    from ..conversion.destination import destination
-    from ..conversion.folders import source_of
+    from ..conversion.destination import free_destination
+    from ..conversion.folders import locate
 
     if args.dst is not None:  # refused before anything is downloaded
-        destination(source_of(args.src), args.dst)
+        free_destination(locate(args.src), args.dst)
     with progress_bar(1, "planning on a small random model"):
         planned = conversion.plan_conversion(args.src, target=args.target, **options)
     if args.plan:

@@ -1,4 +1,13 @@
-"""The way into conversion: `plan_conversion` and `convert_checkpoint`."""
+"""`plan_conversion` and `convert_checkpoint`: the way into conversion, for Python and for
+``hf-rmsnorm convert``.
+
+A conversion in order: `folders.py` and `checkpoint/source.py` open the source;
+`targets/centred.py` (or `native.py`) plans it on the small random model of `proxy/`;
+`checkpoint/` lays the result out and writes it into the folder of `destination.py`;
+`verify/` compares it with the source; `publish` makes that folder DST.
+"""
+
+from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,9 +18,9 @@ from ..paths import fitted
 from .checkpoint.layout import Layout
 from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from .checkpoint.write import write_checkpoint
-from .destination import destination, publish, working_folder
+from .destination import free_destination, publish, working_folder
 from .errors import ConversionError, ConversionRefused, clear_errors
-from .folders import downloaded, source_of
+from .folders import downloaded, locate
 from .loading import class_of, missing_parameters, tokenizer_of
 from .options import ConversionOptions
 from .proxy.model import make_proxy
@@ -19,137 +28,8 @@ from .proxy.run import and_more
 from .targets.centred import plan_centring
 from .targets.native import plan_native
 from .targets.planned import PlannedConversion
-from .tensors import is_narrower, nbytes_of, one_thread
+from .tensors import is_narrower, one_thread
 from .verify.compare import NOT_RUN, Verification, VerificationFailed, verify_folder
-
-
-@dataclass(frozen=True)
-class Written:
-    """The folder that a conversion wrote.
-
-    Args:
-        shards: for each file name, the bytes of its tensors.
-        unused: tensors of the source that no tensor of the result is made from.
-        not_copied: files and folders of the source that the result does not have, and
-            why.
-    """
-
-    dst: Path
-    shards: dict[str, int]
-    tensors: int
-    bytes: int
-    unused: tuple[str, ...]
-    not_copied: dict[str, str]
-
-    @classmethod
-    def of(cls, dst: Path, source: Checkpoint, layout: Layout) -> "Written":
-        """The summary of a layout that was made of a source."""
-        sizes = {n: nbytes_of(made, source) for n, made in layout.tensors.items()}
-        shards = {
-            file: sum(sizes[name] for name in names)
-            for file, names in layout.shards.items()
-        }
-        used = set().union(*(tensor.keys() for tensor in layout.tensors.values()))
-        return cls(
-            dst=dst,
-            shards=shards,
-            tensors=len(layout.tensors),
-            bytes=sum(shards.values()),
-            unused=tuple(sorted(source.tensors.keys() - used)),
-            not_copied=source.not_copied,
-        )
-
-    def to_dict(self) -> dict:
-        """Plain values for JSON."""
-        return {**asdict(self), "dst": str(self.dst)}
-
-    def __str__(self) -> str:
-        lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
-        if self.unused:
-            lines.append(
-                f"tensors that the result does not need: {', '.join(self.unused)}"
-            )
-        for reason in dict.fromkeys(self.not_copied.values()):
-            names = [name for name, why in self.not_copied.items() if why == reason]
-            lines.append(f"not copied: {', '.join(names)} ({reason})")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The outcome of a conversion.
-
-    Args:
-        plan: the plan with its proof, as it was carried out.
-        written: the folder and a summary of its content.
-        verification: source and result compared, before the folder appeared.
-    """
-
-    plan: PlannedConversion
-    written: Written
-    verification: Verification
-
-    def to_dict(self) -> dict:
-        """Plain values for JSON."""
-        return {
-            **self.plan.to_dict(),
-            **self.written.to_dict(),
-            "verification": self.verification.to_dict(),
-        }
-
-    def __str__(self) -> str:
-        return fitted(f"{self.written}\n{self.verification}")
-
-
-def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
-    """Return the plan for converting `src` and its proof; nothing is written.
-
-    Args:
-        src: a model folder with safetensors, in one file or in shards, which is only
-            read; or a hub id, whose files are downloaded into the hub's cache; or
-            ``"demo:gpt2"``.
-        options: those of `ConversionOptions`.
-
-    Raises:
-        ConversionRefused: it cannot be converted so; the message says why.
-        ConversionError: this is no whole checkpoint folder.
-    """
-    how = ConversionOptions.of(options)
-    # the plan of a hub's model needs no weights
-    folder = downloaded(source_of(src), how.allow_pickle, weights=how.is_native)
-    source = open_checkpoint(
-        folder, allow_pickle=how.allow_pickle, weights=how.is_native
-    )
-    return _planned(source, how)
-
-
-def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversion:
-    with one_thread():
-        if options.is_native:
-            return plan_native(source)
-        missing = missing_parameters(source.folder, options) if source.tensors else ()
-        proxy = make_proxy(
-            source.folder,
-            inputs=options.inputs,
-            trust_remote_code=options.trust_remote_code,
-            model_class=options.model_class,
-            to_convert=True,
-        )
-        return plan_centring(source, proxy, missing, _notes_on_dtypes(source))
-
-
-def _notes_on_dtypes(source: Checkpoint) -> Iterator[str]:
-    """A note if tensors are stored in a narrower dtype than config.json names."""
-    dtypes = {tensor.dtype for tensor in source.tensors.values()}.intersection(FLOATS)
-    narrow = [str(dtype) for dtype in dtypes if is_narrower(dtype, source.dtype)]
-    if narrow:
-        stored = " and ".join(sorted(narrow)).replace("torch.", "")
-        wide = str(source.dtype).removeprefix("torch.")
-        yield (
-            f"config.json says {wide} and tensors are stored in {stored}: those that "
-            f"are changed are written in {wide}; to keep {stored}, set dtype to it in "
-            "the source's config.json first"
-        )
 
 
 def convert_checkpoint(
@@ -186,27 +66,79 @@ def convert_checkpoint(
     """
     how = ConversionOptions.of(options)
     _check_plan(planned, how)
-    where = source_of(src)
-    home = destination(where, dst)  # refused before anything is downloaded or planned
-    folder = downloaded(where, how.allow_pickle)
+    location = locate(src)
+    dst = free_destination(location, dst)  # refused before anything is downloaded
+    folder = downloaded(location, how.allow_pickle)
     source = open_checkpoint(folder, allow_pickle=how.allow_pickle)
     planned = planned or _planned(source, how)
     if how.verify:
-        _check_can_run(folder, planned, how)
-    layout, config = planned.result(source, how.shard_size)
-    with clear_errors(home), working_folder(home) as made:
+        _check_can_run(source, planned, how)
+    layout = planned.result(source, how.shard_size)
+    with clear_errors(dst), working_folder(dst) as draft:
         with one_thread():
-            write_checkpoint(source, layout, config, made, progress)
+            write_checkpoint(source, layout, draft, progress)
         source.check_unchanged()
-        verdict = verify_folder(folder, made, how) if how.verify else NOT_RUN
-        if not verdict.passed:
+        verification = verify_folder(folder, draft, how) if how.verify else NOT_RUN
+        if not verification.passed:
             raise VerificationFailed(
-                f"{dst}: not published, the result fails verification\n{verdict}",
-                verdict,
+                f"{dst}: not published, the result fails verification\n{verification}",
+                verification,
             )
-        planned.describe(made, verdict)
-        publish(made, home)
-    return Conversion(planned, Written.of(home, source, layout), verdict)
+        planned.describe(draft, verification)
+        publish(draft, dst)
+    return Conversion(planned, Written.of(dst, source, layout), verification)
+
+
+def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
+    """Return the plan for converting `src` and its proof; nothing is written.
+
+    Args:
+        src: a model folder with safetensors, in one file or in shards, which is only
+            read; or a hub id, whose files are downloaded into the hub's cache; or
+            ``"demo:gpt2"``.
+        options: those of `ConversionOptions`.
+
+    Raises:
+        ConversionRefused: it cannot be converted so; the message says why.
+        ConversionError: this is no whole checkpoint folder.
+    """
+    how = ConversionOptions.of(options)
+    # the plan of a hub's model needs no weights
+    folder = downloaded(locate(src), how.allow_pickle, weights=how.is_native)
+    source = open_checkpoint(
+        folder, allow_pickle=how.allow_pickle, weights=how.is_native
+    )
+    return _planned(source, how)
+
+
+def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversion:
+    with one_thread():
+        if options.is_native:
+            return plan_native(source)
+        # of a hub's model that is only planned no weights are here
+        missing = missing_parameters(source.folder, options) if source.tensors else ()
+        proxy = make_proxy(
+            source.folder,
+            inputs=options.inputs,
+            trust_remote_code=options.trust_remote_code,
+            model_class=options.model_class,
+            to_convert=True,
+        )
+        return plan_centring(source, proxy, missing, _notes_on_dtypes(source))
+
+
+def _notes_on_dtypes(source: Checkpoint) -> Iterator[str]:
+    """A note if tensors are stored in a narrower dtype than config.json names."""
+    dtypes = {tensor.dtype for tensor in source.tensors.values()}.intersection(FLOATS)
+    narrow = [str(dtype) for dtype in dtypes if is_narrower(dtype, source.dtype)]
+    if narrow:
+        stored = " and ".join(sorted(narrow)).replace("torch.", "")
+        wide = str(source.dtype).removeprefix("torch.")
+        yield (
+            f"config.json says {wide} and tensors are stored in {stored}: those that "
+            f"are changed are written in {wide}; to keep {stored}, set dtype to it in "
+            "the source's config.json first"
+        )
 
 
 def _check_plan(planned: PlannedConversion | None, options: ConversionOptions) -> None:
@@ -221,9 +153,10 @@ def _check_plan(planned: PlannedConversion | None, options: ConversionOptions) -
 
 
 def _check_can_run(
-    folder: Path, planned: PlannedConversion, options: ConversionOptions
+    source: Checkpoint, planned: PlannedConversion, options: ConversionOptions
 ) -> None:
     """Refuse a source that could not be compared with its result."""
+    folder = source.folder
     if planned.missing:
         # a new random value for it would differ between source and result
         raise ConversionError(
@@ -232,3 +165,80 @@ def _check_can_run(
         )
     if options.inputs is None:  # refused if it does not load
         tokenizer_of(folder, class_of(folder, options), options)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The outcome of a conversion.
+
+    Args:
+        plan: the plan with its proof, as it was carried out.
+        written: the folder and a summary of its content.
+        verification: source and result compared, before the folder appeared.
+    """
+
+    plan: PlannedConversion
+    written: Written
+    verification: Verification
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        return {
+            **self.plan.to_dict(),
+            **self.written.to_dict(),
+            "verification": self.verification.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        return fitted(f"{self.written}\n{self.verification}")
+
+
+@dataclass(frozen=True)
+class Written:
+    """The folder that a conversion wrote.
+
+    Args:
+        shards: for each file name, the bytes of its tensors.
+        unused: tensors of the source that no tensor of the result is made from.
+        not_copied: files and folders of the source that the result does not have, and
+            why.
+    """
+
+    dst: Path
+    shards: dict[str, int]
+    tensors: int
+    bytes: int
+    unused: tuple[str, ...]
+    not_copied: dict[str, str]
+
+    @classmethod
+    def of(cls, dst: Path, source: Checkpoint, layout: Layout) -> Written:
+        """The summary of a result of this layout."""
+        shards = {
+            file: sum(layout.sizes[name] for name in names)
+            for file, names in layout.shards.items()
+        }
+        used = set().union(*(tensor.keys() for tensor in layout.tensors.values()))
+        return cls(
+            dst=dst,
+            shards=shards,
+            tensors=len(layout.tensors),
+            bytes=layout.nbytes,
+            unused=tuple(sorted(source.tensors.keys() - used)),
+            not_copied=source.not_copied,
+        )
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON."""
+        return {**asdict(self), "dst": str(self.dst)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.dst}: {self.tensors} tensors, {self.bytes / 1e6:,.1f} MB"]
+        if self.unused:
+            lines.append(
+                f"tensors that the result does not need: {', '.join(self.unused)}"
+            )
+        for reason in dict.fromkeys(self.not_copied.values()):
+            names = [name for name, why in self.not_copied.items() if why == reason]
+            lines.append(f"not copied: {', '.join(names)} ({reason})")
+        return "\n".join(lines)

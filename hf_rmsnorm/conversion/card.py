@@ -1,5 +1,5 @@
 """The origin of a result, as written into it: its source, the versions that made it,
-and the section of its model card.
+and the section of its model card. Both kinds of `PlannedConversion` write it.
 """
 
 import re
@@ -46,7 +46,7 @@ def _origin(folder: Path) -> str:
 
 
 def add_to_card(
-    folder: Path, heading: str, text: str, made: dict[str, str], *proofs: object
+    folder: Path, heading: str, text: str, origin: dict[str, str], *proofs: object
 ) -> None:
     """Put a section at the end of the model card, instead of one of this heading; the
     proofs are set below the text.
@@ -57,5 +57,5 @@ def add_to_card(
     old = rf"(?ms)^{re.escape(heading)}[ \r]*\n.*?(?=^## |\Z)"
     before = re.sub(old.encode(), b"", before).rstrip()
     shown = "\n".join(["```", *map(str, proofs), "```"])
-    section = f"{heading}\n\n{text}\n\n{shown}\n\n{BY.format(**made)}\n"
+    section = f"{heading}\n\n{text}\n\n{shown}\n\n{BY.format(**origin)}\n"
     card.write_bytes(b"\n\n".join(filter(None, (before, section.encode()))))

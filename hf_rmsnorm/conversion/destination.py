@@ -1,8 +1,10 @@
-"""DST, which appears whole or not at all: it is made in a working folder next to it,
-and one rename makes that DST.
+"""DST, which appears whole or not at all: its draft is made in a working folder next to
+it, and one rename makes the draft DST.
 
-The working folder holds ``lock``, which its process has locked, and ``model``. A lock
-ends with its process. So a run recognises the folder of a killed one, and removes it.
+`convert_checkpoint` asks for `free_destination`, then writes and verifies the draft in
+`working_folder`, and ends with `publish`. The working folder holds ``lock``, which its
+process has locked, and the draft, ``model``. A lock ends with its process. So a run
+recognises the folder of a killed one, and removes it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from ..sources import Source
 from .errors import ConversionError
 
 LOCK = "lock"
-MODEL = "model"
+DRAFT = "model"
 TOKEN = "[0-9a-f]" * 8
 
 
-def destination(source: Source, dst: str | os.PathLike) -> Path:
+def free_destination(source: Source, dst: str | os.PathLike) -> Path:
     """DST as an absolute path; refused inside of the source, and if it exists, is being
     made, or cannot be made.
     """
@@ -37,12 +39,12 @@ def destination(source: Source, dst: str | os.PathLike) -> Path:
             f"{dst}: lies inside of the source, which is only read: choose another DST"
         )
     _refuse_if_taken(dst)
-    home = next(parent for parent in dst.parents if os.path.lexists(parent))
-    if not home.is_dir():
-        raise ConversionError(f"{dst}: {home} is no folder: choose another DST")
-    if not os.access(home, os.W_OK | os.X_OK):
+    parent = next(parent for parent in dst.parents if os.path.lexists(parent))
+    if not parent.is_dir():
+        raise ConversionError(f"{dst}: {parent} is no folder: choose another DST")
+    if not os.access(parent, os.W_OK | os.X_OK):
         raise ConversionError(
-            f"{dst}: {home} is read-only, or gives no permission to write: choose "
+            f"{dst}: {parent} is read-only, or gives no permission to write: choose "
             "another DST"
         )
     return dst
@@ -50,36 +52,36 @@ def destination(source: Source, dst: str | os.PathLike) -> Path:
 
 @contextmanager
 def working_folder(dst: Path) -> Iterator[Path]:
-    """An empty folder for the model, which `publish` may make DST. It is in a locked
+    """An empty folder for the draft, which `publish` may make DST. It is in a locked
     folder next to DST, which is removed at the end.
     """
     _refuse_if_taken(dst)
-    folder = Path(f"{dst}.converting-{secrets.token_hex(4)}")
+    working = Path(f"{dst}.converting-{secrets.token_hex(4)}")
     try:
-        folder.mkdir(parents=True)
-        with _locked(folder, dst) as model:
-            yield model
+        working.mkdir(parents=True)
+        with _locked(working, dst) as draft:
+            yield draft
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(working, ignore_errors=True)
 
 
 @contextmanager
-def _locked(folder: Path, dst: Path) -> Iterator[Path]:
-    """Lock a working folder, for the folder of the model in it; refused if another
+def _locked(working: Path, dst: Path) -> Iterator[Path]:
+    """Lock a working folder, for the folder of the draft in it; refused if another
     process has done that.
     """
-    lock = FileLock(folder / LOCK, blocking=False)
-    model = folder / MODEL
+    lock = FileLock(working / LOCK, blocking=False)
+    draft = working / DRAFT
     try:
         lock.acquire()
-        model.mkdir(exist_ok=True)
+        draft.mkdir(exist_ok=True)
     except (Timeout, FileNotFoundError):  # or it has removed the folder
         raise ConversionError(
             f"{dst}: another process is converting into it: wait for it, or choose "
             "another DST"
         ) from None
     try:
-        yield model
+        yield draft
     finally:
         lock.release()
 
@@ -88,34 +90,34 @@ def _refuse_if_taken(dst: Path) -> None:
     """Refuse a DST that exists, or that another process is making. Remove the folders
     of killed runs.
     """
-    for folder in dst.parent.glob(f"{glob.escape(dst.name)}.converting-{TOKEN}"):
+    for working in dst.parent.glob(f"{glob.escape(dst.name)}.converting-{TOKEN}"):
         try:
-            _remove_if_left(folder, dst)
+            _remove_if_left(working, dst)
         except OSError:  # it is gone, or another user's
             continue
     if os.path.lexists(dst):
         raise _exists_already(dst)
 
 
-def _remove_if_left(folder: Path, dst: Path) -> None:
+def _remove_if_left(working: Path, dst: Path) -> None:
     """Remove the working folder of a run that was killed; refused while it runs."""
-    if {*os.listdir(folder)} - {LOCK, MODEL}:
+    if {*os.listdir(working)} - {LOCK, DRAFT}:
         return  # of another program
-    with _locked(folder, dst):
-        shutil.rmtree(folder, ignore_errors=True)
+    with _locked(working, dst):
+        shutil.rmtree(working, ignore_errors=True)
     if os.name == "nt":  # which removes no file that is open
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(working, ignore_errors=True)
 
 
-def publish(model: Path, dst: Path) -> None:
-    """Flush every file of a folder to the disk, and give it the name DST."""
-    for path in model.rglob("*"):
+def publish(draft: Path, dst: Path) -> None:
+    """Flush every file of a draft to the disk, and give it the name DST."""
+    for path in draft.rglob("*"):
         if path.is_file():
             with open(path, "rb+") as file:  # Windows flushes none that is only read
                 os.fsync(file.fileno())
     try:
         if not os.path.lexists(dst):  # an empty folder would be replaced
-            os.rename(model, dst)
+            os.rename(draft, dst)
             return
     except OSError:
         if not os.path.lexists(dst):

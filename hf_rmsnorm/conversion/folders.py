@@ -1,5 +1,5 @@
 """A checkpoint as a folder on this disk. Each file is one of the weights, is copied, or
-is left out.
+is left out. `open_checkpoint` asks.
 """
 
 import json
@@ -51,13 +51,12 @@ NOT_COPIED = {
 }
 # in the cache of the hub, whose snapshots are links
 CACHED = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/[^/]+")
-MOST_NESTED = 50
 MERGE = (
     "merge it into its base by PEFT's merge_and_unload, and convert the merged model"
 )
 
 
-def source_of(src: str | os.PathLike) -> Source:
+def locate(src: str | os.PathLike) -> Source:
     """Where a checkpoint is; the network is not used."""
     if not isinstance(src, str):
         src = os.path.abspath(src)  # a path is no id of the hub
@@ -191,10 +190,10 @@ def refuse_elsewhere(folder: Path, name: str) -> None:
     """
     path = folder / name
     content = Path(os.path.realpath(path))
-    homes = [Path(os.path.realpath(folder))]
-    if cached := CACHED.match(homes[0].as_posix()):
-        homes.append(Path(os.path.realpath(cached["repository"])) / "blobs")
-    if not any(content.is_relative_to(home) for home in homes):
+    allowed = [Path(os.path.realpath(folder))]
+    if cached := CACHED.match(allowed[0].as_posix()):
+        allowed.append(Path(os.path.realpath(cached["repository"])) / "blobs")
+    if not any(content.is_relative_to(parent) for parent in allowed):
         raise ConversionError(
             f"{path}: a link out of the checkpoint, to {content}: put that file itself "
             "there, or remove the link"
@@ -217,19 +216,4 @@ def read_json(path: Path) -> dict:
         ) from error
     if not isinstance(data, dict):
         raise ConversionError(f"{path}: a JSON object is wanted: download it again")
-    if _depth(data) > MOST_NESTED:
-        raise ConversionError(
-            f"{path}: nested more than {MOST_NESTED} deep: download it again"
-        )
     return data
-
-
-def _depth(data: dict) -> int:
-    """How many objects and lists contain each other."""
-    depth = 0
-    level: list = [data]
-    while level:
-        depth += 1
-        held = [inner.values() if isinstance(inner, dict) else inner for inner in level]
-        level = [x for inner in held for x in inner if isinstance(x, dict | list)]
-    return depth

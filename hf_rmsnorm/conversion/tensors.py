@@ -1,5 +1,9 @@
 """How each tensor of a result is made: read from the source, changed in float64, and
 rounded.
+
+A plan says what to make (`planned_tensors` here, `native_build.py` for another
+architecture), `checkpoint/layout.py` puts it into shards, and `checkpoint/write.py` asks
+each tensor for its value.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from math import prod
 
 import torch
 
-from ..converted.record import RECORD_KEY, centre_, is_centred
+from ..converted.record import centre_
 from .checkpoint.source import FLOATS, Checkpoint
 from .errors import ConversionError
 from .plan import Centre, CentringPlan
@@ -66,10 +70,6 @@ class Stored:
         """The tensor in its own dtype."""
         x = self.read(source).to(self.dtype(source))
         if self.step is None:
-            return x
-        # What an earlier conversion has centred, and training has not moved since,
-        # keeps its bytes.
-        if RECORD_KEY in source.config and is_centred(x, **self.step.how):
             return x
         centre_(x, **self.step.how)
         if x.isfinite().all():
@@ -172,13 +172,11 @@ def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Ma
     return Made(parts, wide)
 
 
-def planned_tensors(
-    plan: CentringPlan, source: Checkpoint, where: object
-) -> dict[str, Lazy]:
-    """Every tensor of a result: copied, centred, or as it is.
-
-    A step that does not fit the tensors is refused; `where` is the folder, for that.
+def planned_tensors(plan: CentringPlan, source: Checkpoint) -> dict[str, Lazy]:
+    """Every tensor of a result: copied, centred, or as it is; a step that does not fit
+    the source's tensors is refused.
     """
+    where = source.folder
     tensors = {name: Stored(name) for name in source.tensors}
     for copy in plan.copy:
         if copy.source not in source.tensors:

@@ -21,7 +21,7 @@ FRAMES = {
     ): "a reason, for 'a pickle that'",
     ("conversion/checkpoint/write.py", "_save"): "what the system says",
     ("conversion/folders.py", "downloaded"): "a SourceError",
-    ("conversion/folders.py", "source_of"): "a SourceError",
+    ("conversion/folders.py", "locate"): "a SourceError",
     ("conversion/errors.py", "clear_errors"): "what the system says, with its cure",
     ("conversion/proxy/discover.py", "_reached_norms"): "nothing_to_convert",
     ("conversion/proxy/model.py", "config_of"): "what Transformers says",

@@ -1,4 +1,6 @@
-"""The files of a result, and which tensors are in each."""
+"""The files of a result, and which tensors are in each: what `PlannedConversion.result`
+returns, and `checkpoint/write.py` writes.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,33 @@ PATTERN = "model{suffix}.safetensors"
 
 @dataclass(frozen=True)
 class Layout:
-    """The shards of a result.
+    """A result before it is written.
 
     Args:
+        config: the text of config.json.
         tensors: of all shards, in the order in which the source has them.
+        sizes: their bytes.
         shards: file -> names of its tensors.
         metadata: ``__metadata__`` of each shard.
         index: of the shards; None if there is one file.
     """
 
+    config: str
     tensors: dict[str, Lazy] = field(repr=False)
+    sizes: dict[str, int]
     shards: dict[str, list[str]]
     metadata: dict[str, str]
     index: dict | None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(self.sizes.values())
+
 
 def lay_out(
     tensors: dict[str, Lazy],
+    config: str,
     source: Checkpoint,
     metadata: dict[str, str],
     max_shard_size: int | str,
@@ -39,11 +51,11 @@ def lay_out(
     of the source's, and have `metadata` besides.
     """
     places = {name: place for place, name in enumerate(source.tensors)}
-    ordered = sorted(tensors.items(), key=lambda item: places[item[1].like])
-    tensors = dict(ordered)
+    ordered = dict(sorted(tensors.items(), key=lambda item: places[item[1].like]))
+    sizes = {name: nbytes_of(tensor, source) for name, tensor in ordered.items()}
     split = split_state_dict_into_shards_factory(
-        tensors,
-        get_storage_size=lambda tensor: nbytes_of(tensor, source),
+        sizes,
+        get_storage_size=int,
         filename_pattern=PATTERN,
         max_shard_size=max_shard_size,
     )
@@ -55,4 +67,5 @@ def lay_out(
     if split.is_sharded:
         weights = dict(sorted(split.tensor_to_filename.items()))
         index = {"metadata": split.metadata, "weight_map": weights}
-    return Layout(tensors, split.filename_to_tensors, noted, index)
+    shards = split.filename_to_tensors
+    return Layout(config, ordered, sizes, shards, noted, index)

@@ -1,11 +1,13 @@
-"""A checkpoint folder, opened: its tensors and its other files. It is only read."""
+"""A checkpoint folder, opened: its tensors and its other files. It is only read.
+
+`convert_checkpoint` opens the source; `tensors.py` reads one tensor after another of it.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,37 +17,6 @@ from .. import folders
 from ..errors import ConversionError, clear_errors
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# as headers name them
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """The place of a tensor; `start` counts bytes from the beginning of the file."""
-
-    file: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    start: int = 0
-    data: torch.Tensor | None = None  # of one in memory
 
 
 @dataclass(frozen=True)
@@ -54,22 +25,16 @@ class Checkpoint:
     alone.
     """
 
-    folder: Path
-    config: dict
-    tensors: dict[str, StoredTensor]
-    metadata: dict[str, str]  # ``__metadata__`` of all shards
-    others: list[str]  # files to copy
-    not_copied: dict[str, str]  # file or folder -> why
-    fingerprints: dict[str, list[int]]  # of every file that is read
-
-    @classmethod
-    def in_memory(cls, tensors: dict[str, torch.Tensor]) -> Checkpoint:
-        """The tensors of a model."""
-        held = {}
-        for name, data in tensors.items():
-            shape = tuple(data.shape)
-            held[name] = StoredTensor("", data.dtype, shape, data.nbytes, data=data)
-        return cls(Path(), {}, held, {}, [], {}, {})
+    # on the meta device, where the data are in one of `files`
+    tensors: dict[str, torch.Tensor]
+    folder: Path = Path()
+    config: dict = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # tensor -> safetensors file
+    metadata: dict[str, str] = field(default_factory=dict)  # of all shards' headers
+    others: list[str] = field(default_factory=list)  # files to copy
+    not_copied: dict[str, str] = field(default_factory=dict)  # file or folder -> why
+    # of every file that is read: its size, and when it was written
+    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -80,30 +45,25 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A copy of a tensor."""
-        stored = self.tensors[name]
-        if stored.data is not None:
-            return stored.data.detach().clone()
-        data = torch.empty(stored.nbytes, dtype=torch.uint8)
-        with open(self.folder / stored.file, "rb") as file:
-            file.seek(stored.start)
-            count = file.readinto(data.numpy())
-        if count < stored.nbytes:
-            self.check_unchanged()
-        return data[:count].view(stored.dtype).view(stored.shape)
+        if name not in self.files:
+            return self.tensors[name].detach().clone()
+        self.check_unchanged()
+        with safe_open(self.folder / self.files[name], "pt") as file:
+            return file.get_tensor(name).clone()
 
     def check_unchanged(self) -> None:
         """Raise ConversionError if a file has changed since the folder was opened."""
-        for name, before in self.fingerprints.items():
+        for name, before in self.stamps.items():
             path = self.folder / name
-            if not path.exists() or _fingerprint(path) != before:
+            if not path.exists() or _stamp(path) != before:
                 raise ConversionError(
                     f"{path}: changed while it was read: let nothing write to the "
                     "source, and convert again"
                 )
 
 
-def _fingerprint(path: Path) -> list[int]:
-    return [path.stat().st_size, path.stat().st_mtime_ns]
+def _stamp(path: Path) -> tuple[int, int]:
+    return path.stat().st_size, path.stat().st_mtime_ns
 
 
 def open_checkpoint(
@@ -129,10 +89,15 @@ def open_checkpoint(
         others, left_out = folders.copied_of(files, of_weights)
         for name in (*of_weights, *others):
             folders.refuse_elsewhere(folder, name)
-        not_copied |= left_out
         read = sorted({*files} - left_out.keys())
-        fingerprints = {name: _fingerprint(folder / name) for name in read}
-        source = Checkpoint(folder, config, {}, {}, others, not_copied, fingerprints)
+        source = Checkpoint(
+            tensors={},
+            folder=folder,
+            config=config,
+            others=others,
+            not_copied=not_copied | left_out,
+            stamps={name: _stamp(folder / name) for name in read},
+        )
         for name in shards:
             _open_shard(source, name)
     return source
@@ -145,44 +110,31 @@ def _open_shard(source: Checkpoint, name: str) -> None:
         if file.read(23) == b"version https://git-lfs":
             raise ConversionError(f"{path}: a pointer of Git LFS: run git lfs pull")
     if path.suffix == ".bin":
-        _open_pickle(source, name)
+        _open_pickle(source, path)
         return
     try:
-        with safe_open(path, "pt"):  # which checks the header
-            pass
+        with safe_open(path, "pt") as file:
+            source.metadata.update(file.metadata() or {})
+            for key in file.keys():  # noqa: SIM118 (no mapping)
+                # a view of the mapped file: nothing is read yet
+                source.tensors[key] = file.get_tensor(key).to("meta")
+                source.files[key] = name
     except SafetensorError as error:
         raise ConversionError(
             f"{path}: truncated or corrupt ({error}): download it again"
         ) from error
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    source.metadata.update(header.pop("__metadata__", None) or {})
-    for key, entry in header.items():
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise ConversionError(
-                f"{path}: {key} is {entry['dtype']}: convert the unquantised model"
-            )
-        shape = tuple(entry["shape"])
-        first, last = entry["data_offsets"]
-        start = 8 + length + first
-        source.tensors[key] = StoredTensor(name, dtype, shape, last - first, start)
 
 
-def _open_pickle(source: Checkpoint, name: str) -> None:
+def _open_pickle(source: Checkpoint, path: Path) -> None:
     """Add the tensors of a file of `torch.save`, read without running code."""
-    path = source.folder / name
     is_zip = zipfile.is_zipfile(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-        for key, tensor in state.items():
-            if tensor.dtype not in DTYPES.values():
-                raise TypeError(f"{key} is {tensor.dtype}")
-            sizes = tensor.dtype, tuple(tensor.shape), tensor.nbytes
-            source.tensors[key] = StoredTensor(name, *sizes, data=tensor)
+        if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+            raise TypeError("it holds more than tensors")
     except Exception as error:  # torch's own advice is to load it unsafely
         raise ConversionError(
             f"{path}: a pickle that is broken, runs code, or holds more than plain "
             "tensors: save the model by save_pretrained, where you trust it"
         ) from error
+    source.tensors.update(state)

@@ -1,4 +1,7 @@
-"""Write a checkpoint whose tensors are made from those of another, shard by shard."""
+"""Write a checkpoint whose tensors are made from those of another, shard by shard.
+
+`convert_checkpoint` calls it with a working folder, and verifies what it wrote.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ..folders import CONFIG, INDEX
-from ..tensors import nbytes_of
 from .layout import Layout
 from .source import Checkpoint
 
@@ -25,7 +27,6 @@ Progress = Callable[[int, int, int], None]
 def write_checkpoint(
     source: Checkpoint,
     layout: Layout,
-    config: str,
     folder: Path,
     progress: Progress | None = None,
 ) -> None:
@@ -33,10 +34,8 @@ def write_checkpoint(
     One shard is in memory at a time.
 
     Args:
-        config: text of config.json.
         progress: as in `convert_checkpoint`.
     """
-    total = sum(nbytes_of(tensor, source) for tensor in layout.tensors.values())
     count = size = 0
     for file, names in layout.shards.items():
         shard = {}
@@ -45,12 +44,12 @@ def write_checkpoint(
             count += 1
             size += shard[name].nbytes
             if progress is not None:
-                progress(count, size, total)
+                progress(count, size, layout.nbytes)
         _save(shard, folder / file, layout.metadata)
     _copy_files(source, folder)
     if layout.index is not None:
         (folder / INDEX).write_text(json.dumps(layout.index, indent=2) + "\n")
-    (folder / CONFIG).write_text(config, encoding="utf-8")
+    (folder / CONFIG).write_text(layout.config, encoding="utf-8")
 
 
 def _save(shard: dict, path: Path, metadata: dict[str, str]) -> None:

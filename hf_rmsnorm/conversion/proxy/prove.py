@@ -1,5 +1,5 @@
 """The proof of a plan: carried out on the proxy's own checkpoint, loaded again, and run
-as LayerNorm and as RMSNorm.
+as LayerNorm and as RMSNorm. `plan_centring` asks for it, after `discover`.
 """
 
 import math
@@ -69,10 +69,10 @@ def prove(plan: CentringPlan, proxy: ProxyModel) -> ProofReport:
     give_weights(original, seed=3)
     tensors = saved_tensors(original)
     original = load_tensors(cls, proxy.config, tensors)
-    source = Checkpoint.in_memory(tensors)
-    planned = planned_tensors(plan, source, proxy.name)
-    made = {name: tensor.value(source) for name, tensor in planned.items()}
-    converted = load_tensors(cls, with_settings(proxy.config, plan.config), made)
+    source = Checkpoint(tensors)
+    planned = planned_tensors(plan, source)
+    changed = {name: tensor.value(source) for name, tensor in planned.items()}
+    converted = load_tensors(cls, with_settings(proxy.config, plan.config), changed)
     expected = run(original, proxy.inputs)
     stock = difference(expected, run(converted, proxy.inputs))
     norms, _ = find_layer_norms(converted, proxy.inputs)

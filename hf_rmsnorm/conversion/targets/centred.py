@@ -1,5 +1,8 @@
 """The conversion that keeps the checkpoint's architecture: all that writes to the
 residual stream is centred, so that LayerNorm is RMSNorm.
+
+`plan_centring` is what `plan_conversion` calls: `proxy/discover.py` finds the plan,
+`proxy/prove.py` proves it, and `proxy/keys.py` puts it into the checkpoint's own keys.
 """
 
 from __future__ import annotations
@@ -31,6 +34,34 @@ PLAN = "conversion_plan.json"
 SHOWN = 6  # lines of a list, so that the plan of a large model fits on a screen
 
 
+def plan_centring(
+    source: Checkpoint, proxy: ProxyModel, missing: Iterable[str], notes: Iterable[str]
+) -> PlannedCentring:
+    """The plan for a checkpoint, proven on its proxy; refused if it is not exact.
+
+    Args:
+        missing: parameters of the model that the checkpoint lacks.
+        notes: what the plan says besides.
+    """
+    plan = discover(proxy)
+    proof = prove(plan, proxy)
+    if not proof.passed:
+        raise ConversionRefused(
+            f"{proof}: this model is not converted, as its plan is not exact"
+        )
+    plan = in_checkpoint(plan, source.tensors, proxy)
+    origin = provenance(source.folder)
+    record = {
+        "converted_by": origin["converted_by"],  # the first line of the record
+        **plan.config[RECORD_KEY],
+        **origin,
+        "proof": proof.to_dict(),
+    }
+    config = {**plan.config, RECORD_KEY: record}
+    plan = replace(plan, config=config, notes=(*plan.notes, *notes))
+    return PlannedCentring(origin, plan, proof, tuple(missing))
+
+
 @dataclass(frozen=True)
 class PlannedCentring(PlannedConversion):
     """A plan, and its proof in float64 on a small random model of the same classes."""
@@ -59,12 +90,12 @@ class PlannedCentring(PlannedConversion):
         return "\n".join([str(self.proof), *_grouped(pairs), *copies, *plan.notes])
 
     def result(self, source, max_shard_size):
-        tensors = planned_tensors(self.centring, source, source.folder)
+        tensors = planned_tensors(self.centring, source)
         config = {**source.config, **self.centring.config}
         text = json.dumps(config, indent=2) + "\n"
-        return lay_out(tensors, source, self.metadata, max_shard_size), text
+        return lay_out(tensors, text, source, self.metadata, max_shard_size)
 
-    def describe(self, folder: Path, verdict: Verification) -> None:
+    def describe(self, folder: Path, verification: Verification) -> None:
         plan = self.centring
         steps = json.dumps(asdict(plan), indent=1, sort_keys=True)
         (folder / PLAN).write_text(f"{steps}\n", encoding="utf-8")
@@ -73,7 +104,8 @@ class PlannedCentring(PlannedConversion):
 the same result, and {becoming} of {len(plan.norms)} norms may run as RMSNorm. The checkpoint loads like any other of
 its architecture and gives the original's logits. `hf_rmsnorm.patch_model(model)` runs its norms as RMSNorm.
 `{PLAN}` lists the changed tensors."""
-        add_to_card(folder, CARD_HEADING, text, self.made, self.proof, verdict)
+        proofs = self.proof, verification
+        add_to_card(folder, CARD_HEADING, text, self.provenance, *proofs)
 
 
 def _words(step: Centre) -> str:
@@ -95,33 +127,3 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
         if len(shown) > SHOWN:
             lines.append(f"  and {len(shown) - SHOWN} more (--json lists all)")
     return lines
-
-
-def plan_centring(
-    source: Checkpoint, proxy: ProxyModel, missing: Iterable[str], notes: Iterable[str]
-) -> PlannedCentring:
-    """The plan for a checkpoint, proven on its proxy; refused if it is not exact."""
-    plan = discover(proxy)
-    proof = prove(plan, proxy)
-    if not proof.passed:
-        raise ConversionRefused(
-            f"{proof}: this model is not converted, as its plan is not exact"
-        )
-    plan = in_checkpoint(plan, source.tensors, proxy)
-    made = provenance(source.folder)
-    record = {
-        "converted_by": made["converted_by"],  # the first line of the record
-        **plan.config[RECORD_KEY],
-        **made,
-        "proof": proof.to_dict(),
-    }
-    said = [*plan.notes]
-    # one of an earlier conversion is kept where it says the same
-    if before := getattr(proxy.config, RECORD_KEY, None):
-        said.append("It was converted before: weights that have no mean stay.")
-        keys = "version", "residual_weights", "rms_norms"
-        if all(before.get(key) == record[key] for key in keys):
-            record = before
-    config = {**plan.config, RECORD_KEY: record}
-    plan = replace(plan, config=config, notes=(*said, *notes))
-    return PlannedCentring(made, plan, proof, tuple(missing))

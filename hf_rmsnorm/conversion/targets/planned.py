@@ -1,4 +1,6 @@
-"""What every kind of planned conversion answers."""
+"""What every kind of planned conversion answers: `centred.py` and `native.py` have one
+each, that `plan_conversion` returns and `convert_checkpoint` carries out.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,25 @@ class PlannedConversion(ABC):
     """A conversion that is planned and proven; nothing is written yet.
 
     Args:
-        made: what `provenance` says of its source.
+        provenance: of the result, as the function of this name returns it.
     """
 
-    made: dict[str, str]
+    provenance: dict[str, str]
     missing = ()  # parameters of the model that the checkpoint lacks
 
     @property
     def metadata(self) -> dict[str, str]:
         """Its record for the header of each shard."""
-        return {RECORD_KEY: json.dumps(self.made, sort_keys=True)}
+        return {RECORD_KEY: json.dumps(self.provenance, sort_keys=True)}
 
     @abstractmethod
     def to_dict(self) -> dict:
         """Plain values for JSON."""
 
     @abstractmethod
-    def result(
-        self, source: Checkpoint, max_shard_size: int | str
-    ) -> tuple[Layout, str]:
-        """The tensors and the text of config.json that are made of an open checkpoint."""
+    def result(self, source: Checkpoint, max_shard_size: int | str) -> Layout:
+        """The files that are made of an open checkpoint."""
 
     @abstractmethod
-    def describe(self, folder: Path, verdict: Verification) -> None:
+    def describe(self, folder: Path, verification: Verification) -> None:
         """Add a section to the model card of a folder that passed, and the plan."""

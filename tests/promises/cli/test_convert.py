@@ -214,14 +214,6 @@ def test_inputs_of_a_file_reach_what_text_does_not(tmp_path, capsys):
     assert code == 0 and "of 6 norms as RMSNorm" in out, err
 
 
-@pytest.mark.full
-def test_a_conversion_converted_again_is_said_to_be_one(tmp_path, capsys):
-    src, once = save(tmp_path / "src", *COHERE), tmp_path / "once"
-    assert run(capsys, src, once, "--no-verify")[0] == 0
-    code, out, _ = run(capsys, once, "--plan")
-    assert code == 0 and "converted before" in out
-
-
 def test_the_plan_comes_before_anything_is_written(tmp_path, capsys, monkeypatch):
     said = []
 
@@ -257,9 +249,7 @@ def test_an_interrupt_is_one_line(tmp_path, capsys, monkeypatch):
     assert err == "hf-rmsnorm: interrupted\n"
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "", '{"a":' * 60 + "1" + "}" * 60, '{"a":' + "[" * 100_000]
-)
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"a":' + "[" * 100_000])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_broken_config_is_named(way, text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)

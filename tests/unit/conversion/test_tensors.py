@@ -17,7 +17,7 @@ TENSORS = {
     "b": trained(12, seed=3),
     "experts": trained(3, 12, 10, seed=1),
 }
-SOURCE = Checkpoint.in_memory(TENSORS)
+SOURCE = Checkpoint(TENSORS)
 WIDE = replace(SOURCE, config={"dtype": "float64"})
 W = TENSORS["w"].double()
 V = TENSORS["v"].double()

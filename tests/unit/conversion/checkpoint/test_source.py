@@ -60,12 +60,6 @@ def test_damaged_shards(src, damage):
     assert_refused(PLAN, src, str(path), "truncated or corrupt", "download it again")
 
 
-def test_a_dtype_of_quantised_models(src):
-    scale = {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}
-    (src / FIRST).write_bytes(shard_bytes({"scale": scale}, bytes(4)))
-    assert_refused(PLAN, src, FIRST, "scale is F8_E8M0", "the unquantised model")
-
-
 def test_a_pointer_of_git_lfs(src):
     (src / FIRST).write_bytes(LFS)
     assert_refused(PLAN, src, FIRST, "git lfs pull")
