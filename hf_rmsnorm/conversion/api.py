@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..paths import fitted
+from ..sources import Source
 from .checkpoint.layout import Layout
 from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from .checkpoint.write import write_checkpoint
@@ -28,8 +29,8 @@ from .proxy.run import and_more
 from .targets.centred import plan_centring
 from .targets.native import plan_native
 from .targets.planned import PlannedConversion
-from .tensors import is_narrower, one_thread
-from .verify.compare import NOT_RUN, Verification, VerificationFailed, verify_folder
+from .tensors import one_thread, widened
+from .verify.compare import NOT_RUN, Verification, VerificationFailed, verify_draft
 
 
 def convert_checkpoint(
@@ -68,8 +69,7 @@ def convert_checkpoint(
     _check_plan(planned, how)
     location = locate(src)
     dst = free_destination(location, dst)  # refused before anything is downloaded
-    folder = downloaded(location, how.allow_pickle)
-    source = open_checkpoint(folder, allow_pickle=how.allow_pickle)
+    source = _opened(location, how)
     planned = planned or _planned(source, how)
     if how.verify:
         _check_can_run(source, planned, how)
@@ -78,7 +78,7 @@ def convert_checkpoint(
         with one_thread():
             write_checkpoint(source, layout, draft, progress)
         source.check_unchanged()
-        verification = verify_folder(folder, draft, how) if how.verify else NOT_RUN
+        verification = verify_draft(source, draft, how) if how.verify else NOT_RUN
         if not verification.passed:
             raise VerificationFailed(
                 f"{dst}: not published, the result fails verification\n{verification}",
@@ -104,11 +104,16 @@ def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
     """
     how = ConversionOptions.of(options)
     # the plan of a hub's model needs no weights
-    folder = downloaded(locate(src), how.allow_pickle, weights=how.is_native)
-    source = open_checkpoint(
-        folder, allow_pickle=how.allow_pickle, weights=how.is_native
-    )
+    source = _opened(locate(src), how, weights=how.is_native)
     return _planned(source, how)
+
+
+def _opened(
+    location: Source, options: ConversionOptions, weights: bool = True
+) -> Checkpoint:
+    """The source, in the hub's cache or its own folder; False: weights may be missing."""
+    folder = downloaded(location, options.allow_pickle, weights)
+    return open_checkpoint(folder, options.allow_pickle, weights)
 
 
 def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversion:
@@ -130,7 +135,7 @@ def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversio
 def _notes_on_dtypes(source: Checkpoint) -> Iterator[str]:
     """A note if tensors are stored in a narrower dtype than config.json names."""
     dtypes = {tensor.dtype for tensor in source.tensors.values()}.intersection(FLOATS)
-    narrow = [str(dtype) for dtype in dtypes if is_narrower(dtype, source.dtype)]
+    narrow = [str(dtype) for dtype in dtypes if widened(dtype, source) != dtype]
     if narrow:
         stored = " and ".join(sorted(narrow)).replace("torch.", "")
         wide = str(source.dtype).removeprefix("torch.")

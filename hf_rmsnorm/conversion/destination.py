@@ -55,7 +55,6 @@ def working_folder(dst: Path) -> Iterator[Path]:
     """An empty folder for the draft, which `publish` may make DST. It is in a locked
     folder next to DST, which is removed at the end.
     """
-    _refuse_if_taken(dst)
     working = Path(f"{dst}.converting-{secrets.token_hex(4)}")
     try:
         working.mkdir(parents=True)

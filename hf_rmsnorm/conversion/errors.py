@@ -1,4 +1,7 @@
-"""The errors of a conversion that is refused or fails: one line with the cure."""
+"""The errors of a conversion that is refused or fails: one line with the cure.
+
+Every file here raises the two errors; `clear_errors` is around all that reads or writes.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,9 @@ class ConversionError(Exception):
     """An error and its cure, in one line. DST does not exist and SRC is as it was."""
 
 
-AGAIN = "convert again"
+AGAIN = "see to it and convert again"
 PERMISSION = "give permission to it, or choose another DST"
-CURES = {
-    errno.ENOSPC: f"free some space and {AGAIN}",
-    errno.EDQUOT: f"free some of the quota and {AGAIN}",
-    errno.EFBIG: f"raise the limit of the file size and {AGAIN}",
-    errno.ENOENT: "put it there, or repair the link that leads to it, and convert again",
-    errno.EROFS: "choose a DST on a file system that can be written",
-    errno.EACCES: PERMISSION,
-    errno.EPERM: PERMISSION,
-}
+CURES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), PERMISSION)
 
 
 @contextmanager
@@ -38,7 +33,7 @@ def clear_errors(where: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = " ".join((error.strerror or str(error)).split())
-        cure = CURES.get(error.errno, f"see to it and {AGAIN}")
+        cure = CURES.get(error.errno, AGAIN)
         raise ConversionError(
             f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}: {cure}"
         ) from error

@@ -5,6 +5,7 @@ is left out. `open_checkpoint` asks.
 import json
 import os
 import re
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,36 +20,32 @@ MODEL_FILES = ("model.safetensors", INDEX, *PICKLES)
 NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
 # Folders with this model, as it was or exported; others are of other modules.
 COPIES = ("checkpoint*", "coreml*", "global_step*", "onnx*", "openvino*", "original")
-OLD = "weights of the model before the conversion"
-TRAINING = "state of the training before the conversion"
-ADAPTER = "an adapter of the model before the conversion: merge it before converting"
-UNKNOWN = "may hold weights of the model before the conversion: copy it by hand if it does not"
+WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "consolidated*.pth")
+OTHER_FORMATS = (
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.pt",
+    "*.pth",
+    "*.tflite",
+)
 OF_TRAINING = (
     "training_args.bin",
     "optimizer*",
     "scheduler*",
     "rng_state*",
     "random_states*",
-    "scaler.pt",
 )
-WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "consolidated*.pth")
-OTHER_FORMATS = (
-    "*.ckpt",
-    "*.h5",
-    "*.gguf",
-    "*.msgpack",
-    "*.onnx",
-    "*.onnx_data",
-    "*.ot",
-    "*.tflite",
+# Not copied from the folder itself, and from `COPIES`.
+OLD_FILES = (*WEIGHTS, *OTHER_FORMATS, *OF_TRAINING, "adapter_model.*", "*.bin")
+OLD = (
+    "weights, an adapter or training state of the model before the conversion: copy it "
+    "by hand if it is none of these"
 )
-# The first pattern that matches a file's name says why it is not copied.
-NOT_COPIED = {
-    **dict.fromkeys(OF_TRAINING, TRAINING),
-    "adapter_model.*": ADAPTER,
-    **dict.fromkeys((*WEIGHTS, *OTHER_FORMATS), OLD),
-    **dict.fromkeys(("*.bin", "*.pt", "*.pth"), UNKNOWN),
-}
 # in the cache of the hub, whose snapshots are links
 CACHED = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/[^/]+")
 MERGE = (
@@ -66,7 +63,7 @@ def locate(src: str | os.PathLike) -> Source:
         raise ConversionError(str(error)) from None
 
 
-def downloaded(source: Source, allow_pickle: bool, weights: bool = True) -> Path:
+def downloaded(source: Source, allow_pickle: bool, weights: bool) -> Path:
     """The folder of a checkpoint; a hub's files are downloaded into its cache."""
     try:
         return Path(on_disk(source, ignored(allow_pickle, weights)).where)
@@ -76,14 +73,55 @@ def downloaded(source: Source, allow_pickle: bool, weights: bool = True) -> Path
 
 def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:
     """Patterns of the hub's files that a conversion does not read."""
-    patterns = (*OTHER_FORMATS, "*.pt", "*.pth")
     if not weights:
-        return (*patterns, *WEIGHTS)
+        return (*OTHER_FORMATS, *WEIGHTS)
     pickles = () if allow_pickle else ("*.bin",)
-    return (*patterns, *pickles, "*/*.safetensors")  # in folders: of earlier steps
+    return (*OTHER_FORMATS, *pickles, "*/*.safetensors")  # in folders: of earlier steps
 
 
-def files_of(folder: Path) -> tuple[list[str], dict[str, str]]:
+@dataclass(frozen=True)
+class Files:
+    """The files of a checkpoint folder, by what a conversion does with them.
+
+    Args:
+        shards: hold the tensors.
+        weights: the shards and their index, or the file that all are in.
+        copied: all others that are part of the result, but for the config.
+        not_copied: file or folder -> why it is not.
+    """
+
+    shards: list[str]
+    weights: list[str]
+    copied: list[str]
+    not_copied: dict[str, str]
+
+
+def sorted_files(folder: Path, names: list[str], allow_pickle: bool) -> Files:
+    """The files of these names; refused if the index of the weights is broken, or names
+    others than those of the folder.
+    """
+    shards = []
+    weights = []
+    main = next((name for name in MODEL_FILES if name in names), None)
+    if main is None:
+        _refuse_incomplete(folder, names)
+    elif main in PICKLES and not allow_pickle:
+        raise ConversionError(
+            f"{folder}: the weights are pickles: save the model as safetensors, or "
+            "pass allow_pickle=True"
+        )
+    else:
+        shards = [main]
+        if main.endswith(".json"):
+            shards = _shards_of(folder / main, names)
+        weights = [main, *shards]
+    others = sorted({*names} - {*weights, CONFIG})
+    old = [name for name in others if _is_old(name)]
+    copied = [name for name in others if name not in old]
+    return Files(shards, weights, copied, dict.fromkeys(old, OLD))
+
+
+def files_below(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Paths of all files below a folder; and of the folders left out, with the reason."""
     files = []
     left_out = {}
@@ -117,27 +155,6 @@ def config_of_folder(folder: Path, files: list[str]) -> dict:
     return config
 
 
-def weights_of(
-    folder: Path, files: list[str], allow_pickle: bool
-) -> tuple[list[str], list[str]]:
-    """The files of the weights, and all of these files with their index, which are not
-    copied; refused if the index is broken, or names others than those of the folder.
-    """
-    main = next((name for name in MODEL_FILES if name in files), None)
-    if main is None:
-        _refuse_incomplete(folder, files)
-        return [], []
-    if main in PICKLES and not allow_pickle:
-        raise ConversionError(
-            f"{folder}: the weights are pickles: save the model as safetensors, or "
-            "pass allow_pickle=True"
-        )
-    shards = [main]
-    if main.endswith(".json"):
-        shards = _shards_of(folder / main, files)
-    return shards, [main, *shards]
-
-
 def _refuse_incomplete(folder: Path, files: list[str]) -> None:
     """Refuse a folder with weights that Transformers does not look for."""
     for name in files:
@@ -162,26 +179,15 @@ def _shards_of(index: Path, files: list[str]) -> list[str]:
     return sorted(set(names.values()))
 
 
-def copied_of(files: list[str], weights: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The files to copy, besides the config and the weights; and why others are no part
-    of the result.
-    """
-    others = sorted({*files} - {*weights, CONFIG})
-    left_out = {name: why for name in others if (why := _why_not_copied(name))}
-    return [name for name in others if name not in left_out], left_out
-
-
-def _why_not_copied(name: str) -> str:
-    """Why a file is no part of the result; "" for one that is copied, as those of other
-    modules in folders of their own.
+def _is_old(name: str) -> bool:
+    """Whether a file may be the model before the conversion, and not of another module,
+    which has a folder of its own.
     """
     top, *rest = Path(name).parts
     if rest and not any(fnmatch(top, pattern) for pattern in COPIES):
-        return ""
-    for pattern, why in NOT_COPIED.items():
-        if fnmatch(os.path.basename(name), pattern):
-            return why
-    return ""
+        return False
+    file = os.path.basename(name)
+    return any(fnmatch(file, pattern) for pattern in OLD_FILES)
 
 
 def refuse_elsewhere(folder: Path, name: str) -> None:

@@ -4,7 +4,7 @@
 
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ..verification.context import one_line
 from .errors import ConversionError
@@ -19,9 +19,10 @@ def class_of(folder: Path, options: ConversionOptions) -> type:
     return config_and_class(folder, *how, trained=True)[1]
 
 
-def load(folder: Path, options: ConversionOptions, **how) -> tuple:
-    """The model of a folder, as `loaded`, in the checkpoint's own dtype."""
-    return _load(class_of(folder, options), folder, options, **how)
+def load(folder: Path, options: ConversionOptions, **how) -> PreTrainedModel:
+    """The model of a folder, in eval mode and in the checkpoint's own dtype."""
+    model, _ = _load(class_of(folder, options), folder, options, **how)
+    return model
 
 
 def _load(cls: type, folder: Path, options: ConversionOptions, **how) -> tuple:

@@ -1,4 +1,6 @@
-"""The options of a conversion."""
+"""The options of a conversion: `convert_checkpoint` and `plan_conversion` make them of
+their keyword arguments, before anything is read.
+"""
 
 import re
 from collections.abc import Callable

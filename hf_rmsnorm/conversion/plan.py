@@ -1,5 +1,7 @@
-"""The steps of a conversion, in the checkpoint's own keys: found on a proxy model,
-carried out by streaming.
+"""The steps of a conversion, which `proxy/discover.py` finds and `tensors.py` carries out.
+
+Their keys and blocks are those of the proxy's own checkpoint first, on which they are
+proven, and those of the source after `in_checkpoint`.
 """
 
 from __future__ import annotations

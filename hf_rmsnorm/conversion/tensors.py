@@ -86,25 +86,24 @@ class Stored:
 
 
 def dtype_of_changed(key: str, source: Checkpoint) -> torch.dtype:
-    """The dtype of a changed tensor: its own, or the wider one of config.json, in which
-    the result is loaded.
-    """
+    """The dtype in which a tensor of the source is written once it is changed."""
     dtype = source.tensors[key].dtype
     if dtype not in FLOATS:
         raise ConversionError(
             f"{key} is {dtype} and is to be changed: it is quantised; convert the "
             "unquantised model, then quantise that"
         )
-    if is_narrower(dtype, source.dtype):
-        return torch.promote_types(dtype, source.dtype)
+    return widened(dtype, source)
+
+
+def widened(dtype: torch.dtype, source: Checkpoint) -> torch.dtype:
+    """A dtype of `FLOATS`, or the one of config.json, in which the result is loaded, if
+    that rounds less.
+    """
+    other = source.dtype or dtype
+    if torch.finfo(dtype).eps > torch.finfo(other).eps:
+        return torch.promote_types(dtype, other)
     return dtype
-
-
-def is_narrower(dtype: torch.dtype, other: torch.dtype | None) -> bool:
-    """Whether a dtype of `FLOATS` rounds more than the other."""
-    if other is None:
-        return False
-    return torch.finfo(dtype).eps > torch.finfo(other).eps
 
 
 @dataclass(frozen=True, eq=False)

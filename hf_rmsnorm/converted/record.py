@@ -260,16 +260,16 @@ class ResidualWeights:
         """
         path = _COPIED.sub("", _KEPT.sub("", name))
         # the parameter that it replaces, or the module that it is added to
-        home = path
-        while home and home not in self.places:
-            home = home.rpartition(".")[0]
-        touched = [w for w in self.how if f"{w}.".startswith(f"{home}.")]
+        owner = path
+        while owner and owner not in self.places:
+            owner = owner.rpartition(".")[0]
+        touched = [w for w in self.how if f"{w}.".startswith(f"{owner}.")]
         if not touched:
             return None
-        if home == path:  # a trained copy in its place
-            return home, self.how[home]
-        weight = f"{home}.weight"
-        lora = _LORA.fullmatch(path, len(home))
+        if owner == path:  # a trained copy in its place
+            return owner, self.how[owner]
+        weight = f"{owner}.weight"
+        lora = _LORA.fullmatch(path, len(owner))
         if lora is None or weight not in self.how:
             raise ValueError(
                 f"{name} changes {touched[0]} in a way that can give it a mean"

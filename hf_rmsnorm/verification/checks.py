@@ -66,11 +66,11 @@ def check_outputs(call: Call, judge: Judge) -> Check:
     checks = []
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            checks.append(_compare(call, judge))
+            checks.append(_check(call, judge))
     return worst(checks)
 
 
-def _compare(call: Call, judge: Judge) -> Check:
+def _check(call: Call, judge: Judge) -> Check:
     try:
         ours = _run(call, call.module)
         with call.original() as original:

@@ -1,5 +1,5 @@
 """How models are run to be compared: their inputs, evaluation mode, greedy generation,
-their outputs.
+their outputs. `verify_equivalence`, a conversion and the commands all ask here.
 """
 
 import inspect
@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
 
@@ -66,25 +65,6 @@ def prompt_length(config, tokens: int, new_tokens: int) -> int:
     """
     most = max_positions(config)
     return max(1, min(tokens, max(most - new_tokens, most // 2)))
-
-
-@contextmanager
-def hooked(model, paths, hook):
-    """Inside, ``hook(path, args, output)`` is called after each forward of the modules
-    at `paths`, before other hooks.
-
-    A result of the hook that is not None becomes the output.
-    """
-
-    def called(path, module, args, kwargs, output):
-        return hook(path, (*args, *kwargs.values()), output)
-
-    with ExitStack() as stack:
-        for path in paths:
-            register = model.get_submodule(path).register_forward_hook
-            handle = register(partial(called, path), prepend=True, with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
 
 
 def one_line(error: BaseException) -> str:

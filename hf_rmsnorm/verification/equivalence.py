@@ -115,13 +115,13 @@ def verify_equivalence(
         by_layer = Parts(layers, judge_layer, backward)
         progress("patched model")
         with count_launches() as launches:
-            with by_layer.compared():
+            with by_layer.watched():
                 outputs = outputs_of(candidate, batches)
                 texts = generate(candidate, batches, max_new_tokens)
             progress("norms")
             if leaves:
                 # a norm with a hook is not fused with its surroundings
-                with by_norm.compared():
+                with by_norm.watched():
                     outputs_of(candidate, batches)
         # while the candidate is patched, which may end here
         norm_checks = by_norm.checks()

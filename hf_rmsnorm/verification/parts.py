@@ -1,4 +1,8 @@
-"""Compares parts of a model, its norms or its fused layers, when they are called."""
+"""Compares parts of a model, its norms or its fused layers, when they are called.
+
+`verify_equivalence` runs the candidate with a `Parts` of each kind: `checks.py` judges
+the outputs of a call, `gradients.py` its gradients.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,7 +61,7 @@ class Parts:
         return shown
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Inside, the modules are compared when they are called."""
         with ExitStack() as stack:
             for path, (module, original) in self.pairs.items():

@@ -101,7 +101,6 @@ def _planned(cls, config, inputs) -> dict:
         kinds = [kind for kind, words in WITHOUT.items() if words in reason]
         return {"verdict": kinds[0] if kinds else "refused", "reason": reason}
     stays = {n.path: n.reason for n in plan.norms if not n.becomes_rms}
-    means = [mean for path, mean in proof.means.items() if path not in stays]
     verdict = "failed" if not proof.passed else "partly" if stays else "converted"
     return {
         "verdict": verdict,
@@ -109,7 +108,6 @@ def _planned(cls, config, inputs) -> dict:
         "rms_norms": len(plan.norms) - len(stays),
         "stock": proof.stock,
         "rms": proof.rms,
-        "largest_mean": max(means, default=0.0),
         "reason": "; ".join(dict.fromkeys(stays.values())),
     }
 

@@ -89,7 +89,7 @@ def tiny(dtype=torch.bfloat16, hidden=12, vocabulary=20):
     return [first, second], plan
 
 
-PROOF = ProofReport("Tiny", 0.0, 0.0, (0, 0), {})
+PROOF = ProofReport("Tiny", 0.0, 0.0, (0, 0))
 MADE = {"source": "x", "converted_by": "y", "torch": "2", "transformers": "5"}
 
 

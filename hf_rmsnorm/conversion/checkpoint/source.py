@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +66,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def open_checkpoint(
-    folder: str | os.PathLike, *, allow_pickle: bool = False, weights: bool = True
+    folder: Path, allow_pickle: bool = False, weights: bool = True
 ) -> Checkpoint:
     """Look at a folder, and read its config and the headers of the weights that
     `from_pretrained` would load.
@@ -76,29 +75,27 @@ def open_checkpoint(
         allow_pickle: read ``pytorch_model.bin`` if there is nothing else.
         weights: False where they may be missing, as for the plan of a hub's model.
     """
-    folder = Path(folder)
     with clear_errors(folder):
-        files, not_copied = folders.files_of(folder)
-        config = folders.config_of_folder(folder, files)
-        shards, of_weights = folders.weights_of(folder, files, allow_pickle)
-        if weights and not shards:
+        names, left_out = folders.files_below(folder)
+        config = folders.config_of_folder(folder, names)
+        files = folders.sorted_files(folder, names, allow_pickle)
+        if weights and not files.shards:
             raise ConversionError(
                 f"{folder}: no model.safetensors: download the weights, or write them "
                 "by save_pretrained"
             )
-        others, left_out = folders.copied_of(files, of_weights)
-        for name in (*of_weights, *others):
+        for name in (*files.weights, *files.copied):
             folders.refuse_elsewhere(folder, name)
-        read = sorted({*files} - left_out.keys())
+        read = sorted({*names} - files.not_copied.keys())
         source = Checkpoint(
             tensors={},
             folder=folder,
             config=config,
-            others=others,
-            not_copied=not_copied | left_out,
+            others=files.copied,
+            not_copied=left_out | files.not_copied,
             stamps={name: _stamp(folder / name) for name in read},
         )
-        for name in shards:
+        for name in files.shards:
             _open_shard(source, name)
     return source
 
@@ -131,7 +128,7 @@ def _open_pickle(source: Checkpoint, path: Path) -> None:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
         if not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
-            raise TypeError("it holds more than tensors")
+            raise TypeError("no tensor")
     except Exception as error:  # torch's own advice is to load it unsafely
         raise ConversionError(
             f"{path}: a pickle that is broken, runs code, or holds more than plain "

@@ -1,5 +1,9 @@
-"""From a config to a conversion plan: which tensors to centre, which norms become
-RMSNorms, which stay and why.
+"""From a proxy model to a conversion plan: which tensors to centre, which norms become
+RMSNorms, which stay and why. `plan_centring` asks, and then has the plan proven.
+
+The order: the LayerNorms (`layer_norms.py`), the residual weights by the test of
+`shift_invariance.py`, a copy of the proxy with these centred, on which each norm's input
+either has zero mean or stays, and what the inputs did not reach (`unreached.py`).
 """
 
 import copy
@@ -12,10 +16,10 @@ from ...converted.record import RECORD_KEY, make_record
 from ...patching.formula.recognise import recognise
 from ...verification.context import is_float, leaves_of, one_line
 from ..errors import ConversionRefused
-from ..plan import Centre, CentringPlan, Copy, NormRecord, rms_norms
-from .inputs import made_inputs
+from ..plan import CentringPlan, Copy, NormRecord, rms_norms
+from .inputs import make_inputs
 from .keys import centred_blocks, keys_of, untied
-from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
+from .layer_norms import NO_LAYER_NORM, Norms, find_layer_norms, nothing_to_convert
 from .model import (
     MOST_NUMBERS,
     ProxyModel,
@@ -39,76 +43,48 @@ NOTES = (
     "output_hidden_states differs: its mean is removed. So do features of a vision or audio encoder.",
     "Fine-tuning can move the weights off zero mean. patch_model checks that by the record in config.json.",
 )
+MASKED = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
 
 
 def discover(proxy: ProxyModel) -> CentringPlan:
     """The plan for a checkpoint, found on a small random model of the same classes; no
     weights are read. Its steps have the keys and blocks of the proxy's own checkpoint;
-    `proxy.widths` says how long these are in the other one.
+    `in_checkpoint` puts them into those of the other one, by `proxy.widths`.
     """
     norms = _reached_norms(proxy)
-    keys = keys_of(proxy.model)
     test = _test_all(proxy, norms)
+    keys = keys_of(proxy.model)
     weights = {n: how for n, how in test.residual_weights.items() if keys[n]}
     proxy.widths = _widths(proxy, weights)
-    steps, reasons = _centred(proxy, norms, weights)
+    centred = copy.deepcopy(proxy.model)
+    centre(centred, weights)
+    reasons = _why_norms_stay(centred, proxy, norms)
     lengths = {norm.hidden_size for path, norm in norms.items() if path not in reasons}
     masks = refuse_if_unreached(proxy, lengths, test)
-    records = []
+    norm_records = []
     for path, norm in norms.items():
         why = reasons.get(path, "")
         size = proxy.width_of(norm)
-        records.append(NormRecord(path, size, norm.spec.eps, not why, why))
+        norm_records.append(NormRecord(path, size, norm.spec.eps, not why, why))
     entries = {name: proxy.widened(name, how) for name, how in weights.items()}
-    record = make_record(entries, rms_norms(records), proxy.shapes, norms)
+    record = make_record(entries, rms_norms(norm_records), proxy.shapes, norms)
     config: dict = {RECORD_KEY: record}
     copies = _untied(proxy, weights)
-    ties = _notes_on_ties(proxy, weights, copies)
-    if ties:
+    notes = [*NOTES]
+    if tie := _note_on_ties(proxy, weights, copies):
         config["tie_word_embeddings"] = False
+        notes.append(tie)
+    if masks:
+        notes.append(f"{and_more(masks)} stays as it is: {MASKED}.")
     undetermined = {key for name in test.undetermined for key in keys[name]}
     return CentringPlan(
-        centre=tuple(steps),
+        centre=tuple(centred_blocks(centred, proxy.widths)),
         copy=tuple(copies),
-        norms=tuple(records),
+        norms=tuple(norm_records),
         config=config,
         undetermined=tuple(sorted(undetermined)),
-        notes=(*NOTES, *ties, *_notes_on_masks(masks)),
+        notes=tuple(notes),
     )
-
-
-def _centred(
-    proxy: ProxyModel, norms: Norms, weights: Blocks
-) -> tuple[list[Centre], dict[str, str]]:
-    """The steps that centre the proxy's own checkpoint; and why norms stay, by path."""
-    work = copy.deepcopy(proxy.model)
-    centre(work, weights)
-    reasons = _why_norms_stay(work, proxy, norms)
-    return centred_blocks(work, proxy.widths), reasons
-
-
-def _notes_on_ties(
-    proxy: ProxyModel, weights: Blocks, copies: list[Copy]
-) -> Iterable[str]:
-    """A note for the plan, if a tied tensor is stored twice."""
-    if copies:
-        names = ", ".join(copy.key for copy in copies)
-        why = "centring one would change the other"
-        return [f"Tied tensors are stored twice ({names}): {why}."]
-    if would_tie_a_head(proxy.model, proxy.config, weights):
-        why = "a head tied to the centred table would give other logits"
-        return [
-            f"tie_word_embeddings becomes false: {why}; a class with a head now says "
-            "that it is missing."
-        ]
-    return []
-
-
-def _notes_on_masks(masks: list[str]) -> Iterable[str]:
-    """A note for the plan on parameters that take the place of masked inputs."""
-    if masks:
-        why = "with masked patches or frames, run the result as LayerNorm: as RMSNorm it would differ"
-        yield f"{and_more(masks)} stays as it is: {why}."
 
 
 def _reached_norms(proxy: ProxyModel) -> Norms:
@@ -116,21 +92,20 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
     there is none.
     """
     norms, silent = find_layer_norms(proxy.model, proxy.inputs)
-    if norms and not silent:
+    if silent:
+        raise ConversionRefused(
+            f"{proxy.name}: the inputs reached {len(norms)} of "
+            f"{len(norms) + len(silent)} LayerNorms and not {silent[0]}: pass "
+            "inputs=... that reach all"
+        )
+    if norms:
         return norms
-    why = NO_LAYER_NORM
+    why = nothing_to_convert(proxy.model) or NO_LAYER_NORM
     for module in proxy.model.modules():
-        recipe, refusal = recognise(module)
-        if recipe is not None and not recipe.spec.centered:
-            why = RMS_ALREADY
-        elif refusal is not None:
+        _, refusal = recognise(module)
+        if refusal is not None:
             name = type(module).__name__
             why = f"patch_model would not run {name} as RMSNorm: {refusal.reason}"
-    if silent:
-        why = (
-            f"the inputs reached {len(norms)} of {len(norms) + len(silent)} LayerNorms "
-            f"and not {silent[0]}: pass inputs=... that reach all"
-        )
     raise ConversionRefused(f"{proxy.name}: {why}")
 
 
@@ -173,16 +148,29 @@ def _changed_to_reach(proxy: ProxyModel, left: list[str]) -> bool:
     if not any("expert" in name for name in left):
         give_weights(proxy.model, seed=1)
         return True
-    if not proxy.made_inputs:
+    if not proxy.has_random_inputs:
         return False
     try:
         with LimitedWork(MOST_NUMBERS // 3):
-            proxy.inputs = made_inputs(proxy.model, MANY_TOKENS)
+            proxy.inputs = make_inputs(proxy.model, MANY_TOKENS)
     except MISFITS:
         return False
     idle = leaves_of(proxy.model).keys() - called_modules(proxy)
     # else the gradients of so many tokens are not worth their time
     return not any(name.rpartition(".")[0] in idle for name in left)
+
+
+def _widths(proxy: ProxyModel, weights: Blocks) -> dict[int, int]:
+    """Length of a block here -> in the checkpoint."""
+    widths = {}
+    for name, how in weights.items():
+        wide = proxy.widened(name, how)["block"]
+        if widths.setdefault(how["block"], wide) != wide:
+            raise ConversionRefused(
+                f"{proxy.name}: rows of {name!r} are narrowed in another way than "
+                "others"
+            )
+    return widths
 
 
 def _why_norms_stay(work, proxy: ProxyModel, norms: Norms) -> dict[str, str]:
@@ -255,19 +243,6 @@ def _first_with_mean(x: torch.Tensor, means) -> str:
     return ""
 
 
-def _widths(proxy: ProxyModel, weights: Blocks) -> dict[int, int]:
-    """Length of a block here -> in the checkpoint."""
-    widths = {}
-    for name, how in weights.items():
-        wide = proxy.widened(name, how)["block"]
-        if widths.setdefault(how["block"], wide) != wide:
-            raise ConversionRefused(
-                f"{proxy.name}: rows of {name!r} are narrowed in another way than "
-                "others"
-            )
-    return widths
-
-
 def _untied(proxy: ProxyModel, weights: Blocks) -> list[Copy]:
     """Tensors that are stored twice in the result, as a residual weight is tied to
     another parameter.
@@ -277,6 +252,20 @@ def _untied(proxy: ProxyModel, weights: Blocks) -> list[Copy]:
     if any(every.count(id(tied.get_parameter(name))) > 1 for name in weights):
         return untied(tied, copy.deepcopy(proxy.model))
     return []
+
+
+def _note_on_ties(proxy: ProxyModel, weights: Blocks, copies: list[Copy]) -> str:
+    """A note for the plan, if a tied tensor is stored twice; else ""."""
+    if copies:
+        names = ", ".join(copy.key for copy in copies)
+        why = "centring one would change the other"
+        return f"Tied tensors are stored twice ({names}): {why}."
+    if would_tie_a_head(proxy.model, proxy.config, weights):
+        return (
+            "tie_word_embeddings becomes false: a head tied to the centred table would "
+            "give other logits; a class with a head now says that it is missing."
+        )
+    return ""
 
 
 def would_tie_a_head(model, config, residual_weights: Iterable[str]) -> bool:

@@ -1,5 +1,5 @@
 """Random inputs that a proxy model runs on: texts, what its towers for pictures and
-sound take, and states of an encoder.
+sound take, and states of an encoder. `make_proxy` asks, and `discover` for more tokens.
 """
 
 import inspect
@@ -16,7 +16,7 @@ STATES = 7  # of an encoder
 
 
 @torch.no_grad()
-def made_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dict:
+def make_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dict:
     """Inputs for a float64 model that it runs on, through each tower that inputs can be
     made for.
 

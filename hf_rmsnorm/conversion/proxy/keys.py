@@ -4,7 +4,8 @@ place.
 Transformers renames, splits, stacks and drops parameters when it saves. So a copy of
 the model gets a number for each parameter, is saved, and the saved numbers show what
 became of it. Of one whose residual weights are centred, the tensors that are saved show
-where their blocks are.
+where their blocks are. `discover` asks for both; `plan_centring` ends with
+`in_checkpoint`, which puts the plan into the names of the source's tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Finds the LayerNorms of a float64 model by their arithmetic, as `patch_model` does."""
+"""Finds the LayerNorms of a float64 model by their arithmetic, as `patch_model` does:
+first for `discover`, then of the converted proxy for `prove`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A small random model of the same classes and structure as a big one, which runs in
-float64.
+float64. `plan_conversion` asks for it by `make_proxy`, and then lets `discover.py` look.
 """
 
 import copy
@@ -19,7 +19,7 @@ from ...sources import without_weights
 from ...verification.context import in_dtype_of, one_line
 from ..errors import ConversionRefused
 from ..folders import CONFIG, read_json
-from .inputs import made_inputs
+from .inputs import make_inputs
 from .layer_norms import ModelNorm, nothing_to_convert
 from .run import MISFITS, LimitedWork, run
 from .shrink import VOCABULARY, shrunk
@@ -65,10 +65,9 @@ class ProxyModel:
     # parameter of `model` -> its shape in the checkpoint's own size
     shapes: dict[str, torch.Size]
     factor: int  # what most widths were divided by; 1 where the model is its own proxy
-    # `inputs` are random ones made here, of which there can be more, and not the
-    # caller's
-    made_inputs: bool
-    # of the rows of a norm -> in the checkpoint; by discovery
+    # `inputs` are random ones, of which there can be more, and not the caller's
+    has_random_inputs: bool
+    # length of a block here -> in the checkpoint; `discover` adds them
     widths: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -94,7 +93,6 @@ def make_proxy(
     inputs: Callable[[PreTrainedModel], dict] | None = None,
     trained: bool = False,
     to_convert: bool = False,
-    whole_pairs: bool = False,
 ) -> ProxyModel:
     """The proxy of a model folder or a `PretrainedConfig`; the options are those of
     `plan_conversion`.
@@ -103,7 +101,6 @@ def make_proxy(
         trained: also of a model that was trained as RMSNorm; the proxy's own norms are
             LayerNorms all the same.
         to_convert: refuse a model that has nothing to convert, before any is run.
-        whole_pairs: as in `shrunk`.
     """
     config, cls = config_and_class(source, trust_remote_code, model_class, trained)
     try:
@@ -114,13 +111,13 @@ def make_proxy(
         ) from error
     if to_convert and (why := nothing_to_convert(empty)):
         raise ConversionRefused(f"{cls.__name__}: {why}")
-    search = _Search(cls, _shapes(empty), inputs)
-    for factor, narrow in _candidates(cls, config, search.shapes, whole_pairs):
+    search = _Search(cls, shapes_of(empty), inputs)
+    for factor, narrow in _candidates(cls, config, search.shapes):
         proxy = search.tried(factor, narrow)
         if proxy is not None:
             return proxy
-        if search.is_hopeless:
-            break
+        if len(search.not_run) == MOST_FAILURES or search.work.left < 0:
+            break  # other widths would not help
     raise ConversionRefused(f"{cls.__name__}: {search.why_none()}")
 
 
@@ -135,11 +132,6 @@ class _Search:
     # the errors as a model was made, and as one ran
     not_made: list[str] = field(default_factory=list)
     not_run: list[str] = field(default_factory=list)
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether other widths would not help."""
-        return len(self.not_run) == MOST_FAILURES or self.work.left < 0
 
     def tried(self, factor: int, config: PretrainedConfig) -> ProxyModel | None:
         """The proxy of this config; None if it cannot be made, or does not run."""
@@ -157,8 +149,9 @@ class _Search:
         except MISFITS as error:
             self.not_run.append(one_line(error))
             return None
-        is_made = self.inputs is None
-        return ProxyModel(model, plain(config), arguments, self.shapes, factor, is_made)
+        is_random = self.inputs is None
+        tied = plain(config)
+        return ProxyModel(model, tied, arguments, self.shapes, factor, is_random)
 
     def _arguments(self, model: PreTrainedModel) -> dict:
         """The inputs made here by limited work, or the caller's; in float64, their
@@ -166,7 +159,7 @@ class _Search:
         """
         if self.inputs is None:
             with self.work:
-                return made_inputs(model)
+                return make_inputs(model)
         arguments = in_dtype_of(model, self.inputs(model))
         size = getattr(model.config.get_text_config(), "vocab_size", None)
         for name, value in arguments.items():
@@ -268,13 +261,6 @@ def with_settings(config: PretrainedConfig, changes: dict) -> PretrainedConfig:
     return config
 
 
-def shapes_of(
-    cls: type[PreTrainedModel], config: PretrainedConfig
-) -> dict[str, torch.Size]:
-    """The parameters of the untied model and their shapes; no memory is taken for them."""
-    return _shapes(empty_model(cls, config))
-
-
 def empty_model(
     cls: type[PreTrainedModel], config: PretrainedConfig
 ) -> PreTrainedModel:
@@ -282,7 +268,8 @@ def empty_model(
     return without_weights(partial(cls, plain(config, tied=False)))
 
 
-def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+def shapes_of(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """The shapes of a model's parameters."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
@@ -290,9 +277,7 @@ def _size(shapes: dict[str, torch.Size]) -> int:
     return sum(shape.numel() for shape in shapes.values())
 
 
-def _candidates(
-    cls, config, shapes, whole_pairs: bool
-) -> Iterator[tuple[int, PretrainedConfig]]:
+def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
     """(divisor, config) of proxy models: the config itself if it is small, else
     narrower ones, cheap ones first.
     """
@@ -304,9 +289,9 @@ def _candidates(
     if whole <= LARGE:
         later.append((False, whole, 1, config))
     few = (LEAST_ROW,)
-    for factor, narrow in shrunk(config, whole_pairs):
+    for factor, narrow in shrunk(config):
         try:
-            here = shapes_of(cls, narrow)
+            here = shapes_of(empty_model(cls, narrow))
         except MISFITS:  # widths that do not go together: the next style may
             continue
         if _ranks(here) != _ranks(shapes):

@@ -1,10 +1,11 @@
 """Run a model of Transformers in float64, look at what its modules take and give, and
-take its outputs apart.
+take its outputs apart. Every step on a proxy model runs it by `run`.
 """
 
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...verification.context import hooked, output_tensors
+from ...verification.context import output_tensors
 from ...verification.float64 import Float64Mode, default_dtype
 
 # What any constructor or forward may raise on sizes that do not suit it.
@@ -68,9 +69,10 @@ def run(
     """The model's outputs in float64: logits and whatever else is no cache, loss or
     hidden state; with gradients.
 
-    While it runs, `hook` is on the modules at `paths`, as by `hooked`.
+    Meanwhile ``hook(path, args, output)`` is called after each forward of the modules
+    at `paths`; what it returns, if not None, becomes the output.
     """
-    with in_double(), torch.random.fork_rng(devices=[]), hooked(model, paths, hook):
+    with in_double(), torch.random.fork_rng(devices=[]), _hooked(model, paths, hook):
         torch.manual_seed(0)  # some models mask at random in eval mode too
         outputs = list(output_tensors(model(**inputs)))
     if not outputs:
@@ -79,6 +81,21 @@ def run(
         if output.numel() and not torch.isfinite(output).any():
             raise ValueError("the model's outputs are not finite")
     return [torch.where(torch.isfinite(o), o, 0.0) for o in outputs]
+
+
+@contextmanager
+def _hooked(model, paths, hook):
+    """Inside, the hook is on the modules at `paths`, before others, as `run` says."""
+
+    def called(path, module, args, kwargs, output):
+        return hook(path, (*args, *kwargs.values()), output)
+
+    with ExitStack() as stack:
+        for path in paths:
+            register = model.get_submodule(path).register_forward_hook
+            handle = register(partial(called, path), prepend=True, with_kwargs=True)
+            stack.callback(handle.remove)
+        yield
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Smaller configs of the same structure: equal depth, heads, experts and flags,
-narrower in every width.
+narrower in every width. `make_proxy` tries them until a model of one runs.
 """
 
 import copy
@@ -44,23 +44,17 @@ _HEADS = (
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_sizes")
 
 
-def shrunk(
-    config: PretrainedConfig, whole_pairs: bool = False
-) -> Iterator[tuple[int, PretrainedConfig]]:
+def shrunk(config: PretrainedConfig) -> Iterator[tuple[int, PretrainedConfig]]:
     """(what its widths were divided by, a narrower copy) in several styles, the
     likeliest first.
 
     Which attribute is a width is read from its name and its value. Whether a copy is a
     model at all, and one of the same structure, is for the caller to find out.
-
-    Args:
-        whole_pairs: keep an even number of channels where a head rotates some alone.
-            With half a pair a rotary embedding gives heads another number of channels,
-            which no plan of norms minds.
     """
     divisor = math.gcd(*_head_sizes(config))
     factors = [f for f in range(1, divisor // 2 + 1) if divisor % f == 0]
-    for share in _rotated_shares(config) if whole_pairs else ():
+    # With half a pair of rotated channels a head would get another number of them.
+    for share in _rotated_shares(config):
         whole = [f for f in factors if round(divisor / f * share, 6) % 2 == 0]
         factors = whole or factors
     # Eight channels a head leave room for partial rotary embeddings and cost little.

@@ -1,5 +1,5 @@
 """Parameters that the inputs did not reach and that may yet write to the residual
-stream.
+stream: `discover` refuses these, once it has the norms that become RMSNorms.
 """
 
 import torch

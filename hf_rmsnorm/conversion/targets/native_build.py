@@ -1,5 +1,6 @@
 """Make the native target of a config: the config of its architecture, and how each of
-its tensors is computed.
+its tensors is computed. `plan_native` makes it three times: of the config alone, of the
+checkpoint, and of the proxy model, on which it is proven.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Pretrained
 from ...converted.record import RECORD_KEY, trained_as_rms
 from ..errors import ConversionRefused
 from ..plan import Centre
-from ..proxy.model import shapes_of
+from ..proxy.model import empty_model, shapes_of
 from ..tensors import Lazy, Stored, filled, folded_bias, plus
 from .native_rules import PAIRS, NativePair
 
@@ -46,7 +47,8 @@ def native_target(
     for setting, reason in pair.refusals.items():
         if getattr(config, setting):
             raise refused(config, reason)
-    return NativeTarget(config, pair, shapes_of(cls, config), name)
+    parameters = shapes_of(empty_model(cls, config))
+    return NativeTarget(config, pair, parameters, name)
 
 
 def pair_of(kind: str) -> NativePair:
@@ -95,7 +97,7 @@ class NativeTarget:
         self.architecture = model_class.__name__
         self.config.architectures = [self.architecture]
         self.config.dtype = source.dtype
-        names = shapes_of(model_class, self.config)
+        names = shapes_of(empty_model(model_class, self.config))
         if self.config.tie_word_embeddings:
             del names[HEAD]
         self.tensors = {name: self._tensor(name) for name in names}

@@ -1,5 +1,5 @@
-"""A written result and its source, compared by `verify_equivalence` before the result
-is published.
+"""A written result and its source, compared by `verify_equivalence` before
+`convert_checkpoint` publishes the result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ...ops import use_backend
 from ...patching import patched
 from ...verification import EquivalenceReport, verify_equivalence
 from ...verification.recorded import as_recorded
+from ..checkpoint.source import Checkpoint
 from ..errors import ConversionError
 from ..options import ConversionOptions
 from .pair import side_by_side
@@ -64,18 +65,20 @@ class VerificationFailed(ConversionError):
         self.verification = verification
 
 
-def verify_folder(src: Path, folder: Path, options: ConversionOptions) -> Verification:
-    """Compare a converted folder with its source.
+def verify_draft(
+    source: Checkpoint, draft: Path, options: ConversionOptions
+) -> Verification:
+    """Compare a draft with its source.
 
     Both models run in the checkpoint's own dtype: the converted one as it loads and, if
     its config has a record, with the RMSNorms of that. For these each residual weight
     must be centred. Each run is compared with a float64 run of the source, and may have
     1.5 times the source's own error.
     """
-    with side_by_side(src, folder, options) as pair:
+    with side_by_side(source, draft, options) as pair:
         compare = partial(
             verify_equivalence,
-            as_it_computes(pair.source),
+            as_it_computes(pair.original),
             pair.result,
             pair.inputs,
             max_new_tokens=0,

@@ -1,5 +1,5 @@
-"""A checkpoint and its conversion, run on the same inputs; module by module if memory
-does not hold both.
+"""A checkpoint and its conversion with inputs for both, as `verify_draft` compares them;
+module by module if memory does not hold both.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ from ...verification.context import (
     max_positions,
 )
 from ...verification.runs import outputs_of
-from ..checkpoint.source import open_checkpoint
+from ..checkpoint.source import Checkpoint
 from ..loading import load, tokenizer_of
 from ..options import ConversionOptions
 
@@ -44,7 +44,7 @@ _FOR_EACH = 0.1  # of the free memory: weights that stay while the others are re
 class ModelPair:
     """Two models in eval mode, and keyword arguments of their forward, a batch each."""
 
-    source: torch.nn.Module
+    original: torch.nn.Module
     result: torch.nn.Module
     inputs: list[dict]
     run_on: str  # a description of the runs, for people
@@ -52,13 +52,12 @@ class ModelPair:
 
 @contextmanager
 def side_by_side(
-    src: Path, folder: Path, options: ConversionOptions
+    source: Checkpoint, draft: Path, options: ConversionOptions
 ) -> Iterator[ModelPair]:
     """Load two checkpoints in their own dtype. If memory does not hold both, the
     weights of a module are read when it runs.
     """
-    tensors = open_checkpoint(src, allow_pickle=True).tensors
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    size = sum(tensor.nbytes for tensor in source.tensors.values())
     free = psutil.virtual_memory().available
     is_few = size >= LARGE and options.verify != "full"
     run_on = "side by side"
@@ -69,22 +68,25 @@ def side_by_side(
             run_on += ", module by module"
             how = {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
             how["offload_folder"] = scratch
-        source, _ = load(src, options, **how)
-        result, _ = load(folder, options, **how)
-        if source.dtype == torch.float64 and not how:
+        original = load(source.folder, options, **how)
+        result = load(draft, options, **how)
+        if original.dtype == torch.float64 and not how:
             # which has no wider run to compare with
-            source = source.float()
+            original = original.float()
             result = result.float()
         if is_few and not options.inputs:
             run_on += f", on {FEW_TOKENS} tokens as they are large"
-        yield ModelPair(source, result, _batches(src, source, options, is_few), run_on)
+        inputs = _batches(source.folder, original, options, is_few)
+        yield ModelPair(original, result, inputs, run_on)
 
 
-def _batches(src: Path, model, options: ConversionOptions, is_few: bool) -> list[dict]:
+def _batches(
+    folder: Path, model, options: ConversionOptions, is_few: bool
+) -> list[dict]:
     """The inputs that the models are run on: the caller's, texts, or random ones."""
     if options.inputs:
         return [in_dtype_of(model, options.inputs(model))]
-    tokenizer = tokenizer_of(src, model, options)
+    tokenizer = tokenizer_of(folder, model, options)
     texts = () if tokenizer is None else options.prompts or PROMPTS
     rows, length = (1, FEW_TOKENS) if is_few else (len(texts), TOKENS)
     length = min(length, max_positions(model.config))

