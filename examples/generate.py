@@ -81,7 +81,8 @@ def main():
     print(f"\nThe norms ran on {device}: {where['reason']}.")
     if not HAS_GPU and where["backend"] == "triton":
         print(
-            "On an NVIDIA GPU they run fused. On a CPU, without TRITON_INTERPRET=1, they run in plain PyTorch."
+            "This script asks for the interpreter where there is no GPU. Elsewhere a CPU runs plain PyTorch, and an "
+            "NVIDIA GPU the fused kernels."
         )
     return 0 if before == after and verdict.verdict != "FAIL" else 1
 

@@ -1,5 +1,5 @@
-"""Show where fused kernels run on this machine, whether one compiles there, and the
-versions of all packages.
+"""Show where fused kernels run on this machine, whether their results are right there,
+and the versions of all packages.
 """
 
 import platform
@@ -33,7 +33,8 @@ def run(args) -> Result:
         "devices": devices,
     }
     lines = ["{device} ({name}): {reason}".format(**record) for record in devices]
-    lines.append(f"launches: {launches}")
+    if any(record["kernels"] for record in devices):
+        lines.append(f"launches: {launches}")
     lines += [_checked_line(record, installed) for record in devices]
     lines = [line for line in lines if line]
     lines.append("")

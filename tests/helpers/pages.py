@@ -50,6 +50,19 @@ def blocks(language: str) -> list[Block]:
     return result
 
 
+def shown_behind(page: str, words: str) -> str:
+    """The block of text behind a sentence of a page."""
+    _, _, behind = PAGES[page].partition(f"{words}\n\n```text\n")
+    assert behind, words
+    return behind.partition("```")[0]
+
+
+def is_as_shown(shown: str, printed: str) -> bool:
+    """Whether an output is as on a page, where `...` stands for anything in a line."""
+    pattern = re.escape(shown).replace(re.escape("..."), ".*")
+    return re.fullmatch(pattern, printed) is not None
+
+
 def commands() -> list[tuple[str, str]]:
     """(page and line, command) for every line of every block of shell."""
     found = []

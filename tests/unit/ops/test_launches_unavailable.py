@@ -5,6 +5,7 @@ and then plain torch.
 import errno
 import subprocess
 
+import pages
 import pytest
 import torch
 from torch import nn
@@ -169,6 +170,15 @@ def test_one_warning_has_the_cause_and_the_cure(error, cause, cure, fail):
     assert where["backend"] == "original"
     assert cause in where["reason"]
     assert cure in where["reason"]
+
+
+def test_the_warning_is_as_shown(fail):
+    fail(RuntimeError(NO_COMPILER))
+    with pytest.warns(UserWarning) as seen:
+        rms_norm(torch.randn(2, 8), torch.ones(8))
+    printed = str(seen[0].message).replace("On cpu ", "On cuda:0 ") + "\n"
+    shown = pages.shown_behind("docs/troubleshooting.md", "and the model goes on:")
+    assert pages.is_as_shown(shown, printed), printed
 
 
 @pytest.mark.parametrize(
