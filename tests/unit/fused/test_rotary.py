@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.counting import Operators
 from hf_rmsnorm import count_launches, use_backend
 from hf_rmsnorm.fused.attention import rotate_together
 from hf_rmsnorm.patching.layers.rotary_code import may_be_rotary
@@ -218,16 +218,6 @@ def test_a_function_that_changes_later(change, owner, name, value):
         change(owner, name, before)
 
 
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls += 1
-        return function(*args, **(kwargs or {}))
-
-
 def test_nothing_sees_that_the_function_is_run():
     """Its run makes no operators, random numbers or saved tensors of the caller's."""
     assert may_be_rotary(rotary)
@@ -243,10 +233,10 @@ def test_nothing_sees_that_the_function_is_run():
         q.requires_grad_()
         state = torch.get_rng_state()
         hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda t: t)
-        with hooks, Counting() as mode, use_backend("triton"):
+        with hooks, Operators() as operators, use_backend("triton"):
             rotate_together(nn.Module(), rotary, q, *others)
         assert torch.equal(torch.get_rng_state(), state)
-        counts.append((mode.calls, len(saved)))
+        counts.append((operators.counts, len(saved)))
         saved.clear()
     assert counts[0] == counts[1]
 

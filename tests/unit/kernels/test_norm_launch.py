@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from judged import doubled, leaves_of
 from kernel_calls import norm_backward, norm_forward
 from tolerance import assert_as_accurate
 
 from hf_rmsnorm import NormSpec, count_launches
 from hf_rmsnorm.reference import reference_norm
-from tests.unit.kernels.test_norm_forward import BF16, FP32, doubled, leaves_of, random
+from tests.unit.kernels.test_norm_forward import BF16, FP32, random
 
 parametrize = pytest.mark.parametrize
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from heads import fused_qk_norm
+from judged import doubled, leaves_of
 from tolerance import assert_as_accurate
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
@@ -27,9 +28,7 @@ from tests.unit.kernels.test_norm_forward import (
     FP32,
     assert_equal,
     contiguous,
-    doubled,
     last_dimension_strided,
-    leaves_of,
     random,
     real_strides,
     rows,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from judged import leaves_of
 from torch import nn
 from transformers.models.blt.modeling_blt import apply_rotary_pos_emb as of_blt
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as of_cohere
@@ -44,7 +45,6 @@ from tests.unit.kernels.test_norm_forward import (
     FP32,
     assert_equal,
     contiguous,
-    leaves_of,
     transposed,
 )
 from tests.unit.kernels.test_qk_forward import (
