@@ -1,13 +1,12 @@
 """Addresses of strided rows, against the elements that they have to reach."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.counting import Operators
 from hf_rmsnorm import rms_norm, use_backend
-from hf_rmsnorm.rows import RowAddress, addresses, memory_order, row_address
+from hf_rmsnorm.rows import memory_order, row_address
 
 COLUMNS = 3
 
@@ -71,46 +70,6 @@ def test_an_address_reaches_every_row_in_the_order_of_memory(view):
     if address is not None:
         ordered = view.permute(*order, view.dim() - 1)
         assert_reaches(address, view, ordered.reshape(-1, COLUMNS))
-
-
-BATCH_FIRST = torch.empty(2, 8, 5, 16)
-PACKED = torch.empty(2, 5, 12, 16)
-VIEWS = {
-    "rows of heads": (BATCH_FIRST, RowAddress(80, 0, 16)),
-    "packed": (PACKED[:, :, 4:8], RowAddress(4, 192, 16)),
-    "one row": (torch.empty(16), RowAddress(1, 0, 0)),
-    "three strides": (BATCH_FIRST.transpose(1, 2), None),
-    "columns apart": (torch.empty(4, 32)[:, ::2], None),
-}
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_rows_that_need_no_copy(name):
-    view, expected = VIEWS[name]
-    assert row_address(view.shape, view.stride(), None) == expected
-
-
-def test_transposed_rows_are_read_in_the_order_of_memory():
-    view = BATCH_FIRST.transpose(1, 2)
-    order = order_of_memory(view)
-    assert order == (0, 2, 1)
-    address = row_address(view.shape, view.stride(), order)
-    assert address == RowAddress(80, 0, 16)
-
-
-@pytest.mark.parametrize("reads_in_place", [True, False])
-def test_arguments_of_a_kernel(reads_in_place):
-    view = BATCH_FIRST.transpose(1, 2)
-    order = None
-    if reads_in_place:
-        order = order_of_memory(view)
-    output = torch.empty_like(view)
-    read = {"x": view, "other": None}
-    in_place, flat, arguments = addresses(order, [output], read)
-    assert in_place == reads_in_place
-    assert flat
-    assert arguments["x_len"] == 80
-    assert arguments["x_inner"] == 16
 
 
 def test_a_backward_copies_the_gradient_alone_that_two_levels_do_not_reach():

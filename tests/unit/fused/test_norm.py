@@ -146,38 +146,6 @@ def test_a_bias_that_is_gone_or_new_runs_the_modules_own_forward(
     assert launches(lambda: norm(x))[1] == 0 and norm.calls == 1
 
 
-def test_a_setting_is_watched_until_it_is_as_it_was():
-    class Doubling(Norm):
-        doubles = False
-
-        def forward(self, x):
-            y = super().forward(x)
-            return 2 * y if self.doubles else y
-
-    norm, x = (
-        fused(Doubling(), replace(PLAIN, settings=(("doubles", False),))),
-        torch.randn(2, D),
-    )
-    plain, count = launches(lambda: norm(x))
-    for doubles, launched in ((True, 0), (False, 1), (True, 0)):
-        norm.doubles = doubles
-        y, count = launches(lambda: norm(x))
-        assert count == launched
-        torch.testing.assert_close(y, plain * (1 + doubles))
-
-
-def test_rows_of_another_size_than_was_proven_run_the_modules_own_forward():
-    class Weightless(Norm):
-        def forward(self, x):
-            self.calls += 1
-            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-    spec = NormSpec(False, 1e-6, has_weight=False)
-    for size, count in ((D, 1), (None, 1), (D + 1, 0)):
-        norm = fused(Weightless(), Recipe(spec, hidden_size=size))
-        assert launches(lambda norm=norm: norm(torch.randn(2, D)))[1] == count
-
-
 def test_a_second_call_takes_the_launch_that_the_first_found(monkeypatch):
     norm, x = fused(Norm()), torch.randn(2, D)
     kept = patch_of(norm).launches.by_key

@@ -30,12 +30,9 @@ else:
 
 NO_COMPILER = "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
 SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 64,
+}  # fmt: skip
 IDS = torch.tensor([[1, 2, 3]])
 
 
@@ -89,68 +86,38 @@ def alike(made, wanted):
     return all(map(torch.equal, gradients, wanted_gradients))
 
 
-@pytest.mark.parametrize(
-    "error, cause, cure",
-    [
-        (RuntimeError(NO_COMPILER), "Failed to find C compiler", "CC="),
-        (
-            subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"]),
-            "/usr/bin/gcc ended with exit code 1",
-            "CC=",
-        ),
-        (
-            RuntimeError("main.c:2: fatal error: Python.h: No such file"),
-            "Python.h",
-            "python3-dev",
-        ),
-        (
-            FileNotFoundError(errno.ENOENT, "No such file", "/c/norm.cubin"),
-            "/c/norm.cubin",
-            "TRITON_CACHE_DIR=",
-        ),
-        (
-            FileNotFoundError(errno.ENOENT, "No such file", "/opt/gcc"),
-            "/opt/gcc",
-            "CC=",
-        ),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/root/.triton"),
-            "/root/.triton",
-            "TRITON_CACHE_DIR=",
-        ),
-        (
-            OSError(errno.ENOSPC, "No space left on device"),
-            "No space left",
-            "TRITON_CACHE_DIR=",
-        ),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/home/cc/.triton"),
-            "/home/cc",
-            "TRITON_CACHE_DIR=",
-        ),
-        (RuntimeError("Cannot find ptxas"), "ptxas", "TRITON_PTXAS_PATH="),
-        (
-            PTXASError("Internal Triton PTX codegen error"),
-            "PTXASError",
-            "TRITON_PTXAS_PATH=",
-        ),
-        (
-            OutOfResources(300_000, 200_000, "shared memory"),
-            "shared memory",
-            "hf-rmsnorm env",
-        ),
-        (
-            OSError("could not get source code"),
-            "could not get source code",
-            "with its .py files",
-        ),
-        (
-            RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
-            "kernel image",
-            "hf-rmsnorm env",
-        ),
-    ],
-)
+def no_file(path):
+    return FileNotFoundError(errno.ENOENT, "No such file", path)
+
+
+def denied(path):
+    return PermissionError(errno.EACCES, "Permission denied", path)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+GCC = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "main.c"])
+NO_PYTHON = "main.c:2: fatal error: Python.h: No such file"
+NO_IMAGE = "Triton Error [CUDA]: device kernel image is invalid"
+CACHE = "TRITON_CACHE_DIR="
+PTXAS = "TRITON_PTXAS_PATH="
+CURES = [
+    (RuntimeError(NO_COMPILER), "Failed to find C compiler", "CC="),
+    (GCC, "/usr/bin/gcc ended with exit code 1", "CC="),
+    (RuntimeError(NO_PYTHON), "Python.h", "python3-dev"),
+    (no_file("/c/norm.cubin"), "/c/norm.cubin", CACHE),
+    (no_file("/opt/gcc"), "/opt/gcc", "CC="),
+    (denied("/root/.triton"), "/root/.triton", CACHE),
+    (FULL, "No space left", CACHE),
+    (denied("/home/cc/.triton"), "/home/cc", CACHE),
+    (RuntimeError("Cannot find ptxas"), "ptxas", PTXAS),
+    (PTXASError("Internal Triton PTX codegen error"), "PTXASError", PTXAS),
+    (OutOfResources(3, 2, "shared memory"), "shared memory", "hf-rmsnorm env"),
+    (OSError("could not get source code"), "could not get", "with its .py files"),
+    (RuntimeError(NO_IMAGE), "kernel image", "hf-rmsnorm env"),
+]
+
+
+@pytest.mark.parametrize("error, cause, cure", CURES)
 def test_one_warning_has_the_cause_and_the_cure(error, cause, cure, fail):
     x = torch.randn(2, 8)
     weight = torch.rand(8)
@@ -181,17 +148,14 @@ def test_the_warning_is_as_shown(fail):
     assert pages.is_as_shown(shown, printed), printed
 
 
-@pytest.mark.parametrize(
-    "error, word",
-    [
-        (RuntimeError(NO_COMPILER), ""),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/root/.triton"),
-            "backward",
-        ),
-        (OSError(errno.ENOSPC, "No space left on device"), "reduce"),
-    ],
-)
+WORDS = [
+    (RuntimeError(NO_COMPILER), ""),
+    (denied("/root"), "backward"),
+    (FULL, "reduce"),
+]
+
+
+@pytest.mark.parametrize("error, word", WORDS)
 @pytest.mark.parametrize("make", [llama, qwen3])
 def test_a_model_trains_as_if_it_were_not_patched(make, error, word, fail):
     model = make()
@@ -217,7 +181,7 @@ def test_a_checkpoint_runs_its_forward_again_as_it_was(fail):
     for _ in range(3):
         norms.append(nn.RMSNorm(8, eps=1e-6))
     patch_model(norms)
-    fail(FileNotFoundError(errno.ENOENT, "No such file", "/c/norm.cubin"), "backward")
+    fail(no_file("/c/norm.cubin"), "backward")
     x = y = torch.randn(2, 8, requires_grad=True)
     for norm in norms:
         y = checkpoint(lambda x, norm=norm: norm(x) * 2, y, use_reentrant=False)
@@ -265,7 +229,7 @@ def test_another_error_is_raised_as_it_is(error, fail, recwarn):
 
 def test_the_error_of_a_hook_is_raised_as_it_is(fail, recwarn):
     def hook(*_):
-        raise FileNotFoundError(errno.ENOENT, "No such file", "the user's own")
+        raise no_file("the user's own")
 
     norms = nn.Sequential(nn.RMSNorm(8, eps=1e-6))
     patch_model(norms)

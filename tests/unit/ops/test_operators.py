@@ -71,6 +71,8 @@ def test_opcheck():
 FORMULAS = {
     "llama": LLAMA,
     "layer norm": NormSpec(True, 1e-5, has_bias=True),
+    "gemma": GEMMA,
+    "t5": NormSpec(False, 1e-6, rounding="weight_dtype"),
     "functional": LAYER_NORM,
     "gate": NormSpec(False, 1e-6, gate="silu_after"),
     "heads": LLAMA,
