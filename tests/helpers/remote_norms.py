@@ -5,7 +5,6 @@ repositories of published models.
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.utils import generic
 
 SIZE = 64
 rms_norm = None  # of flash_attn, where that is installed
@@ -36,14 +35,6 @@ class BaichuanRMSNorm(ScaledNorm):
         return self.weight * hidden_states
 
 
-class ChatGLMRMSNorm(ScaledNorm):
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
-        return (self.weight * hidden_states).to(input_dtype)
-
-
 class QwenRMSNorm(ScaledNorm):
     def _norm(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -54,11 +45,6 @@ class QwenRMSNorm(ScaledNorm):
         else:
             output = self._norm(x.float()).type_as(x)
             return output * self.weight
-
-
-class DeepseekRMSNorm(ScaledNorm):
-    def forward(self, x):
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 def _cast_if_autocast_enabled(tensor):
@@ -103,12 +89,6 @@ class OlmoRMSLayerNorm(ScaledNorm):
         return self.weight * x
 
 
-class OlderAmpNorm(InternLM2RMSNorm):
-    def forward(self, x):
-        with torch.cuda.amp.autocast(enabled=False):
-            return super().forward(x)
-
-
 def fast_layer_norm(x, normalized_shape, weight, bias, eps):
     if torch.jit.is_scripting():
         return F.layer_norm(x, normalized_shape, weight, bias, eps)
@@ -144,19 +124,8 @@ class TimmFastLayerNorm(TimmLayerNorm):
         super().__init__(fast=True)
 
 
-SWITCHES_OFF = (OlmoRMSLayerNorm, OlderAmpNorm)
 CAST_THEMSELVES = (MptLPLayerNorm, TimmFastLayerNorm)
 ALL = (
-    InternLM2RMSNorm, BaichuanRMSNorm, ChatGLMRMSNorm, QwenRMSNorm,
-    DeepseekRMSNorm, TimmLayerNorm, *SWITCHES_OFF, *CAST_THEMSELVES,
+    InternLM2RMSNorm, BaichuanRMSNorm, QwenRMSNorm, OlmoRMSLayerNorm, TimmLayerNorm,
+    *CAST_THEMSELVES,
 )  # fmt: skip
-
-if hasattr(generic, "maybe_autocast"):  # Transformers 5
-    maybe_autocast = generic.maybe_autocast
-
-    class MaybeAutocastNorm(InternLM2RMSNorm):
-        def forward(self, x):
-            with maybe_autocast(device_type=x.device.type, enabled=False):
-                return super().forward(x)
-
-    ALL = (*ALL, MaybeAutocastNorm)

@@ -23,18 +23,11 @@ TYPES = {
     "gpt_neox": {},
     "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
     "t5": {
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
+        "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
         "vocab_size": 64,
     },
     "bart": {
-        "d_model": 16,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 32,
+        "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32,
         "decoder_ffn_dim": 32,
     },
     "vit": {"image_size": 8, "patch_size": 4},
@@ -46,7 +39,7 @@ TYPES = {
         "depths": [1, 1],
         "num_heads": [1, 2],
     },
-}
+}  # fmt: skip
 
 
 def repeated(model):
@@ -97,15 +90,6 @@ class ReturnsASum(nn.Module):
 
     def forward(self, x):
         return x + self.mix(self.norm(x))
-
-
-def test_a_sum_that_no_norm_reads_next():
-    model = nn.Sequential(ReturnsASum(nn.RMSNorm(8)), ReturnsASum(nn.RMSNorm(8)))
-    assert fused(patch_model(model)) == [REASON] * 2
-
-
-def test_a_norm_by_itself_is_no_layer():
-    assert patch_model(nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8))).layers == ()
 
 
 class Alone(nn.Module):

@@ -129,13 +129,6 @@ class InAConditionalExpression(Block):
         return self.n2(h) if self.training else h
 
 
-class BehindAnd(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        y = self.training and self.n2(h)
-        return h if y is False else h + y
-
-
 class InALambda(Block):
     def forward(self, x):
         h = x + self.a(self.n1(x))
@@ -224,14 +217,6 @@ class AsksWhatTheSumSets(Sets):
         return h * 2 + self.n2(h)
 
 
-class AsksAVariableThatTheSumBinds(Sets):
-    def forward(self, x):
-        h = (seen := x.abs()) + x
-        if seen is not None:
-            h = h * 2
-        return h * 2 + self.n2(h)
-
-
 class BindsByItsTest(Sets):
     def forward(self, x):
         h = x + x
@@ -274,13 +259,6 @@ class SelectsBetween(Block):
         h = x + self.a(self.n1(x))
         count = self.b.where()
         return self.n2(h) + h * (count > 0)
-
-
-class ComputesWithACallBetween(Block):
-    def forward(self, x):
-        h = x + self.a(self.n1(x))
-        half = self.b(x) * 0.5
-        return half + self.n2(h)
 
 
 class WritesAPartBetween(Block):
@@ -352,17 +330,14 @@ REFUSED = [
     AsksForItsClass,
     NamesItselfOtherwise,
     SelectsBetween,
-    ComputesWithACallBetween,
     WritesAPartBetween,
     AsksWhatTheSumSets,
-    AsksAVariableThatTheSumBinds,
     BindsByItsTest,
     CallsInItsTest,
     DrawsBetween,
     BindsItself,
     CalledBetween,
     InAConditionalExpression,
-    BehindAnd,
     InALambda,
     ReadBetween,
     WrittenBetween,
