@@ -3,12 +3,15 @@ embedding, in unmodified models: the same bits, and undone exactly.
 """
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import tiny_models
 import torch
 from fusion_models import IDS, INSIDE, build, layers_of
+from transformers.models.qwen3 import modeling_qwen3
 
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
 from hf_rmsnorm.patching.layers.layer_class import layer_part
@@ -32,6 +35,9 @@ FUSED = {
     "granite": (INSIDE, None),
     "stablelm": (INSIDE, None),
     "nanochat": (INSIDE, None),  # it rotates before it normalises
+    "llama4_text": (INSIDE, None),  # it too
+    "cohere": (APART, None),  # LayerNorms with a weight for each head
+    "persimmon": (INSIDE, None),  # with a bias
 }
 EXPERTS = {
     "n_routed_experts": 2,
@@ -47,6 +53,12 @@ CONFIGS = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "glm4_moe": {"use_qk_norm": True, "partial_rotary_factor": 0.5, **EXPERTS},
+    "llama4_text": {
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 96,
+        "num_experts_per_tok": 1,
+    },
+    "cohere": {"use_qk_norm": True},
 }
 GREEDY = {"max_new_tokens": 3, "do_sample": False}
 
@@ -130,3 +142,50 @@ def test_copies_compute_the_same(how, fused_sums):
             assert torch.equal(again(IDS[:, :5]).logits, expected)
         assert len(fused_sums) == launches["qk_norm_forward"] == 3
         assert patch_model(again).layers == patch_model(model).layers
+
+
+rotate = modeling_qwen3.apply_rotary_pos_emb
+
+
+def rotate_and_cast_back(q, k, cos, sin):
+    yq, yk = rotate(q, k, cos, sin)
+    return yq.to(q.dtype), yk.to(k.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_rotary_embedding_that_gives_the_dtype_of_q_back(dtype, monkeypatch):
+    """As LFM 3 and OLMo 2 have it: by tables of q's own dtype each operator is rounded,
+    by those of float32 the result alone.
+    """
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotate_and_cast_back)
+    model = tiny_models.build("qwen3", torch.bfloat16)
+
+    def cast(module, args, tables):
+        return tuple(table.to(dtype) for table in tables)
+
+    model.model.rotary_emb.register_forward_hook(cast)
+    results = []
+    for fuse_residual, launched in ((False, 0), (True, 2)):
+        patch_model(model, fuse_residual=fuse_residual)
+        with torch.no_grad(), use_backend("triton"), count_launches() as launches:
+            results.append(model(IDS, use_cache=False).logits)
+        assert launches["qk_norm_forward"] == launched
+    assert torch.equal(*results)
+
+
+def test_training_steps_keep_nothing_alive():
+    model, seen = build("llama"), []
+    patch_model(model)
+
+    def note(module, args):
+        seen.append(weakref.ref(args[0]))
+
+    for module in (model.model.norm, *(layer.mlp for layer in layers_of(model))):
+        module.register_forward_pre_hook(note)
+    with use_backend("triton"):
+        output = model(IDS, labels=IDS, output_hidden_states=True)
+        seen.extend(map(weakref.ref, output.hidden_states))
+        output.loss.backward()
+        del output
+        gc.collect()
+    assert [reference() for reference in seen] == [None] * len(seen)

@@ -288,18 +288,6 @@ def test_what_does_not_fit_raises_what_torch_raises(wrong):
     assert str(ours.value) == str(theirs.value)
 
 
-class Row(nn.Module):
-    def __init__(self):
-        super().__init__()
-        layers = InOneExpression(), WithoutGateAndShift()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x, gate, scale, shift):
-        for layer in self.layers:
-            x = x + layer(x, gate, scale, shift)
-        return x
-
-
 class Config:
     hidden_size, intermediate_size, latent_dim, mlp_bias = 64, 96, 16, False
     rms_norm_eps = layer_norm_eps = 1e-5

@@ -43,19 +43,13 @@ def saved_by_a_layer(family, memory_efficient, tokens, **config):
 
 
 LLAMA_1B = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64,
+}  # fmt: skip
 QWEN_600M = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
+    "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
 SIZES = [
     ("llama", LLAMA_1B, "LLaMA-3.2-1B"),
     ("qwen3", QWEN_600M, "Qwen3-0.6B"),

@@ -20,21 +20,14 @@ ids = tiny_models.token_ids(1, 4)
 DEVICE_MAPS = {
     "all on one": {"": "cpu"},
     "disk": {
-        "model.embed_tokens": "cpu",
-        "model.rotary_emb": "cpu",
-        "model.layers": "disk",
-        "model.norm": "disk",
-        "lm_head": "cpu",
+        "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers": "disk",
+        "model.norm": "disk", "lm_head": "cpu",
     },
     "some on disk": {
-        "model.embed_tokens": "cpu",
-        "model.rotary_emb": "cpu",
-        "model.layers.0": "cpu",
-        "model.layers.1": "disk",
-        "model.norm": "cpu",
-        "lm_head": "disk",
+        "model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu",
+        "model.layers.1": "disk", "model.norm": "cpu", "lm_head": "disk",
     },
-}
+}  # fmt: skip
 device_maps = pytest.mark.parametrize("where", DEVICE_MAPS)
 orders = pytest.mark.parametrize("order", ["patch first", "hooks first"])
 

@@ -3,7 +3,6 @@ afterwards.
 """
 
 import pytest
-import tiny_models
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -11,7 +10,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 
-ids = tiny_models.token_ids()
 # what is asked here is whether dynamo notices the patch, not what a compiler makes of
 # it
 COMPILER = "eager"
@@ -31,12 +29,6 @@ def counted(function, *args):
 
 def assert_near(a, b):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-# Sharing
-
-
-# Hooks and parametrizations
 
 
 class Halved(nn.Module):
@@ -60,40 +52,6 @@ def test_a_norm_parametrized_before_the_patch_is_left_alone_until_it_is_not(
     assert len(fused_calls) == 1
 
 
-# torch.compile
-
-
-def in_place(model):
-    model.compile(backend=COMPILER, fullgraph=True)
-    return model
-
-
-def wrapped(model):
-    return torch.compile(model, backend=COMPILER, fullgraph=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("compile", [in_place, wrapped])
-@pytest.mark.parametrize("order", ["patch first", "compiled first"])
-def test_a_compiled_model(compile, order):
-    model = tiny_models.build("qwen3")
-    expected = model(ids).logits
-    if order == "patch first":
-        patch_model(model, strict=True)
-    called = compile(model)
-    if order == "compiled first":
-        assert torch.equal(called(ids).logits, expected)
-        # through the wrapper, where there is one
-        assert len(patch_model(called, strict=True).swapped) == 9
-    output, launches = counted(called, ids)
-    assert launches == 9
-    assert_near(output.logits, expected)
-    assert unpatch_model(called) == 9
-    output, launches = counted(called, ids)
-    assert launches == 0
-    assert torch.equal(output.logits, expected)
-
-
 def test_patching_and_unpatching_do_not_use_up_dynamos_recompilations():
     norm = LlamaRMSNorm(16)
     compiled = torch.compile(norm, backend=COMPILER, fullgraph=True)
@@ -106,9 +64,6 @@ def test_patching_and_unpatching_do_not_use_up_dynamos_recompilations():
         assert_near(y, expected)
         unpatch_model(norm)
         assert torch.equal(compiled(x), expected)
-
-
-# torch.jit, torch.fx
 
 
 class Block(nn.Module):

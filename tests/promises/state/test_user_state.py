@@ -8,8 +8,6 @@ import weakref
 import pytest
 import tiny_models
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import patch_model, unpatch_model, use_backend
@@ -53,25 +51,6 @@ def test_wrappers_that_hold_the_forward_they_found_run_around_the_fused_one(
         assert torch.equal(y, expected)
         assert seen == [3.0, 2.0]
         seen.clear()
-
-
-class Double(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-def test_parametrizing_a_patched_norm(fused_calls):
-    norm = LlamaRMSNorm(8)
-    patch_model(norm)
-    parametrize.register_parametrization(norm, "weight", Double())
-    expected = LlamaRMSNorm.forward(norm, x8())
-    for patch in (patch_model, unpatch_model):
-        patch(norm)
-        fused, y = run(norm, fused_calls)
-        assert fused == (patch is patch_model)
-        assert torch.equal(y, expected)
-    parametrize.remove_parametrizations(norm, "weight")
-    assert type(norm) is LlamaRMSNorm
 
 
 class Mixin:

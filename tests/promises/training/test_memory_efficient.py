@@ -5,10 +5,9 @@ where that serves.
 import copy
 
 import pytest
-import tiny_models
 import torch
 import torch.nn.functional as F
-from tolerance import FACTOR, assert_as_accurate
+from tolerance import assert_as_accurate
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -158,34 +157,14 @@ def a_zero(module):
     module.weight[3] = 0.0
 
 
-def a_small_weight(module):
-    module.weight[3] = 5e-4
-
-
-def small_weights(module):
-    module.weight.mul_(1e-6)
-
-
-def a_large_bias(module):
-    module.bias[3] = 4.1 * module.weight[3]
-
-
-REASONS = {
-    a_zero: "weight is below 0.001",
-    a_small_weight: "weight is below 0.001",
-    small_weights: "weight is below",
-    a_large_bias: "bias is above",
-}
-
-
-@pytest.mark.parametrize("spoil", REASONS)
-def test_a_weight_that_hides_the_input_has_it_kept(spoil):
+def test_a_weight_that_hides_the_input_has_it_kept():
+    """The bounds: `tests/unit/ops/test_limits_from_output.py`."""
     module = build("layer_norm")
     x, dy = operands()
     with torch.no_grad():
-        spoil(module)
+        a_zero(module)
     report = patch_model(module, memory_efficient=True)
-    assert f"keeps its input for backward: a {REASONS[spoil]}" in notes(report)
+    assert "its input for backward: a weight is below 0.001" in notes(report)
     assert kept(module, x) == "input"
     check(module, x, dy)
 
@@ -237,37 +216,6 @@ def test_a_second_derivative_says_what_it_needs():
     penalty = dx.float().square().sum()
     (second,) = torch.autograd.grad(penalty, x)
     assert second.isfinite().all()
-
-
-def gradients_of_a_model(model):
-    ids = tiny_models.token_ids(1, 9)
-    model.zero_grad()
-    loss = model(ids, labels=ids).loss
-    loss.backward()
-    return tiny_models.gradients(model)
-
-
-def mean_square(error):
-    return error.square().mean()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
-def test_gradients_of_whole_models(family):
-    """By the RMS error of each gradient: the largest one of so many is luck, without
-    `memory_efficient` too.
-    """
-    model = tiny_models.build(family, torch.bfloat16)
-    eager = gradients_of_a_model(model)
-    report = patch_model(model, memory_efficient=True)
-    for record in report.swapped:
-        assert "for backward" in record.notes
-    fused = gradients_of_a_model(model)
-    with use_backend("reference"):
-        exact = gradients_of_a_model(model.double())
-    for name, right in exact.items():
-        ours = mean_square(fused[name] - right)
-        theirs = mean_square(eager[name] - right)
-        assert ours <= FACTOR**2 * theirs, name
 
 
 def test_a_norm_that_keeps_a_strided_input_after_one_alike_that_kept_its_output():
