@@ -6,81 +6,31 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 _SMALL = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA_LIKE = {
-    **_SMALL,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+    **_SMALL, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
 _GPT2_LIKE = {**_SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _BART_LIKE = {
-    **_SMALL,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "decoder_start_token_id": 1,
-}
+    **_SMALL, "d_model": 32, "encoder_layers": 1, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "max_position_embeddings": 64, "decoder_start_token_id": 1,
+}  # fmt: skip
 SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 48,
+}  # fmt: skip
 _VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "image_size": 16,
-    "patch_size": 8,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "image_size": 16, "patch_size": 8,
+}  # fmt: skip
 # name -> (model_type, config)
 CONFIGS = {
     "gpt2": ("gpt2", _GPT2_LIKE),
     "gpt_neox": ("gpt_neox", _LLAMA_LIKE),
-    "gpt_neox_sequential": (
-        "gpt_neox",
-        {**_LLAMA_LIKE, "use_parallel_residual": False},
-    ),
     "persimmon": ("persimmon", {**_LLAMA_LIKE, "qk_layernorm": True}),
     "phimoe": (
         "phimoe",
         {**_LLAMA_LIKE, "num_local_experts": 4, "num_key_value_heads": 2},
-    ),
-    "olmo_tied": ("olmo", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
-    "cohere_qk": (
-        "cohere",
-        {**_LLAMA_LIKE, "use_qk_norm": True, "num_key_value_heads": 2},
-    ),
-    "stablelm_parallel": (
-        "stablelm",
-        {
-            **_LLAMA_LIKE,
-            "num_key_value_heads": 2,
-            "hidden_size": 64,
-            "use_parallel_residual": True,
-        },
-    ),
-    "falcon_40b": (
-        "falcon",
-        {**_LLAMA_LIKE, "new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
-    "falcon_rw": (
-        "falcon",
-        {
-            **_LLAMA_LIKE,
-            "alibi": True,
-            "multi_query": False,
-            "parallel_attn": False,
-            "bias": True,
-        },
     ),
     "blenderbot": ("blenderbot", _BART_LIKE),
     "vit": ("vit", _VISION),

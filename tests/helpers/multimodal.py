@@ -7,15 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 _TOKENS = {
-    "image_token_id": 120,
-    "video_token_id": 121,
-    "vision_start_token_id": 122,
-    "vision_end_token_id": 123,
-    "image_start_token_id": 122,
-    "image_end_token_id": 123,
-    "video_start_token_id": 124,
-    "video_end_token_id": 125,
-}
+    "image_token_id": 120, "video_token_id": 121, "vision_start_token_id": 122,
+    "vision_end_token_id": 123, "image_start_token_id": 122, "image_end_token_id": 123,
+    "video_start_token_id": 124, "video_end_token_id": 125,
+}  # fmt: skip
 _VISION = {
     "depth": 1,
     "hidden_size": 32,

@@ -15,31 +15,18 @@ from hf_rmsnorm.conversion.proxy.model import give_weights, with_settings
 
 _SIZES = {"vocab_size": 128, "max_position_embeddings": 64}
 BERT = {
-    **_SIZES,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    **_SIZES, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 72,
-}
+}  # fmt: skip
 BART = {
-    **_SIZES,
-    "d_model": 48,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 72,
+    **_SIZES, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 72,
     "decoder_ffn_dim": 96,
-}
+}  # fmt: skip
 OPT = {
-    **_SIZES,
-    "hidden_size": 48,
-    "word_embed_proj_dim": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "ffn_dim": 72,
-    "do_layer_norm_before": False,
-}
+    **_SIZES, "hidden_size": 48, "word_embed_proj_dim": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "ffn_dim": 72, "do_layer_norm_before": False,
+}  # fmt: skip
 # name -> (auto class, model_type, config, norms that `exact` makes RMSNorms, norms,
 # keys of the FFN width)
 KINDS = {

@@ -15,15 +15,10 @@ _TOKENS = {
     "eos_token_id": 2,
 }
 _SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
 # model_type of Transformers -> what its configuration needs besides the common sizes
 FAMILIES = {
     "llama": {},
@@ -37,14 +32,10 @@ FAMILIES = {
     "phi3": {},
     "olmo2": {},
     "gpt2": {
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-        "n_inner": 96,
+        "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 96,
         "tie_word_embeddings": True,
     },
-}
+}  # fmt: skip
 # For phi3: other frequencies of rotation beyond 32 tokens, as Phi-3-128k, Phi-3.5 and
 # Phi-4-mini have beyond 4096.
 LONGROPE = {

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_rmsnorm
 from benchmarks.__main__ import COMMANDS as BENCHMARKS
-from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser, main
+from hf_rmsnorm.cli.main import COMMANDS, Parser, add_command, build_parser
 from hf_rmsnorm.cli.run import split
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.ops import backend, launches
@@ -256,23 +256,6 @@ def test_the_commands_within_sentences_exist(page):
             assert name in SUBCOMMANDS, span
         elif span.startswith(CALLS):
             assert is_right(span), span
-
-
-# hf-rmsnorm verify and convert are run by tests/promises/cli, at length.
-READING = [
-    "hf-rmsnorm report demo:qwen3",
-    "hf-rmsnorm env",
-    pytest.param("hf-rmsnorm convert demo:gpt2 --plan", marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize("line", READING)
-def test_a_command_that_only_reads_runs(line, capsys):
-    shown = [command for _, command in pages.commands()]
-    assert any(command.startswith(line) for command in shown)
-    arguments = shlex.split(line)[1:]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out
 
 
 def local(page: str, target: str) -> str:

@@ -39,23 +39,9 @@ def test_a_fused_multiply_add_rounds_once():
 
 
 EDGES = [
-    0.0,
-    -0.0,
-    1.0,
-    1.00390625,
-    1.01171875,
-    -3.4e38,
-    3.4e38,
-    np.inf,
-    -np.inf,
-    np.nan,
-    1e-40,
-    65504.0,
-    65520.0,
-    6e-8,
-    0.1,
-    -0.3,
-]
+    0.0, -0.0, 1.0, 1.00390625, 1.01171875, -3.4e38, 3.4e38, np.inf, -np.inf, np.nan,
+    1e-40, 65504.0, 65520.0, 6e-8, 0.1, -0.3,
+]  # fmt: skip
 HALVES = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,

@@ -8,13 +8,13 @@ bytes, sums in one order, and memory that fits the chip.
 
 import json
 from collections import defaultdict
-from functools import cache
 
 import pytest
 from probes import links_for_amd
 from processes import python
 
 pytest.importorskip("triton", reason="nothing is compiled without Triton")
+pytestmark = pytest.mark.full
 GATED = ("mamba-bf16", "qwen3_next-bf16", "gated_layernorm-bf16")
 OPERANDS = ("X", "DY", "Y", "DX", "G", "DG", "SHIFT", "FACTOR", "RES", "H", "DH", "Q", "K", "YQ", "YK", "DYQ", "DYK",
             "DXQ", "DXK", "COS", "SIN")  # fmt: skip
@@ -52,38 +52,12 @@ SAMPLE = (
 )
 
 
-@cache
-def compiled(cases):
-    printed = python("-m", "benchmarks", "aot", *cases, "--json")
-    return json.loads(printed)["kernels"]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(SAMPLE, marks=pytest.mark.full)],
-    ids=["sample"],
-)
-def kernels(request):
-    cases = request.param
+@pytest.fixture(scope="module")
+def kernels():
+    cases = SAMPLE
     if not links_for_amd():
         cases = tuple(case.replace(",gfx942", "") for case in cases)
-    return compiled(cases)
-
-
-@pytest.fixture(scope="module")
-def a_few():
-    return compiled(("sm_90:llama-bf16:4096",))
-
-
-@pytest.mark.full
-def test_a_few_kernels(a_few):
-    assert [kernel["kernel"] for kernel in a_few] == [
-        "norm_forward",
-        "norm_backward",
-        "reduce_partials",
-    ]
-    test_common_rows_spill_no_register(a_few)
-    test_rows_move_by_16_bytes(a_few)
+    return json.loads(python("-m", "benchmarks", "aot", *cases, "--json"))["kernels"]
 
 
 def name_of(kernel):

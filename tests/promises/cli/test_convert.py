@@ -117,13 +117,6 @@ def test_options_reach_every_way(way, tmp_path, capsys, monkeypatch):
     assert (dst / "model.safetensors.index.json").is_file()
 
 
-def test_a_size_that_is_none_is_refused_before_anything_is_planned(tmp_path, capsys):
-    size = "--max-shard-size"
-    code, out, err = run(capsys, "demo:gpt2", tmp_path / "dst", size, "lots")
-    assert code == 2 and not out
-    assert "error: --max-shard-size 'lots': pass a number of bytes" in err
-
-
 @pytest.mark.parametrize("way", [*WAYS, "--plan"])
 def test_code_of_the_source_runs_only_if_trusted(way, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -275,16 +268,6 @@ def test_dst_is_refused_before_the_download(tmp_path, capsys, monkeypatch):
 
 
 GPT2 = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=96, n_positions=32)
-
-
-def test_a_hub_id_that_nobody_answers_for_is_one_line_without_the_hubs_own_advice(
-    tmp_path, capsys
-):
-    code, out, err = run(capsys, "nobody/nothing", tmp_path / "dst")
-    assert (
-        code == 2 and not out and err.count("\n") == 1 and "local_files_only" not in err
-    )
-    assert "check the id and the network" in err and "the hub does not answer" in err
 
 
 MISSING = {

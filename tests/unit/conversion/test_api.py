@@ -17,8 +17,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
-    BertModel,
 )
 
 from hf_rmsnorm.cli.main import main
@@ -191,34 +189,10 @@ def test_what_cannot_be_converted_is_refused_by_name(tmp_path, capsys):
         plan_conversion(demo_path("llama"))
     with pytest.raises(ConversionError, match=r"no config.json: pass "):
         plan_conversion(tmp_path)
-    bert = BertModel(BertConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-                                intermediate_size=24))  # fmt: skip
-    bert.save_pretrained(tmp_path / "bert")
-    what = "post-norm model: 4 of its 5 .* examples/postnorm"
-    with pytest.raises(ConversionRefused, match=what):
-        plan_conversion(tmp_path / "bert")
     assert main(["convert", "demo:gpt2"]) == 2
     assert "pass DST, or --plan" in capsys.readouterr().err
-    assert main(["convert", "demo:gpt2", str(tmp_path / "bert")]) == 2
+    assert main(["convert", "demo:gpt2", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_writer_that_is_broken_is_found_before_anything_is_written(
-    value, tmp_path, capsys
-):
-    model = tiny_models.build("gpt2")
-    name = "transformer.h.0.mlp.c_proj.weight"
-    with torch.no_grad():
-        model.get_parameter(name)[3] = value
-    model.save_pretrained(tmp_path / "src")
-    capsys.readouterr()
-    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst")]) == 2
-    err = capsys.readouterr().err
-    assert err.endswith(
-        f"error: NaN or infinity in {name!r}, as in the source: repair that\n"
-    )
-    assert {*tmp_path.iterdir()} == {tmp_path / "src"}
 
 
 def test_broken_weights_are_not_published(tmp_path, capsys):

@@ -46,12 +46,9 @@ def demo(tmp_path_factory):
 def converted_olmo(folder):
     """Folder of a small converted OLMo, whose writers are `nn.Linear`s."""
     sizes = dict(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4,
-    )
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("olmo", **sizes, eos_token_id=2)
     )

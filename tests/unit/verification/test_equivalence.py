@@ -3,6 +3,7 @@ the models alone.
 """
 
 import copy
+import json
 import math
 
 import accelerate
@@ -197,20 +198,42 @@ def test_wrong_eps_fails_the_noise_floor_in_float32():
     assert failed_norms(report) == ["model.layers.0.input_layernorm"]
 
 
-def test_wrong_rounding_order_fails_norm_by_norm_where_logits_cannot_see_it():
+@pytest.fixture(scope="module")
+def wrongly_rounded():
+    """The report on a model with one norm that rounds in another order."""
     model = trained_llama(BF16)
     candidate = copy.deepcopy(model)
     norm = candidate.model.layers[1].input_layernorm
     norm.__class__ = OneRoundingNorm
-    report = compare(model, candidate, text_ids(), 4)
-    assert report.noise_floor.passed
-    assert report.greedy.passed
-    (norm,) = report.norms
+    return compare(model, candidate, text_ids(), 4)
+
+
+def test_wrong_rounding_order_fails_norm_by_norm_where_logits_cannot_see_it(
+    wrongly_rounded,
+):
+    assert wrongly_rounded.noise_floor.passed
+    assert wrongly_rounded.greedy.passed
+    (norm,) = wrongly_rounded.norms
     assert norm.path == "model.layers.1.input_layernorm"
     assert not norm.passed
     assert norm.differing > 0.1 * norm.compared
     assert "are off (limit" in norm.text
-    assert not report.passed
+    assert not wrongly_rounded.passed
+
+
+def test_report_prints_a_verdict_per_line_and_gives_plain_json(wrongly_rounded):
+    text = str(wrongly_rounded)
+    lines = text.splitlines()
+    assert "PASS  error" in text
+    assert "FAIL  norms" in text
+    assert "FAIL      model.layers.1.input_layernorm:" in text
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "FAIL: norms"
+    data = json.loads(json.dumps(wrongly_rounded.to_dict(), allow_nan=False))
+    assert data["passed"] is False
+    assert data["noise_floor"]["passed"] is True
+    assert data["greedy"]["passed"] is True
+    assert data["norms"][0]["path"] == "model.layers.1.input_layernorm"
 
 
 def test_wrong_output_dtype_fails_norm_by_norm():

@@ -22,22 +22,12 @@ def in_plain_torch(*models):
 AUDIO = {**towers.AUDIO, "vocab_size": 32}
 BOTH = {"text_config": towers.TEXT, "vision_config": IMAGE}
 WHISPER = {
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "vocab_size": 64,
-    "num_mel_bins": 8,
-    "max_source_positions": 20,
-    "max_target_positions": 16,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "vocab_size": 64, "num_mel_bins": 8, "max_source_positions": 20,
+    "max_target_positions": 16, "pad_token_id": 0, "decoder_start_token_id": 1,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
