@@ -167,7 +167,7 @@ class FirstUse:
         family = self.kind.family
         weight = operands[family.weight]
         dim = 1 if weight is None else weight.dim()
-        # in which what is computed on the way may be rounded
+        # in which intermediate results may be rounded
         step = max(torch.finfo(t.dtype).eps for t in present(*operands, *ours))
         found = [[] for _ in ours]
         sums = {}

@@ -27,7 +27,7 @@ class Entry:
     """One norm of a model, and what becomes of it.
 
     Attributes:
-        proven: the recipe of its own forward; None where that runs.
+        proven: the recipe of its original forward; None where that runs.
         asked: the options for it.
         refusal: why that runs.
         note: on the norm that is computed, for the report.

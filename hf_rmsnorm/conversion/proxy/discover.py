@@ -1,9 +1,9 @@
 """From a proxy model to a conversion plan: which tensors to centre, which norms become
 RMSNorms, which stay and why. `plan_centring` asks, and then has the plan proven.
 
-The order: the LayerNorms (`layer_norms.py`), the residual weights by the test of
-`shift_invariance.py`, a copy of the proxy with these centred, on which each norm's input
-either has zero mean or stays, and what the inputs did not reach (`unreached.py`).
+The order: the LayerNorms (`layer_norms.py`); the residual weights, by the test of
+`shift_invariance.py`; a copy of the proxy with these centred, on which each norm's
+input either has zero mean or stays; and the parts without inputs (`unreached.py`).
 """
 
 import copy

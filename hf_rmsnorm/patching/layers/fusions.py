@@ -1,5 +1,5 @@
-"""Finds the modules of a model whose norms can be computed in one launch with the code
-around them, or that can rotate q and k so. Others get a reason.
+"""Finds the modules of a model whose norms, or whose rotation of q and k, can run in
+one launch with the code around them. Others get a reason.
 """
 
 import ast

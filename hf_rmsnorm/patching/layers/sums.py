@@ -254,8 +254,8 @@ def _computes_apart(statement: ast.stmt, names: set[str]) -> bool:
 
 
 def _take_product(body: Statements, at: int, after: Statements) -> None:
-    """Join ``y = gate * y`` and ``h = h + y`` into ``h = h + gate * y``, if nothing
-    reads that y later.
+    """Join ``y = gate * y; h = h + y`` into ``h = h + gate * y``, if nothing reads y
+    later.
     """
     total = body[at].value
     match body[at - 1], total:
