@@ -3,7 +3,6 @@ paths with stubbed clocks.
 """
 
 import json
-import math
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -15,8 +14,6 @@ from processes import python
 
 from benchmarks import (
     compact,
-    gpu_bench,
-    gpu_check,
     gpu_report,
     kernels,
     layer_table,
@@ -76,26 +73,6 @@ class StubbedClock(Stopwatch):
         self.ticks += 1
         us = 10.0 + self.ticks % 3
         return {"us": us}
-
-
-@pytest.mark.full
-def test_kernels_on_a_cpu_are_judged(tmp_path):
-    section = gpu_check.Section(tmp_path / "kernels.json", True, math.inf)
-    gpu_bench.run_kernels(section)
-    assert section.failures == [] and section.data["skipped"] == []
-    cases = section.data["cases"]
-    assert [case["case"] for case in cases] == list(map(str, gpu_bench.DRY_CASES))
-    for case in cases:
-        entries = case["implementations"]
-        assert {"hf_eager", "hf_rmsnorm"} <= entries.keys()
-        ours = entries["hf_rmsnorm"]
-        assert ours["gate"]["failures"] == []
-        saved = [entries[n]["saved_bytes_per_row"] for n in ("hf_rmsnorm", "hf_eager")]
-        if case["kind"] == peers.ROTARY:
-            assert saved[0] == saved[1], "both keep the tables alone"
-        else:
-            assert saved[0] < saved[1] or case["kind"] == "LayerNorm", "it keeps halves"
-        assert "forward" not in ours, "no clock of a GPU"
 
 
 WRONG = {

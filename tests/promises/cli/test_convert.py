@@ -255,18 +255,6 @@ def test_a_broken_config_is_named(way, text, tmp_path, capsys):
     )
 
 
-def test_dst_is_refused_before_the_download(tmp_path, capsys, monkeypatch):
-    def download(*_, **__):
-        pytest.fail("it downloads")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    code, _, err = run(capsys, "org/gpt2", tmp_path)
-    assert code == 2 and "exists already" in err
-    (tmp_path / "file").touch()
-    code, _, err = run(capsys, "org/gpt2", tmp_path / "file" / "dst")
-    assert code == 2 and "is no folder" in err
-
-
 GPT2 = dict(n_layer=1, n_embd=32, n_head=2, vocab_size=96, n_positions=32)
 
 

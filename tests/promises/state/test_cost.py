@@ -1,6 +1,4 @@
-"""What a patch costs: recognition once per formula, bookkeeping for the rest, no memory
-for weights that are not there.
-"""
+"""What a patch costs: recognition once per formula, bookkeeping for the rest."""
 
 import pytest
 from reports import calls_of

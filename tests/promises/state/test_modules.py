@@ -1,6 +1,4 @@
-"""Norms that are shared, hooked, wrapped, compiled or scripted when the patch comes, or
-afterwards.
-"""
+"""Norms that are parametrized, compiled or scripted when the patch comes."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""What users hang on models survives a patch: hooks of both kinds, copies, pickles,
-other patchers, subclasses.
+"""What users hang on models survives a patch, as wrappers and subclasses; a patch keeps
+no model alive.
 """
 
 import gc

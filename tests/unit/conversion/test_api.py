@@ -351,20 +351,24 @@ def test_a_plan_goes_with_no_other_way_to_convert(tmp_path):
         convert_checkpoint(GPT2, tmp_path / "out", planned=planned, target="native")
 
 
-def test_a_destination_that_cannot_be_made_is_refused_before_anything_is_planned(
+def test_a_destination_that_cannot_be_made_is_refused_before_a_download_or_a_plan(
     tmp_path, monkeypatch, no_plan
 ):
+    def download(*_, **__):
+        pytest.fail("it downloads")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ConversionError, match="exists already"):
-        convert_checkpoint(GPT2, tmp_path)
+        convert_checkpoint("org/gpt2", tmp_path)
     with pytest.raises(ConversionError, match="/: exists already"):
-        convert_checkpoint(GPT2, "/")
+        convert_checkpoint("org/gpt2", "/")
     (tmp_path / "file").touch()
     with pytest.raises(ConversionError, match=r"file is no folder: choose another DST"):
-        convert_checkpoint(GPT2, tmp_path / "file" / "new" / "dst")
+        convert_checkpoint("org/gpt2", tmp_path / "file" / "new" / "dst")
     monkeypatch.setattr(os, "access", lambda *_: False)
     what = f"{tmp_path} is read-only, .*: choose another DST"
     with pytest.raises(ConversionError, match=what):
-        convert_checkpoint(GPT2, tmp_path / "new" / "dst")
+        convert_checkpoint("org/gpt2", tmp_path / "new" / "dst")
 
 
 def test_a_few_tokens_of_a_large_checkpoint_are_run(tmp_path, monkeypatch):

@@ -41,8 +41,6 @@ def test_a_norm_of_a_gate_or_of_groups_is_none_of_whole_rows():
 
 
 X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
-
-
 ONES = torch.ones(4)
 LAYER = NormSpec(True, 1e-5, functional=True)
 
