@@ -1,5 +1,5 @@
 """Text for people: module paths that differ in their numbers written as one, lines that
-fit, a word that is meant.
+fit, a word that is meant, an error on one line.
 """
 
 import difflib
@@ -76,3 +76,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word.lower(), known, 1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def error_line(error: BaseException, limit: int = 200) -> str:
+    """An error on one line: its type and its message, cut at limit characters."""
+    text = textwrap.shorten(str(error), limit, placeholder="...")
+    return f"{type(error).__name__}: {text}"

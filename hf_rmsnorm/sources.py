@@ -4,7 +4,6 @@ demos.
 
 import re
 import sys
-import textwrap
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .demo import DEMO_MODELS, demo_path
-from .paths import did_you_mean
+from .paths import did_you_mean, error_line
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -104,8 +103,7 @@ def loading(source: Source, what: str):
     try:
         yield
     except Exception as error:
-        shortened = textwrap.shorten(str(error), 300, placeholder="...")
-        text = f"{type(error).__name__}: {shortened}"
+        text = error_line(error, 300)
         cure = "check the id and the network, or pass a local folder or demo:llama"
         if source.is_local:
             cure = "repair the folder, or pass another one"

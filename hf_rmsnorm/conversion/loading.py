@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..verification.context import one_line
+from ..paths import error_line
 from .errors import ConversionError
 from .options import ConversionOptions
 from .proxy.model import config_and_class
@@ -41,7 +41,7 @@ def missing_parameters(folder: Path, options: ConversionOptions) -> list[str]:
     except Exception as error:  # a model's own code may raise anything
         raise ConversionError(
             f"{folder}: {cls.__name__} does not load it: repair the folder, or pass the "
-            f"model_class that it was saved from ({one_line(error)})"
+            f"model_class that it was saved from ({error_line(error)})"
         ) from error
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         raise ConversionError(
@@ -63,5 +63,5 @@ def tokenizer_of(folder: Path, model, options: ConversionOptions):
     except Exception as error:  # a tokenizer's own code may raise anything
         raise ConversionError(
             f"{folder}: its tokenizer does not load: pass trust_remote_code=True if it "
-            f"brings code, or verify=False ({one_line(error)})"
+            f"brings code, or verify=False ({error_line(error)})"
         ) from error

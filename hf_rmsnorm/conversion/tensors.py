@@ -43,27 +43,27 @@ class Stored:
     dtype and its bytes.
     """
 
-    like: str
+    key: str
     rows: torch.Tensor | None = None
     step: Centre | None = None
 
     def keys(self) -> set[str]:
         """The tensors of the source that it is made from."""
-        return {self.like}
+        return {self.key}
 
     def shape(self, source: Checkpoint) -> tuple[int, ...]:
-        shape = source.tensors[self.like].shape
+        shape = source.tensors[self.key].shape
         return tuple(shape) if self.rows is None else (len(self.rows), *shape[1:])
 
     def dtype(self, source: Checkpoint) -> torch.dtype:
         """The dtype that the result has it in."""
         if self.rows is None and self.step is None:
-            return source.tensors[self.like].dtype
-        return dtype_of_changed(self.like, source)
+            return source.tensors[self.key].dtype
+        return dtype_of_changed(self.key, source)
 
     def read(self, source: Checkpoint) -> torch.Tensor:
         """The rows as the source has them."""
-        x = source.read(self.like)
+        x = source.read(self.key)
         return x if self.rows is None else x[self.rows]
 
     def value(self, source: Checkpoint) -> torch.Tensor:
@@ -76,11 +76,11 @@ class Stored:
             return x
         if not self.read(source).isfinite().all():
             raise ConversionError(
-                f"NaN or infinity in {self.like!r}, as in the source: repair that"
+                f"NaN or infinity in {self.key!r}, as in the source: repair that"
             )
         kind = str(x.dtype).removeprefix("torch.")
         raise ConversionError(
-            f"centring takes '{self.like} ({kind})' past the largest number of its "
+            f"centring takes '{self.key} ({kind})' past the largest number of its "
             "dtype: convert a bfloat16 copy"
         )
 
@@ -119,18 +119,14 @@ class Made:
     wide: Callable[[Checkpoint], torch.Tensor]
     axis: int = 0
 
-    @property
-    def like(self) -> str:
-        return self.parts[0].like
-
     def keys(self) -> set[str]:
-        return {part.like for part in self.parts}
+        return {part.key for part in self.parts}
 
     def shape(self, source: Checkpoint) -> tuple[int, ...]:
         return (self.parts[0].shape(source)[self.axis],)
 
     def dtype(self, source: Checkpoint) -> torch.dtype:
-        return dtype_of_changed(self.like, source)
+        return dtype_of_changed(self.parts[0].key, source)
 
     def value(self, source: Checkpoint) -> torch.Tensor:
         return self.wide(source).to(self.dtype(source))

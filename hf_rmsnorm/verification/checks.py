@@ -12,8 +12,8 @@ import torch
 
 from ..formula import HALF_DTYPES
 from ..patching.layers.layer_class import layer_part
+from ..paths import error_line
 from .calls import Call
-from .context import one_line
 from .noise import NoiseFloor, noise_floor
 from .quantised import quantised_modules
 from .tolerance import ulp
@@ -77,7 +77,7 @@ def _check(call: Call, judge: Judge) -> Check:
             theirs = _run(call, original)
     except Exception as error:
         # whatever a broken kernel or forward raises is the verdict on it
-        return Check(call.path, False, f"raises {one_line(error)}")
+        return Check(call.path, False, f"raises {error_line(error)}")
     if _kinds(ours) != _kinds(theirs):
         kinds = f"returns {_kinds(ours)}, the original {_kinds(theirs)}"
         return Check(call.path, False, kinds)

@@ -4,7 +4,6 @@ their outputs. `verify_equivalence`, a conversion and the commands all ask here.
 
 import inspect
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -65,12 +64,6 @@ def prompt_length(config, tokens: int, new_tokens: int) -> int:
     """
     most = max_positions(config)
     return max(1, min(tokens, max(most - new_tokens, most // 2)))
-
-
-def one_line(error: BaseException) -> str:
-    """An error on one line: its type and its message."""
-    text = textwrap.shorten(str(error), 200, placeholder="...")
-    return f"{type(error).__name__}: {text}"
 
 
 def default_inputs(

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..fused.norm import recipe_of
+from ..paths import error_line
 from .calls import Call
 from .checks import Check
-from .context import one_line
 from .noise import NoiseFloor, noise_floor
 from .pieces import pieces_of
 from .quantised import quantised_modules
@@ -53,7 +53,7 @@ def _check(call: Call, inputs: Tensors) -> list[Check]:
     try:
         ours = _gradients(call.again(), module, inputs, parameters, cotangents)
     except Exception as error:  # whatever a broken backward raises is the verdict on it
-        return [Check(f"{call.path}, gradients", False, f"raises {one_line(error)}")]
+        return [Check(f"{call.path}, gradients", False, f"raises {error_line(error)}")]
     floors = defaultdict(list)
     for number in range(CALLS):
         factor = 1 + number / 16

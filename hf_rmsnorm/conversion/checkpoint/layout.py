@@ -20,7 +20,7 @@ class Layout:
 
     Args:
         config: the text of config.json.
-        tensors: of all shards, in the order in which the source has them.
+        tensors: of all shards.
         sizes: their bytes.
         shards: file -> names of its tensors.
         metadata: ``__metadata__`` of each shard.
@@ -47,25 +47,17 @@ def lay_out(
     metadata: dict[str, str],
     max_shard_size: int | str,
 ) -> Layout:
-    """Shards of at most a size, as `save_pretrained` makes them. They keep the metadata
-    of the source's, and have `metadata` besides.
-    """
-    places = {name: place for place, name in enumerate(source.tensors)}
-    ordered = dict(sorted(tensors.items(), key=lambda item: places[item[1].like]))
-    sizes = {name: nbytes_of(tensor, source) for name, tensor in ordered.items()}
+    """Shards of at most a size, as `save_pretrained` makes them."""
+    sizes = {name: nbytes_of(tensor, source) for name, tensor in tensors.items()}
     split = split_state_dict_into_shards_factory(
         sizes,
         get_storage_size=int,
         filename_pattern=PATTERN,
         max_shard_size=max_shard_size,
     )
-    # Safetensors notes there which tensor a tied one is saved as: one that is saved
-    # itself is not tied.
-    kept = {k: text for k, text in source.metadata.items() if k not in tensors}
-    noted = {"format": "pt"} | kept | metadata
     index = None
     if split.is_sharded:
         weights = dict(sorted(split.tensor_to_filename.items()))
         index = {"metadata": split.metadata, "weight_map": weights}
     shards = split.filename_to_tensors
-    return Layout(config, ordered, sizes, shards, noted, index)
+    return Layout(config, tensors, sizes, shards, metadata, index)

@@ -29,7 +29,6 @@ class Checkpoint:
     folder: Path = Path()
     config: dict = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)  # tensor -> safetensors file
-    metadata: dict[str, str] = field(default_factory=dict)  # of all shards' headers
     others: list[str] = field(default_factory=list)  # files to copy
     not_copied: dict[str, str] = field(default_factory=dict)  # file or folder -> why
     # of every file that is read: its size, and when it was written
@@ -101,7 +100,7 @@ def open_checkpoint(
 
 
 def _open_shard(source: Checkpoint, name: str) -> None:
-    """Add the tensors of a file, and its metadata."""
+    """Add the tensors of a file."""
     path = source.folder / name
     with open(path, "rb") as file:
         if file.read(23) == b"version https://git-lfs":
@@ -111,7 +110,6 @@ def _open_shard(source: Checkpoint, name: str) -> None:
         return
     try:
         with safe_open(path, "pt") as file:
-            source.metadata.update(file.metadata() or {})
             for key in file.keys():  # noqa: SIM118 (no mapping)
                 # a view of the mapped file: nothing is read yet
                 source.tensors[key] = file.get_tensor(key).to("meta")

@@ -14,7 +14,8 @@ import torch
 
 from ...converted.record import RECORD_KEY, make_record
 from ...patching.formula.recognise import recognise
-from ...verification.context import is_float, leaves_of, one_line
+from ...paths import error_line
+from ...verification.context import is_float, leaves_of
 from ..errors import ConversionRefused
 from ..plan import CentringPlan, Copy, NormRecord, rms_norms
 from .inputs import make_inputs
@@ -118,7 +119,7 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
     except (AssertionError, RuntimeError) as error:
         raise ConversionRefused(
             f"{proxy.name}: its forward cannot be differentiated in eval mode, which "
-            f"finding residual weights needs ({one_line(error)})"
+            f"finding residual weights needs ({error_line(error)})"
         ) from error
     left = _unreached(test)
     if left and _changed_to_reach(proxy, left):

@@ -15,8 +15,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...converted.record import RECORD_KEY, TRAINED_AS_RMS
+from ...paths import error_line
 from ...sources import without_weights
-from ...verification.context import in_dtype_of, one_line
+from ...verification.context import in_dtype_of
 from ..errors import ConversionRefused
 from ..folders import CONFIG, read_json
 from .inputs import make_inputs
@@ -107,7 +108,7 @@ def make_proxy(
         empty = empty_model(cls, config)
     except MISFITS as error:
         raise ConversionRefused(
-            f"{cls.__name__} cannot be made from this config: {one_line(error)}"
+            f"{cls.__name__} cannot be made from this config: {error_line(error)}"
         ) from error
     if to_convert and (why := nothing_to_convert(empty)):
         raise ConversionRefused(f"{cls.__name__}: {why}")
@@ -141,13 +142,13 @@ class _Search:
             model = new_model(self.cls, plain(config, tied=False))
             give_weights(model)
         except MISFITS as error:
-            self.not_made.append(one_line(error))
+            self.not_made.append(error_line(error))
             return None
         try:
             arguments = self._arguments(model)
             run(model, arguments)
         except MISFITS as error:
-            self.not_run.append(one_line(error))
+            self.not_run.append(error_line(error))
             return None
         is_random = self.inputs is None
         tied = plain(config)
@@ -239,7 +240,7 @@ def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
     except (ValueError, OSError) as error:
         stored = read_json(Path(source) / CONFIG)
         kind = stored.get("model_type")
-        why = one_line(error)
+        why = error_line(error)
         if stored.get("auto_map") and not trust_remote_code:
             why = "it brings model code of its own: read it, and pass trust_remote_code=True if you trust it"
         elif kind not in transformers.CONFIG_MAPPING:

@@ -102,7 +102,7 @@ class NativeTarget:
             del names[HEAD]
         self.tensors = {name: self._tensor(name) for name in names}
         final_bias = self._stored(f"{FINAL_NORM}.bias")
-        self.zero = () if final_bias is None else (final_bias.like,)
+        self.zero = () if final_bias is None else (final_bias.key,)
 
     def _settings(self, config_class, rope: dict) -> dict[str, Any]:
         """Keyword arguments of the target's config: settings that both share, then the
@@ -161,7 +161,7 @@ class NativeTarget:
     def _centred(self, tensor: Stored, axis: int) -> Stored:
         if self._keeps_means:
             return tensor
-        step = Centre(tensor.like, axis, self._source.hidden_size)
+        step = Centre(tensor.key, axis, self._source.hidden_size)
         return replace(tensor, step=step)
 
     def _rotary(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

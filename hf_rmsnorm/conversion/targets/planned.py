@@ -29,7 +29,8 @@ class PlannedConversion(ABC):
     @property
     def metadata(self) -> dict[str, str]:
         """Its record for the header of each shard."""
-        return {RECORD_KEY: json.dumps(self.provenance, sort_keys=True)}
+        record = json.dumps(self.provenance, sort_keys=True)
+        return {"format": "pt", RECORD_KEY: record}
 
     @abstractmethod
     def to_dict(self) -> dict:
