@@ -21,9 +21,16 @@ class ConversionError(Exception):
     """An error and its cure, in one line. DST does not exist and SRC is as it was."""
 
 
-AGAIN = "see to it and convert again"
+AGAIN = "convert again"
 PERMISSION = "give permission to it, or choose another DST"
-CURES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), PERMISSION)
+CURES = {
+    errno.ENOSPC: f"free some space and {AGAIN}",
+    errno.EDQUOT: f"free some of the quota and {AGAIN}",
+    errno.EFBIG: f"raise the limit of the file size and {AGAIN}",
+    errno.EROFS: "choose a DST on a file system that can be written",
+    errno.EACCES: PERMISSION,
+    errno.EPERM: PERMISSION,
+}
 
 
 @contextmanager
@@ -33,7 +40,7 @@ def clear_errors(where: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = " ".join((error.strerror or str(error)).split())
-        cure = CURES.get(error.errno, AGAIN)
+        cure = CURES.get(error.errno, f"see to it and {AGAIN}")
         raise ConversionError(
             f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}: {cure}"
         ) from error

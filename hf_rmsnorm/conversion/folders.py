@@ -20,32 +20,36 @@ MODEL_FILES = ("model.safetensors", INDEX, *PICKLES)
 NOT_OF_THE_MODEL = {".git", ".cache", "__pycache__"}
 # Folders with this model, as it was or exported; others are of other modules.
 COPIES = ("checkpoint*", "coreml*", "global_step*", "onnx*", "openvino*", "original")
-WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "consolidated*.pth")
-OTHER_FORMATS = (
-    "*.ckpt",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
-    "*.onnx",
-    "*.onnx_data",
-    "*.ot",
-    "*.pt",
-    "*.pth",
-    "*.tflite",
-)
+OLD = "weights of the model before the conversion"
+TRAINING = "state of the training before the conversion"
+ADAPTER = "an adapter of the model before the conversion: merge it before converting"
+UNKNOWN = "may hold weights of the model before the conversion: copy it by hand if it does not"
 OF_TRAINING = (
     "training_args.bin",
     "optimizer*",
     "scheduler*",
     "rng_state*",
     "random_states*",
+    "scaler.pt",
 )
-# Not copied from the folder itself, and from `COPIES`.
-OLD_FILES = (*WEIGHTS, *OTHER_FORMATS, *OF_TRAINING, "adapter_model.*", "*.bin")
-OLD = (
-    "weights, an adapter or training state of the model before the conversion: copy it "
-    "by hand if it is none of these"
+WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin", "consolidated*.pth")
+OTHER_FORMATS = (
+    "*.ckpt",
+    "*.h5",
+    "*.gguf",
+    "*.msgpack",
+    "*.onnx",
+    "*.onnx_data",
+    "*.ot",
+    "*.tflite",
 )
+# The first pattern that matches a file's name says why it is not copied.
+NOT_COPIED = {
+    **dict.fromkeys(OF_TRAINING, TRAINING),
+    "adapter_model.*": ADAPTER,
+    **dict.fromkeys((*WEIGHTS, *OTHER_FORMATS), OLD),
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth"), UNKNOWN),
+}
 # in the cache of the hub, whose snapshots are links
 CACHED = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/[^/]+")
 MERGE = (
@@ -73,10 +77,11 @@ def downloaded(source: Source, allow_pickle: bool, weights: bool) -> Path:
 
 def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:
     """Patterns of the hub's files that a conversion does not read."""
+    patterns = (*OTHER_FORMATS, "*.pt", "*.pth")
     if not weights:
-        return (*OTHER_FORMATS, *WEIGHTS)
+        return (*patterns, *WEIGHTS)
     pickles = () if allow_pickle else ("*.bin",)
-    return (*OTHER_FORMATS, *pickles, "*/*.safetensors")  # in folders: of earlier steps
+    return (*patterns, *pickles, "*/*.safetensors")  # in folders: of earlier steps
 
 
 @dataclass(frozen=True)
@@ -116,9 +121,9 @@ def sorted_files(folder: Path, names: list[str], allow_pickle: bool) -> Files:
             shards = _shards_of(folder / main, names)
         weights = [main, *shards]
     others = sorted({*names} - {*weights, CONFIG})
-    old = [name for name in others if _is_old(name)]
-    copied = [name for name in others if name not in old]
-    return Files(shards, weights, copied, dict.fromkeys(old, OLD))
+    not_copied = {name: why for name in others if (why := _why_not_copied(name))}
+    copied = [name for name in others if name not in not_copied]
+    return Files(shards, weights, copied, not_copied)
 
 
 def files_below(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -179,15 +184,17 @@ def _shards_of(index: Path, files: list[str]) -> list[str]:
     return sorted(set(names.values()))
 
 
-def _is_old(name: str) -> bool:
-    """Whether a file may be the model before the conversion, and not of another module,
-    which has a folder of its own.
+def _why_not_copied(name: str) -> str:
+    """Why a file is no part of the result; "" for one that is copied, as those of other
+    modules in folders of their own.
     """
     top, *rest = Path(name).parts
     if rest and not any(fnmatch(top, pattern) for pattern in COPIES):
-        return False
-    file = os.path.basename(name)
-    return any(fnmatch(file, pattern) for pattern in OLD_FILES)
+        return ""
+    for pattern, why in NOT_COPIED.items():
+        if fnmatch(os.path.basename(name), pattern):
+            return why
+    return ""
 
 
 def refuse_elsewhere(folder: Path, name: str) -> None:

@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from ..converted.record import centre_
+from ..converted.record import RECORD_KEY, centre_, is_centred
 from .checkpoint.source import FLOATS, Checkpoint
 from .errors import ConversionError
 from .plan import Centre, CentringPlan
@@ -70,6 +70,10 @@ class Stored:
         """The tensor in its own dtype."""
         x = self.read(source).to(self.dtype(source))
         if self.step is None:
+            return x
+        # What an earlier conversion has centred, and training has not moved since,
+        # keeps its bytes.
+        if RECORD_KEY in source.config and is_centred(x, **self.step.how):
             return x
         centre_(x, **self.step.how)
         if x.isfinite().all():

@@ -57,8 +57,15 @@ def plan_centring(
         **origin,
         "proof": proof.to_dict(),
     }
+    said = [*plan.notes, *notes]
+    # one of an earlier conversion is kept where it says the same
+    if before := getattr(proxy.config, RECORD_KEY, None):
+        said.append("It was converted before: weights that have no mean stay.")
+        keys = "version", "residual_weights", "rms_norms"
+        if all(before.get(key) == record[key] for key in keys):
+            record = before
     config = {**plan.config, RECORD_KEY: record}
-    plan = replace(plan, config=config, notes=(*plan.notes, *notes))
+    plan = replace(plan, config=config, notes=tuple(said))
     return PlannedCentring(origin, plan, proof, tuple(missing))
 
 

@@ -207,6 +207,14 @@ def test_inputs_of_a_file_reach_what_text_does_not(tmp_path, capsys):
     assert code == 0 and "of 6 norms as RMSNorm" in out, err
 
 
+@pytest.mark.full
+def test_a_conversion_converted_again_is_said_to_be_one(tmp_path, capsys):
+    src, once = save(tmp_path / "src", *COHERE), tmp_path / "once"
+    assert run(capsys, src, once, "--no-verify")[0] == 0
+    code, out, _ = run(capsys, once, "--plan")
+    assert code == 0 and "converted before" in out
+
+
 def test_the_plan_comes_before_anything_is_written(tmp_path, capsys, monkeypatch):
     said = []
 
