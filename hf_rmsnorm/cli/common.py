@@ -71,7 +71,9 @@ def add_choice_of_norms(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", **glob, help="patch only module paths that match")
     parser.add_argument("--exclude", **glob, help="skip module paths that match")
     parser.add_argument(
-        "--strict", action="store_true", help="fail if a norm would be skipped"
+        "--strict",
+        action="store_true",
+        help="leave a model unpatched if one of its norms would be skipped",
     )
 
 

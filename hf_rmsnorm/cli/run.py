@@ -43,7 +43,7 @@ def add_arguments(parser) -> None:
         dest="fuse_residual",
         action="store_false",
         default=None,
-        help="compute each norm by itself, without the sum or the rotation beside it",
+        help="compute each norm by itself, without sums and rotations",
     )
     parser.add_argument(
         "--memory-efficient",

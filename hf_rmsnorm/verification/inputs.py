@@ -93,7 +93,7 @@ def _batch(name: str, arguments, vocabulary: int | None, device: torch.device) -
     if ids.is_floating_point() or ids.dim() not in (1, 2) or not ids.numel():
         raise ValueError(
             f"{name}: input_ids is {ids.dtype} of shape {tuple(ids.shape)}; pass "
-            "integers (batch, tokens)"
+            "integers (batch, tokens), at least one"
         )
     least = ids.min().item()
     most = ids.max().item()
