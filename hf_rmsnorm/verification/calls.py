@@ -1,5 +1,6 @@
 """A call of a norm or a fused layer in a model, which can be made again on the same
-arguments: as it is, by the original, and in float64.
+arguments: as it is, by the original, and in float64. `parts.py` makes one of each call
+that it compares.
 """
 
 import copy

@@ -1,4 +1,6 @@
-"""Run two models on the same inputs and compare their results."""
+"""Run two models on the same inputs and compare their results: the entry of the folder,
+for Python, ``hf-rmsnorm verify`` and a conversion.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

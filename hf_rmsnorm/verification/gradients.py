@@ -1,5 +1,6 @@
 """Compares the gradients of patched norms and fused layers, and of each fused piece of a
-layer, with float64, by the error of the originals.
+layer, with float64, by the error of the originals. `parts.py` asks, behind the check of
+the outputs, where gradients were asked for.
 """
 
 from collections import defaultdict

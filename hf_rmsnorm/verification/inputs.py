@@ -1,4 +1,6 @@
-"""Which models can be compared, and the inputs that both are run on."""
+"""Which models can be compared, and the inputs that both are run on: what
+`verify_equivalence` checks first.
+"""
 
 from collections.abc import Mapping
 

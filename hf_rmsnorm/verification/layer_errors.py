@@ -1,4 +1,6 @@
-"""How far the hidden states of two models are from a float64 run, layer by layer."""
+"""How far the hidden states of two models are from a float64 run, layer by layer, for
+``hf-rmsnorm verify --plot``.
+"""
 
 import torch
 from torch import nn

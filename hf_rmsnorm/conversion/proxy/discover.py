@@ -20,7 +20,7 @@ from ..errors import ConversionRefused
 from ..plan import CentringPlan, Copy, NormRecord, rms_norms
 from .inputs import make_inputs
 from .keys import centred_blocks, keys_of, untied
-from .layer_norms import NO_LAYER_NORM, Norms, find_layer_norms, nothing_to_convert
+from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
 from .model import (
     MOST_NUMBERS,
     ProxyModel,
@@ -101,10 +101,12 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
         )
     if norms:
         return norms
-    why = nothing_to_convert(proxy.model) or NO_LAYER_NORM
+    why = NO_LAYER_NORM
     for module in proxy.model.modules():
-        _, refusal = recognise(module)
-        if refusal is not None:
+        recipe, refusal = recognise(module)
+        if recipe is not None and not recipe.spec.centered:
+            why = RMS_ALREADY
+        elif refusal is not None:
             name = type(module).__name__
             why = f"patch_model would not run {name} as RMSNorm: {refusal.reason}"
     raise ConversionRefused(f"{proxy.name}: {why}")
