@@ -234,6 +234,26 @@ class CallsInItsTest(Sets):
         return y + self.n2(h)
 
 
+class AsksTheSum(Block):
+    def forward(self, x):
+        attended = self.a(x)
+        h = x + attended
+        if h is None:
+            h = x
+        return h + self.n2(h)
+
+
+class HasAnElse(Block):
+    def forward(self, x):
+        attended = self.a(x)
+        h = x + attended
+        if self.training:  # noqa: SIM108 - an else is what is refused
+            h = h * 2
+        else:
+            h = h * 3
+        return h + self.n2(h)
+
+
 class DrawsBetween(Block):
     def forward(self, x):
         h = x + self.a(x)
@@ -334,6 +354,8 @@ REFUSED = [
     AsksWhatTheSumSets,
     BindsByItsTest,
     CallsInItsTest,
+    AsksTheSum,
+    HasAnElse,
     DrawsBetween,
     BindsItself,
     CalledBetween,
