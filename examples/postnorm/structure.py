@@ -21,6 +21,7 @@ from hf_rmsnorm.conversion.proxy.keys import keys_of
 from hf_rmsnorm.conversion.proxy.layer_norms import Norms, find_layer_norms
 from hf_rmsnorm.conversion.proxy.model import (
     ProxyModel,
+    empty_model,
     make_proxy,
     new_model,
     plain,
@@ -246,7 +247,9 @@ def grow_config(
 
     A key is known by its value and by what the model made with another one looks like.
     """
-    wanted, widths = {k: list(v) for k, v in shapes_of(cls, config).items()}, set()
+    shapes = shapes_of(empty_model(cls, config))
+    wanted = {name: list(shape) for name, shape in shapes.items()}
+    widths = set()
     for first, axis, second, reads in {
         (f.first, f.first_axis, f.second, f.second_axis) for f in ffns
     }:
@@ -264,7 +267,7 @@ def grow_config(
     ):
         changes = {key: values[key] + by for key in chosen}
         try:
-            got = shapes_of(cls, with_settings(config, changes))
+            got = shapes_of(empty_model(cls, with_settings(config, changes)))
         except MISFITS:  # a width that something else has to divide
             continue
         if {k: list(v) for k, v in got.items()} == wanted:
@@ -387,7 +390,7 @@ def converted(
     result.load_state_dict(state)
     parameters = dict(result.named_parameters(remove_duplicate=False))
     for name, how in residual_weights.items():
-        centre_(parameters[name], **found.proxy.widened(name, how))
+        centre_(parameters[name], **found.proxy.checkpoint_blocks(name, how))
     if grown:
         put_neurons(result, found.ffns)
     return result

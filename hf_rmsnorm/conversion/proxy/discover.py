@@ -50,13 +50,13 @@ MASKED = "with masked patches or frames, run the result as LayerNorm: as RMSNorm
 def discover(proxy: ProxyModel) -> CentringPlan:
     """The plan for a checkpoint, found on a small random model of the same classes; no
     weights are read. Its steps have the keys and blocks of the proxy's own checkpoint;
-    `in_checkpoint` puts them into those of the other one, by `proxy.widths`.
+    `in_checkpoint` puts them into those of the other one, by `proxy.checkpoint_widths`.
     """
     norms = _reached_norms(proxy)
     test = _test_all(proxy, norms)
     keys = keys_of(proxy.model)
     weights = {n: how for n, how in test.residual_weights.items() if keys[n]}
-    proxy.widths = _widths(proxy, weights)
+    proxy.checkpoint_widths = _widths(proxy, weights)
     centred = copy.deepcopy(proxy.model)
     centre(centred, weights)
     reasons = _why_norms_stay(centred, proxy, norms)
@@ -65,10 +65,14 @@ def discover(proxy: ProxyModel) -> CentringPlan:
     norm_records = []
     for path, norm in norms.items():
         why = reasons.get(path, "")
-        size = proxy.width_of(norm)
+        size = proxy.checkpoint_width(norm)
         norm_records.append(NormRecord(path, size, norm.spec.eps, not why, why))
-    entries = {name: proxy.widened(name, how) for name, how in weights.items()}
-    record = make_record(entries, rms_norms(norm_records), proxy.shapes, norms)
+    entries = {
+        name: proxy.checkpoint_blocks(name, how) for name, how in weights.items()
+    }
+    record = make_record(
+        entries, rms_norms(norm_records), proxy.checkpoint_shapes, norms
+    )
     config: dict = {RECORD_KEY: record}
     copies = _untied(proxy, weights)
     notes = [*NOTES]
@@ -79,7 +83,7 @@ def discover(proxy: ProxyModel) -> CentringPlan:
         notes.append(f"{and_more(masks)} stays as it is: {MASKED}.")
     undetermined = {key for name in test.undetermined for key in keys[name]}
     return CentringPlan(
-        centre=tuple(centred_blocks(centred, proxy.widths)),
+        centre=tuple(centred_blocks(centred, proxy.checkpoint_widths)),
         copy=tuple(copies),
         norms=tuple(norm_records),
         config=config,
@@ -167,7 +171,7 @@ def _widths(proxy: ProxyModel, weights: Blocks) -> dict[int, int]:
     """Length of a block here -> in the checkpoint."""
     widths = {}
     for name, how in weights.items():
-        wide = proxy.widened(name, how)["block"]
+        wide = proxy.checkpoint_blocks(name, how)["block"]
         if widths.setdefault(how["block"], wide) != wide:
             raise ConversionRefused(
                 f"{proxy.name}: rows of {name!r} are narrowed in another way than "

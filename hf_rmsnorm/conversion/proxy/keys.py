@@ -147,7 +147,9 @@ def in_checkpoint(
     known = {*names, *(copy.key for copy in copies)}
     steps = []
     for step in plan.centre:
-        wide = replace(step, key=name(step.key), block=proxy.widths[step.block])
+        wide = replace(
+            step, key=name(step.key), block=proxy.checkpoint_widths[step.block]
+        )
         if names and wide.key not in known:
             raise ConversionRefused(
                 f"tensor {step.key!r}, which such a model has, is missing from the "

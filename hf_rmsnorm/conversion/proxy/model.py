@@ -64,25 +64,27 @@ class ProxyModel:
     config: PretrainedConfig  # tied where the checkpoint is tied
     inputs: dict
     # parameter of `model` -> its shape in the checkpoint's own size
-    shapes: dict[str, torch.Size]
+    checkpoint_shapes: dict[str, torch.Size]
     factor: int  # what most widths were divided by; 1 where the model is its own proxy
     # `inputs` are random ones, of which there can be more, and not the caller's
     has_random_inputs: bool
     # length of a block here -> in the checkpoint; `discover` adds them
-    widths: dict[int, int] = field(default_factory=dict)
+    checkpoint_widths: dict[int, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return type(self.model).__name__
 
-    def width_of(self, norm: ModelNorm) -> int:
+    def checkpoint_width(self, norm: ModelNorm) -> int:
         """The length of a norm's rows in the checkpoint."""
-        return self.widths.get(norm.hidden_size, norm.hidden_size * self.factor)
+        return self.checkpoint_widths.get(
+            norm.hidden_size, norm.hidden_size * self.factor
+        )
 
-    def widened(self, name: str, how: dict) -> dict:
+    def checkpoint_blocks(self, name: str, how: dict) -> dict:
         """The blocks of a parameter of `model` in the checkpoint's own size."""
         here = self.model.get_parameter(name).shape[how["axis"]]
-        there = self.shapes[name][how["axis"]]
+        there = self.checkpoint_shapes[name][how["axis"]]
         return {**how, "block": there * how["block"] // here}
 
 

@@ -23,7 +23,9 @@ def refuse_if_unreached(
     # A module that was called has shown in the norms' inputs whether it writes. One of
     # another layer that was reached tells of its like.
     called = called_modules(proxy)
-    known = {alike(name) for name in proxy.shapes if name not in test.undetermined}
+    known = {
+        alike(name) for name in proxy.checkpoint_shapes if name not in test.undetermined
+    }
     # Encoder and decoder have tables of their own, that are tied to this one.
     table = token_table(proxy.model) if "input_ids" in proxy.inputs else None
     masks = []
