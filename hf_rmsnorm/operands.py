@@ -5,9 +5,7 @@ Launches take and return plain tuples: to make a named one takes a call longer. 
 functions here make them, and the classes name their items.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,53 +22,6 @@ Replaced = tuple[Any, ...]
 # What becomes of the scale of a modulation, in the words of the kernels.
 ONE_PLUS = "modulate_after"
 ALONE = "multiply_after"
-
-
-class Launch(Protocol):
-    """Starts kernels on operands of one layout, and allocates their results."""
-
-    def on(self, operands: Operands) -> tuple:
-        """The results for such operands."""
-
-
-@dataclass(frozen=True, eq=False)
-class Family:
-    """The common part of the launches of one purpose.
-
-    Args:
-        name: their purpose, in words.
-        make: ``make(launches, operands, aligned, *how)`` returns a launch, or None if
-            no kernel serves such operands.
-        results: ``results(launches, how, operands)`` returns the same in plain torch.
-        exact: ``exact(launches, how, operands)`` returns the results of operands in
-            float64. For each result it adds the error, of each row or of all, that
-            float32 roundings explain where terms cancel.
-        weight: which of their operands is the first weight.
-        is_back: they compute gradients.
-        essential: of `how` what does not follow from the number of rows.
-        by_rows: ``by_rows(launches, operands)`` returns operands that can be split by
-            rows, for `results` and `exact`.
-        joined: ``joined(results)`` returns them as `exact` does, if it joins them.
-    """
-
-    name: str
-    make: Callable
-    results: Callable
-    exact: Callable
-    weight: int
-    is_back: bool = False
-    essential: Callable = lambda *how: how
-    by_rows: Callable = lambda launches, operands: operands
-    joined: Callable = tuple
-
-
-class Kind(NamedTuple):
-    """All that decides on a launch besides its operands: its family, and what that is
-    told.
-    """
-
-    family: Family
-    how: tuple
 
 
 class NormOperands(NamedTuple):

@@ -226,13 +226,12 @@ def start_on_copies(
             in_order(output, order).copy_(copy)
 
 
-def by_row(stats: OptionalTensor, x: Tensor, spec: NormSpec, heads: int):
-    """Statistics as the kernels number rows, in the shape of x's rows, if there are
-    any.
+def by_row(stats: OptionalTensor, x: Tensor, order: Shape | None) -> OptionalTensor:
+    """Statistics as kernels number rows in `order`, in the shape of x's rows, if there
+    are any.
     """
     if stats is None:
         return None
-    order = row_order(x, spec, heads)
     if order is None:
         return stats.view(x.shape[:-1])
     result = stats.new_empty(x.shape[:-1])
@@ -241,9 +240,8 @@ def by_row(stats: OptionalTensor, x: Tensor, spec: NormSpec, heads: int):
     return result
 
 
-def as_numbered(stats: Tensor, x: Tensor, spec: NormSpec, heads: int) -> Tensor:
+def as_numbered(stats: Tensor, order: Shape | None) -> Tensor:
     """The inverse of `by_row`; statistics of one dimension are returned unchanged."""
-    order = row_order(x, spec, heads)
     if stats.dim() > 1 and order is not None:
         stats = stats.permute(order)
     return stats.reshape(-1)

@@ -2,7 +2,8 @@
 with their norms if they have any.
 
 A forward calls these functions once it was compiled again from its own source, by
-`patching.layers.qk` or `rotations`. The norms wait for the rotation: only transposes
+`patching.layers.qk` or `rotary_rewrite`. They ask `rotary` how the function rotates, and
+call `ops.qk`. The norms wait for the rotation: only transposes
 stand between, and those do not move the last dimension, along which both work. A norm
 that has a hook is called at its own place, because the hook sees its input there.
 """
@@ -29,11 +30,11 @@ class Waiting(NamedTuple):
     norms: tuple
     ahead: tuple
 
-    def compute_original(self, at: int, x: Tensor) -> Tensor:
+    def unfused(self, at: int, x: Tensor) -> Tensor:
         """x through the own forward of the norm of q (0) or of k (1)."""
         at = min(at, len(self.norms) - 1)
         patch, *_ = self.ahead[at]
-        return patch.compute_original(self.norms[at], (x,), {})
+        return patch.unfused(self.norms[at], x)
 
 
 def waiting(*norms) -> Waiting | None:
@@ -160,4 +161,4 @@ def _launched_heads(
     if not rotary.way.turns_halves:
         return None
     operands = q, k, q_weight, k_weight, cos, sin
-    return run_qk(launches, operands, rotary, norms.compute_original)
+    return run_qk(launches, operands, rotary, norms.unfused)

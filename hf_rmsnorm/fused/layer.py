@@ -1,5 +1,9 @@
 """The checks of a recompiled forward at each call: whether it still serves, and the
 operands of its norms.
+
+A call of a fused layer comes here first, to the forward that `guarded` made. That runs the
+rewritten one, which calls functions of `sums`, `modulated` and `attention`. Each of these
+asks `operands_ahead`.
 """
 
 import functools

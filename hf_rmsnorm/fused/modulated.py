@@ -2,7 +2,7 @@
 before it.
 
 A forward calls these functions once it was compiled again from its own source, by
-`patching.layers.sums`.
+`patching.layers.sums`. They call `ops.norm.modulated_norm`.
 """
 
 from dataclasses import dataclass, replace
@@ -11,8 +11,9 @@ from typing import NamedTuple
 from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
-from ..operands import Operands, of_modulation, present
+from ..operands import ALONE, ONE_PLUS, of_modulation, present
 from ..ops.norm import modulated_norm, why_apart
+from ..ops.plain import one_by_one
 from .layer import operands_ahead
 from .watch import MODULATED_SUM, MODULATION, note, watchers
 
@@ -109,15 +110,16 @@ def _launched_modulation(
     """(sum or None, result); None where no single launch gives them with the same bits.
     Watchers hear of it.
     """
-    one_plus = type(scale) is not OnePlusScale
-    if not one_plus:
+    modulation = ONE_PLUS
+    if type(scale) is OnePlusScale:
+        modulation = ALONE
         scale = scale.value
     both = None
     call = _call_of(norm, x, scale, shift, multiplier, residual)
     if call is not None:
         spec, operands, patch = call
-        own = _one_by_one, patch, norm, operands, one_plus
-        both = modulated_norm(spec, operands, one_plus, own)
+        replaced = one_by_one, modulation, operands, patch.unfused, norm
+        both = modulated_norm(spec, operands, modulation, replaced)
     if watchers:
         reason = ""
         if call is not None and both is None:
@@ -145,17 +147,3 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
         x = x.contiguous()
     operands = of_modulation(x, weight, bias, scale, shift, multiplier, residual)
     return launches.spec, operands, patched
-
-
-def _one_by_one(patch, norm: Module, operands: Operands, one_plus: bool) -> tuple:
-    """The code that a launch replaces."""
-    x, weight, bias, gate, scale, shift, multiplier, residual = operands
-    total = None
-    if multiplier is not None:
-        x = x * multiplier
-    if residual is not None:
-        x = total = residual + x
-    y = patch.compute_original(norm, (x,), {}) * (1 + scale if one_plus else scale)
-    if shift is not None:
-        y = y + shift
-    return total, y

@@ -3,11 +3,17 @@
 A fused class is a subclass of the module's current class that overrides `forward`. So
 parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not change.
 `repr` shows that the module is patched.
+
+A call of a patched norm comes here first, to the forward of `_forward_of`. Next it goes to
+`ops.norm.run_norm`, and then perhaps to `NormPatch.run_unfused`.
 """
+
+from __future__ import annotations
 
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -19,9 +25,9 @@ from ..formula import NormSpec, OptionalTensor
 from ..operands import Operands, of_norm
 from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
-from ..ops.norm import run, run_by_operator_or_formula, run_reference
+from ..ops.norm import run_by_operator_or_formula, run_norm, run_reference
 from ..reference import in_groups
-from .recipe import NOTHING, Asked, Recipe, changed, parameters_of
+from .recipe import NOTHING, Asked, Recipe, parameters_of
 from .subclass import derive, marked
 from .watch import NORM, note, watchers
 
@@ -58,6 +64,84 @@ def _made(base: type, forward: Callable, code, proven: Recipe, asked: Asked) -> 
     patch = NormPatch(base, forward, code, proven, asked)
     marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_patch": patch, "__repr__": __repr__}
     return derive(base, _forward_of(patch), marks, fused_class, proven, asked)
+
+
+def _forward_of(patch: NormPatch):
+    def forward(self, *args, **kwargs):
+        is_compiled = is_compiling()
+        if is_compiled and compiles_original():
+            return patch.compute_unfused(self, args, kwargs)
+        call = read(patch, self, args, kwargs)
+        if call is None:
+            return patch.run_unfused(self, args, kwargs)
+        launches, operands = call
+        y = None
+        if not is_compiled:
+            replaced = NormPatch.compute_unfused, patch, self, args, kwargs
+            y = run_norm(launches, operands, replaced)
+        if y is None:
+            y = run_by_operator_or_formula(launches.spec, operands, launches.suits)
+        if y is None:
+            return patch.run_unfused(self, args, kwargs)
+        if watchers:
+            note(NORM, (self,), operands[0], True)
+        if patch.is_plain:
+            return y
+        return patch.returned(y)
+
+    forward.__doc__ = patch.forward.__doc__
+    forward.__signature__ = patch.signature
+    return forward
+
+
+def read(
+    patch: NormPatch, module: Module, args: tuple[Any, ...], kwargs: dict
+) -> tuple | None:
+    """The arguments of `run_norm` for a call, (launches, operands); None if `compute_unfused`
+    has to serve it.
+
+    The formula of the launches has the eps that the module holds now. Of a norm in
+    groups, each group is a row.
+    """
+    gate = None
+    if len(args) == 1 and not kwargs:
+        x = args[0]
+    else:
+        x, gate = _inputs(patch, args, kwargs)
+    if not isinstance(x, Tensor):
+        return None
+    if x.is_cpu and left_alone(x) and not patch.replaces:
+        return None
+    held = patch.held_by(module)
+    if held is None:
+        return None
+    if not patch.is_plain:
+        return call_of(patch, held, x, gate)
+    launches, weight, bias = held
+    return launches, of_norm(x, weight, bias)
+
+
+def call_of(patch: NormPatch, held: Held, x: Tensor, gate) -> tuple | None:
+    """`read` of an input and a gate, for a module that holds this."""
+    launches, weight, bias = held
+    spec = patch.formula_of(launches.spec, gate)
+    if spec is None:
+        return None
+    if patch.group_size is not None and not patch.recipe.fits(x, weight, bias, gate):
+        return None
+    return patch.launches_for(spec), patch.operands_of(x, weight, bias, gate)
+
+
+def _inputs(patch: NormPatch, args: tuple[Any, ...], kwargs: dict) -> tuple:
+    """(input, gate) of a call, or (None, None) if it holds anything else."""
+    by_name = dict(zip(patch.names, args, strict=False))
+    by_name.update(kwargs)
+    is_whole = len(by_name) == len(args) + len(kwargs)
+    if not is_whole or not by_name.keys() <= set(patch.names):
+        return None, None
+    x = by_name.get(patch.names[0])
+    gate = by_name.get(patch.recipe.gate)
+    return x, gate
 
 
 class NormPatch:
@@ -166,25 +250,25 @@ class NormPatch:
         if gate is not None and not isinstance(gate, Tensor):
             return None
         if self.recipe.gate is not None and gate is None:
-            return changed(spec, gate=None) if self.recipe.gate_optional else None
+            return replace(spec, gate=None) if self.recipe.gate_optional else None
         return spec
 
-    def returned(self, x: Tensor, y: Tensor) -> Tensor:
-        """The rows y that were computed of x, as the module returns them."""
+    def returned(self, y: Tensor) -> Tensor:
+        """Rows that were computed, as the module returns them."""
         if self.group_size is not None:
             y = y.flatten(-2)
         if self.recipe.row_major:
             return y.contiguous()
         return y
 
-    def run_original(self, module: Module, args: tuple[Any, ...], kwargs: dict):
-        """`compute_original`, which `count_launches` hears of."""
+    def run_unfused(self, module: Module, args: tuple[Any, ...], kwargs: dict):
+        """`compute_unfused`, which `count_launches` hears of."""
         if watchers:
             inputs = [*args, *kwargs.values(), None]
             note(NORM, (module,), inputs[0], False)
-        return self.compute_original(module, args, kwargs)
+        return self.compute_unfused(module, args, kwargs)
 
-    def compute_original(self, module: Module, args: tuple[Any, ...], kwargs: dict):
+    def compute_unfused(self, module: Module, args: tuple[Any, ...], kwargs: dict):
         """The result of the module's own forward. Where that computes something else,
         it is the formula in plain torch.
 
@@ -195,71 +279,9 @@ class NormPatch:
             return _by_reference(self, module, args, kwargs)
         return self.base.forward(module, *args, **kwargs)
 
-
-def _forward_of(patch: NormPatch):
-    def forward(self, *args, **kwargs):
-        is_compiled = is_compiling()
-        if is_compiled and compiles_original():
-            return patch.compute_original(self, args, kwargs)
-        call = read(patch, self, args, kwargs)
-        if call is None:
-            return patch.run_original(self, args, kwargs)
-        launches, operands = call
-        y = None
-        if not is_compiled:
-            replaced = NormPatch.compute_original, patch, self, args, kwargs
-            y = run(launches, operands, replaced)
-        if y is None:
-            y = run_by_operator_or_formula(launches.spec, operands, launches.suits)
-        if y is None:
-            return patch.run_original(self, args, kwargs)
-        if watchers:
-            note(NORM, (self,), operands[0], True)
-        if patch.is_plain:
-            return y
-        return patch.returned(operands[0], y)
-
-    forward.__doc__ = patch.forward.__doc__
-    forward.__signature__ = patch.signature
-    return forward
-
-
-def read(
-    patch: NormPatch, module: Module, args: tuple[Any, ...], kwargs: dict
-) -> tuple | None:
-    """The arguments of `run` for a call, (launches, operands); None if `compute_original`
-    has to serve it.
-
-    The formula of the launches has the eps that the module holds now. Of a norm in
-    groups, each group is a row.
-    """
-    gate = None
-    if len(args) == 1 and not kwargs:
-        x = args[0]
-    else:
-        x, gate = _inputs(patch, args, kwargs)
-    if not isinstance(x, Tensor):
-        return None
-    if x.is_cpu and left_alone(x) and not patch.replaces:
-        return None
-    held = patch.held_by(module)
-    if held is None:
-        return None
-    if not patch.is_plain:
-        return call_of(patch, held, x, gate)
-    launches, weight, bias = held
-    return launches, of_norm(x, weight, bias)
-
-
-def call_of(patch: NormPatch, held: Held, x: Tensor, gate) -> tuple | None:
-    """`read` of an input and a gate, for a module that holds this."""
-    launches, weight, bias = held
-    spec = patch.formula_of(launches.spec, gate)
-    if spec is None:
-        return None
-    if patch.group_size is not None and not patch.recipe.fits(x, weight, bias, gate):
-        return None
-    return patch.launches_for(spec), patch.operands_of(x, weight, bias, gate)
+    def unfused(self, module: Module, x: Tensor) -> Tensor:
+        """`compute_unfused` of x alone."""
+        return self.compute_unfused(module, (x,), {})
 
 
 def _launches(patch: NormPatch, spec: NormSpec) -> Launches:
@@ -282,32 +304,15 @@ _launches_of_another_formula = lru_cache(1_024)(_launches)
 def _by_reference(
     patch: NormPatch, module: Module, args: tuple[Any, ...], kwargs: dict
 ):
-    x, gate = _inputs(patch, args, kwargs)
-    held = patch.held_by(module)
-    spec = None
-    if x is not None and held is not None:
-        launches, weight, bias = held
-        spec = patch.formula_of(launches.spec, gate)
-    if spec is None:
+    call = read(patch, module, args, kwargs)
+    if call is None:
         raise TypeError(
             f"{type(module).__name__} runs the RMSNorm that its converted checkpoint "
             "records, on the input alone and with the eps that it had: unpatch it to "
             "call it in another way"
         )
-    y = run_reference(spec, patch.operands_of(x, weight, bias, gate))
-    return patch.returned(x, y)
-
-
-def _inputs(patch: NormPatch, args: tuple[Any, ...], kwargs: dict) -> tuple:
-    """(input, gate) of a call, or (None, None) if it holds anything else."""
-    by_name = dict(zip(patch.names, args, strict=False))
-    by_name.update(kwargs)
-    is_whole = len(by_name) == len(args) + len(kwargs)
-    if not is_whole or not by_name.keys() <= set(patch.names):
-        return None, None
-    x = by_name.get(patch.names[0])
-    gate = by_name.get(patch.recipe.gate)
-    return x, gate
+    launches, operands = call
+    return patch.returned(run_reference(launches.spec, operands))
 
 
 def fused_part(cls: type) -> type | None:

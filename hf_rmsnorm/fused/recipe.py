@@ -6,7 +6,6 @@ operands. `Asked` holds a patch's options for it.
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -128,11 +127,6 @@ class Recipe:
         if dtypes <= {x.dtype}:
             return True
         return autocasts_functional(self.spec, x.device.type)
-
-
-@lru_cache(1_024)
-def changed(spec: NormSpec, **changes) -> NormSpec:
-    return replace(spec, **changes)
 
 
 def parameters_of(module: Module, recipe: Recipe) -> tuple | None:

@@ -116,7 +116,7 @@ def rotary_of(
         return rotary
     if not can_probe(q.device):
         return None
-    return find(proof, rotate, RotaryCase(RotaryCall(*called), *case[1:]))
+    return probe(proof, rotate, RotaryCase(RotaryCall(*called), *case[1:]))
 
 
 def can_probe(device: torch.device) -> bool:
@@ -128,18 +128,18 @@ def can_probe(device: torch.device) -> bool:
     return host_may_wait(device.type == "cuda")
 
 
-def find(proof: RotaryProof, rotate: FunctionType, case: RotaryCase) -> Rotary | None:
+def probe(proof: RotaryProof, rotate: FunctionType, case: RotaryCase) -> Rotary | None:
     """How a function that was read rotates in a case; None if in none of `WAYS`."""
     if case in proof.found:
         return proof.found[case]
     # A new thread has none of the caller's modes, hooks and transforms.
     with ThreadPoolExecutor(1) as thread:
-        rotary = thread.submit(_find, rotate, case).result()
+        rotary = thread.submit(_probe, rotate, case).result()
     proof.found[case] = rotary
     return rotary
 
 
-def _find(rotate: FunctionType, case: RotaryCase) -> Rotary | None:
+def _probe(rotate: FunctionType, case: RotaryCase) -> Rotary | None:
     operands = _random_operands(case)
     called = case.called
     # called with nothing else, q and k of this order have three dimensions

@@ -2,13 +2,14 @@
 gives the same bits.
 
 A forward calls these functions once it was compiled again from its own source, by
-`patching.layers.sums`.
+`patching.layers.sums`. They call `ops.norm.run_norm`.
 """
 
 from torch import Tensor, is_grad_enabled
 
 from ..operands import of_sum
-from ..ops.norm import run
+from ..ops.norm import run_norm
+from ..ops.plain import one_by_one
 from .layer import operands_ahead
 from .watch import SUM, note, watchers
 
@@ -62,11 +63,6 @@ def _launch_sum(left, right, norm) -> tuple | None:
     patch, launches, weight, bias = ahead
     if not patch.is_plain:
         return None
-    own = _one_by_one, patch, left, right, norm
-    return run(launches, of_sum(left, right, weight, bias), own)
-
-
-def _one_by_one(patch, left, right, norm) -> tuple:
-    """The code that a launch replaces."""
-    total = left + right
-    return total, patch.compute_original(norm, (total,), {})
+    operands = of_sum(left, right, weight, bias)
+    replaced = one_by_one, launches.modulation, operands, patch.unfused, norm
+    return run_norm(launches, operands, replaced)

@@ -1,5 +1,5 @@
 """Triton functions, the objects that start a compiled one, and the device that they run
-on.
+on. The launches (`norm_launch`, `qk_launch`) bind a `Kernel` and start what that gives.
 """
 
 import inspect

@@ -2,7 +2,7 @@
 tensors, then called on all tensors of that layout.
 
 The outputs, the kernel and its constants follow from the shapes, strides, dtypes and
-alignment of the operands.
+alignment of the operands. `ops.norm_kinds` makes them; `on` ends in `BoundKernel.start`.
 """
 
 import math
@@ -84,7 +84,7 @@ class NormForward:
         modulation: of the scale: `ONE_PLUS` or `ALONE`.
 
     Attributes:
-        strides: those of the normalised tensor: x, or the sum.
+        order: in which the rows of the normalised tensor, x or the sum, are numbered.
     """
 
     def __init__(
@@ -109,7 +109,6 @@ class NormForward:
         if residual is not None:
             outputs.append(total)
         other = first_of(gate, scale, residual)
-        self.strides = total.stride()
         self.order = row_order(total, spec, heads)
         self.empty_y = allocator(x, y)
         self.empty_h = allocator(x, total)

@@ -1,5 +1,5 @@
 """The first launch of each layout is compared with the code that it replaces, on the
-tensors and the device of that call.
+tensors and the device of that call. `launches.by_kernel` calls `FirstUse.compared_results`.
 
 - The dictionary of launches has a `FirstUse` in the place of a new launch. It
   starts the launch, compares the results, and puts the launch in its own place. So a
@@ -36,14 +36,16 @@ from torch.linalg import vector_norm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.failure import KernelUnavailable
-from ..operands import Kind, Launch, present
+from ..operands import Operands, Replaced, present
 from .backend import host_may_wait
+from .kinds import Kind, Launch
 
-FACTOR = 2  # times the replaced code's own error
+FACTOR = 2  # times the error of the replaced code
 STEPS = 2  # rounding steps
 TINY = 2.0**-126  # below it GPUs may flush numbers to zero
 AT_ONCE = 2**20  # elements of a tensor that are copied to float64 together
-MOST_TRIES = 1_000  # of comparisons of a layout that show nothing
+MOST_TRIES = 1_000  # of comparisons of a layout, where they show nothing
+MOST_WITHOUT_MEMORY = 2  # where the last of them found no memory
 REPORT = "report it with what `hf-rmsnorm env` prints"
 # switched off where launches are left out, whose results are no numbers
 compares = True
@@ -69,9 +71,9 @@ class FirstUse:
     kind: Kind
     layout: tuple
 
-    def run(
-        self, operands: tuple, apply: Callable | None, replaced: tuple | None
-    ) -> tuple:
+    def compared_results(
+        self, operands: Operands, apply: Callable | None, replaced: Replaced | None
+    ) -> Operands:
         """The results of the launch, once they are compared.
 
         Args:
@@ -83,29 +85,31 @@ class FirstUse:
         """
         with torch.no_grad():
             results = self.launch.on(operands)
-        if can_compare(operands, self.kind.family.is_back):
+        if can_compare(operands[0], self.kind.is_back):
+            most_tries = MOST_TRIES
             try:
                 difference = self.difference(operands, results, replaced)
             except torch.OutOfMemoryError:
-                # one more try
-                self.launches.tries[self.layout] += MOST_TRIES // 2
                 difference = None
-            self.settle(operands[0].device, difference)
+                most_tries = MOST_WITHOUT_MEMORY
+            self.settle(operands[0].device, difference, most_tries)
         if apply is None:
             return results
         # not before: a checkpoint counts the saved tensors
         return apply((self.launches, _Launched(self.launch, results)), *operands)
 
-    def settle(self, device: torch.device, difference: str | None) -> None:
+    def settle(
+        self, device: torch.device, difference: str | None, most_tries: int
+    ) -> None:
         """Put the launch in its place, or None where it differs. Where nothing was
-        shown, only behind `MOST_TRIES`.
+        shown, only after so many tries.
 
         Raises:
             KernelUnavailable: it differs.
         """
         if difference is None:
             self.launches.tries[self.layout] += 1
-            if self.launches.tries[self.layout] <= MOST_TRIES:
+            if self.launches.tries[self.layout] < most_tries:
                 return
         with _settling:
             if self.launches.by_key.get(self.key) is self:
@@ -116,94 +120,94 @@ class FirstUse:
                     compared[device] += 1
         if difference:
             raise KernelUnavailable(
-                f"{self.kind.family.name} on {device} differs from the code that it "
+                f"{self.kind.name} on {device} differs from the code that it "
                 f"replaces: {difference}\nWhat to do: {REPORT}"
             )
 
     def difference(
-        self, operands: tuple, results, replaced: tuple | None
+        self, operands: Operands, results: Operands, replaced: Replaced | None
     ) -> str | None:
         """By how much results differ from those of the replaced code; "" if they do
         not, None if that is not to be seen in them.
         """
-        family = self.kind.family
+        is_back = self.kind.is_back
         with unseen():
-            operands = family.by_rows(self.launches, operands)
-            own = self.replaced_results(operands, replaced)
-            if isinstance(own, Tensor):
-                own = None, own  # of no sum
-            own = tensors_of(family.joined(own))
-            ours = tensors_of(family.joined(results))[: len(own)]
-            if family.is_back:
-                own = [o.to(t.dtype) for o, t in zip(own, ours, strict=True)]
+            operands = self.kind.in_rows(self.launches, operands)
+            theirs = self.replaced_results(operands, replaced)
+            theirs = tensors_of(self.kind.joined(theirs))
+            ours = tensors_of(self.kind.joined(results))[: len(theirs)]
+            if is_back:
+                pairs = zip(theirs, ours, strict=True)
+                theirs = [their.to(our.dtype) for their, our in pairs]
             sizes = [(t.numel(), t.dtype) for t in ours]
-            own_sizes = [(t.numel(), t.dtype) for t in own]
-            if sizes != own_sizes:
-                return f"elements and dtypes are {sizes}, not {own_sizes}"
-            distances, floors = self.distances(operands, ours, own)
-            is_off, *shows = judged(distances, floors, family.is_back).tolist()
+            their_sizes = [(t.numel(), t.dtype) for t in theirs]
+            if sizes != their_sizes:
+                return f"elements and dtypes are {sizes}, not {their_sizes}"
+            distances, floors = self.distances(operands, ours, theirs)
+            is_off, *shows = judged(distances, floors, is_back).tolist()
             if not is_off:
                 return "" if all(shows) else None
             largest = torch.cat(distances, -1)[0].nan_to_num(0.0, 0.0).amax(-1)
-            steps, own_steps, size, *_ = largest.tolist()
+            steps, their_steps, size, *_ = largest.tolist()
         return (
             f"it is up to {steps * STEPS:.3g} rounding steps of 1 from float64, that code "
-            f"up to {own_steps * STEPS:.3g}; the largest element is {size:.3g}"
+            f"up to {their_steps * STEPS:.3g}; the largest element is {size:.3g}"
         )
 
-    def replaced_results(self, operands: tuple, replaced: tuple | None):
+    def replaced_results(
+        self, operands: Operands, replaced: Replaced | None
+    ) -> Operands:
         """The results of the replaced code; of the plain formula, if there is none."""
         if replaced is None:
-            return self.kind.family.results(self.launches, self.kind.how, operands)
+            return self.kind.results(self.launches, operands)
         function, *of_call = replaced
-        return function(*of_call)
+        results = function(*of_call)
+        return (results,) if isinstance(results, Tensor) else results
 
     def distances(
-        self, operands: tuple, ours: list[Tensor], own: list[Tensor]
+        self, operands: Operands, ours: list[Tensor], theirs: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Of each result its `distances_of` float64, and the floors of these. Large
         operands are copied to float64 some rows at a time.
         """
-        family = self.kind.family
-        weight = operands[family.weight]
+        is_back = self.kind.is_back
+        weight = operands[self.kind.weight_at]
         dim = 1 if weight is None else weight.dim()
         # in which intermediate results may be rounded
         step = max(torch.finfo(t.dtype).eps for t in present(*operands, *ours))
         found = [[] for _ in ours]
         sums = {}
-        for of_part, *pairs in _parts(dim, operands, ours, own):
+        for of_part, *pairs in _parts(dim, operands, ours, theirs):
             for at, (exact, floor) in enumerate(self.exact(of_part)):
                 if exact.dim() <= dim:  # of all rows, as the gradient of a weight
                     total, floors = sums.get(at, (0.0, 0.0))
                     sums[at] = total + exact, floors + floor
                     continue
                 of_result = [part[at] for part in pairs]
-                of_rows = distances_of(*of_result, exact, floor, step, family.is_back)
+                of_rows = distances_of(*of_result, exact, floor, step, is_back)
                 found[at].append(of_rows)
         for at, of_sum in sums.items():
-            found[at].append(distances_of(ours[at], own[at], *of_sum, step, True))
+            found[at].append(distances_of(ours[at], theirs[at], *of_sum, step, True))
         distances = [torch.cat([d for d, _ in of_parts], -1) for of_parts in found]
         return distances, [floor for of_parts in found for _, floor in of_parts]
 
-    def exact(self, operands: Iterable) -> list[tuple]:
+    def exact(self, operands: Operands) -> list[tuple]:
         """Each result that has elements in float64, and an error of it that roundings in
         float32 explain.
         """
-        kind = self.kind
         wide = tuple(None if t is None else t.double() for t in operands)
-        results, floors = kind.family.exact(self.launches, kind.how, wide)
-        pairs = zip(results, floors, strict=True)
+        pairs = zip(*self.kind.exact(self.launches, wide), strict=True)
         return [(t, floor) for t, floor in pairs if _holds(t)]
 
 
 class _Launched:
     """A launch that has run: it gives its results once."""
 
-    def __init__(self, launch: Launch, results: tuple):
+    def __init__(self, launch: Launch, results: Operands):
         self.launch = launch
         self.results = results
 
-    def on(self, operands: tuple) -> tuple:
+    def on(self, operands: Operands) -> Operands:
         results = self.results
         self.results = None
         return results
@@ -212,9 +216,8 @@ class _Launched:
         return getattr(self.launch, name)
 
 
-def can_compare(operands: tuple, is_back: bool) -> bool:
-    """Whether results for such operands can be compared here and now."""
-    x = operands[0]
+def can_compare(x: Tensor, is_back: bool) -> bool:
+    """Whether results for operands like x can be compared here and now."""
     if x.is_meta:
         return False
     if is_back and is_below_autograd():
@@ -257,7 +260,7 @@ def _holds(t: Tensor | None) -> bool:
     return t is not None and t.numel() > 0
 
 
-def _parts(dim: int, operands: tuple, *others: list[Tensor]) -> Iterable[tuple]:
+def _parts(dim: int, operands: Operands, *others: list[Tensor]) -> Iterable[tuple]:
     """Operands and results, some rows at a time if they are large."""
     count = 1 + max(t.numel() for t in present(*operands)) // AT_ONCE
     parts = [_chunks(tensors, dim, count) for tensors in (operands, *others)]
@@ -275,13 +278,12 @@ def _chunks(tensors: Iterable, dim: int, count: int) -> Iterable[tuple]:
     return zip(*of_each, strict=False)
 
 
-def layout_of(kind: Kind, operands: tuple, aligned: bool) -> tuple:
+def layout_of(kind: Kind, operands: Operands, aligned: bool) -> tuple:
     """What launches have in common that differ in the number of rows alone."""
-    family = kind.family
-    weight = operands[family.weight]
+    weight = operands[kind.weight_at]
     of_weight = None if weight is None else weight.shape
     of_each = [t if t is None else _layout(t) for t in operands]
-    return family, family.essential(*kind.how), aligned, of_weight, *of_each
+    return type(kind), kind.without_rows(), aligned, of_weight, *of_each
 
 
 def _layout(t: Tensor) -> tuple:
@@ -294,7 +296,7 @@ def _layout(t: Tensor) -> tuple:
 
 
 def distances_of(
-    ours: Tensor, own: Tensor, exact: Tensor, floor, step: float, is_whole: bool
+    ours: Tensor, theirs: Tensor, exact: Tensor, floor, step: float, is_whole: bool
 ):
     """The distances, (2, 4, rows): the largest element, and the RMS times the root of 12,
     in each row or of all at once: of the error of ours, and of that of the replaced
@@ -308,12 +310,12 @@ def distances_of(
         step: the rounding step of 1.
     """
     info = torch.finfo(ours.dtype)
-    if own.shape != ours.shape:
-        own = own.reshape(ours.shape)
+    if theirs.shape != ours.shape:
+        theirs = theirs.reshape(ours.shape)
     if exact.shape != ours.shape:
         exact = exact.reshape(ours.shape)
     ours = ours.clamp(-info.max, info.max)  # where one of both overflows
-    rows = torch.stack((ours - exact, own - exact, exact, ours))
+    rows = torch.stack((ours - exact, theirs - exact, exact, ours))
     if is_whole:
         rows = rows.flatten(1)
     largest = vector_norm(rows, torch.inf, dim=-1)
@@ -338,15 +340,15 @@ def judged(distances: list[Tensor], floors: list[Tensor], is_back: bool) -> Tens
     Args:
         distances, floors: what `distances_of` returns.
     """
-    error, own_error, size, ours = torch.cat(distances, -1).unbind(1)
+    error, their_error, size, ours = torch.cat(distances, -1).unbind(1)
     largest, rms = size
     floor = torch.cat(floors)
     allowed = torch.stack((largest + floor, rms / 12**0.5 + floor))
-    is_finite = (own_error < torch.inf) & (floor < torch.inf)
-    lesser = own_error
+    is_finite = (their_error < torch.inf) & (floor < torch.inf)
+    lesser = their_error
     if not is_back:
-        lesser = torch.minimum(error, own_error)
-        error = torch.maximum(error, own_error)
+        lesser = torch.minimum(error, their_error)
+        error = torch.maximum(error, their_error)
     is_off = is_finite & ~(error <= FACTOR * lesser + allowed)
     if not is_back:
         is_off |= size.isnan() > ours.isnan()

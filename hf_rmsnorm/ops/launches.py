@@ -1,6 +1,11 @@
 """Which launch serves such tensors: one that is kept for their layout, or one that is
 made for it.
+
+`norm.run_norm`, `qk.run_qk` and their backwards call `by_kernel`. Where there is no launch yet,
+the kind makes it (`norm_kinds`, `qk_kinds`), and `first_use` compares its results.
 """
+
+from __future__ import annotations
 
 import threading
 import warnings
@@ -24,9 +29,10 @@ from ..kernels.failure import (
     left_devices,
     unavailable,
 )
-from ..operands import ONE_PLUS, Kind, Launch, Operands, Replaced
+from ..operands import ONE_PLUS, Operands, Replaced
 from . import first_use
 from .first_use import FirstUse, layout_of
+from .kinds import Kind, Launch
 from .settings import insists
 
 TENSOR_TYPES = (Tensor, Parameter)  # others have to see the operators
@@ -36,24 +42,81 @@ _all: weakref.WeakSet = weakref.WeakSet()
 _failing = threading.Lock()
 
 
-@cache
-def kernels() -> SimpleNamespace:
-    """The launches of the kernels, by name. Loaded when the first is made, as they need
-    triton.
+def by_kernel(
+    launches: Launches,
+    kind: Kind,
+    operands: Operands,
+    apply: Callable | None = None,
+    replaced: Replaced | None = None,
+) -> Operands | None:
+    """The results of a launch for such operands; None where no kernel serves them.
 
-    Raises:
-        KernelUnavailable: Triton cannot be imported, or reads no source of the kernels.
+    Args:
+        kind: its ``make`` is asked once for each key.
+        operands: as the launch takes them.
+        apply: that of an autograd function, for a place in autograd's graph: the
+            results are ``apply((launches, launch), *operands)``.
+        replaced: (function, *arguments), the code whose results these are; None where
+            that is the formula in plain torch.
     """
     try:
-        from ..kernels import norm_launch, qk_launch
-    except Exception as error:
-        raise unavailable(error) from error
-    return SimpleNamespace(
-        NormForward=norm_launch.NormForward,
-        NormBackward=norm_launch.NormBackward,
-        QKForward=qk_launch.QKForward,
-        QKBackward=qk_launch.QKBackward,
-    )
+        launch = find(launches, kind, operands)
+        if launch is None:
+            return None
+        if type(launch) is FirstUse:
+            return launch.compared_results(operands, apply, replaced)
+        if apply is None:
+            return launch.on(operands)
+        return apply((launches, launch), *operands)
+    except KernelUnavailable as error:
+        give_up(error, operands[0].device)
+        return None
+    except RuntimeError:
+        if any(t is not None and t.is_inference() for t in operands):
+            return None  # autograd saves none, but the result of a plain operator
+        raise
+
+
+def find(launches: Launches, kind: Kind, operands: Operands) -> Launch | None:
+    """The launch for such operands: one that is kept, or else one that is made.
+
+    None where no kernel serves them. So too if a tensor is of a subclass, or has no
+    shape or no memory: nested, sparse and batched tensors, and those that functorch has
+    left behind.
+
+    Its key is all that decides whether and how operands are served: the kind; shape,
+    strides, dtype and device of each; and whether all start at multiples of 16 bytes.
+    On AMD, where Triton compiles for offsets of 32 bits, also which storages are below
+    2 GiB.
+    """
+    key = kind
+    aligned = True
+    absent = 0  # in binary: for each operand 1 if it is None
+    try:
+        for t in operands:
+            absent *= 2
+            if t is None:
+                absent += 1
+                continue
+            if type(t) not in TENSOR_TYPES:
+                return None
+            address = t.data_ptr()
+            # no memory; but launches for meta tensors can be counted
+            if not address and t.numel() and not t.is_meta:
+                return None
+            if address & 15:
+                aligned = False
+            # Nested tuples: to append to a list takes longer.
+            key = key, t.shape, t.stride(), t.dtype, t.device
+            if _HIP:
+                key = key, t.untyped_storage().nbytes() < 2**31
+    except RuntimeError:  # of what has no memory or no shape
+        return None
+    key = key, absent, aligned
+    launch = launches.by_key.get(key, MISSING)
+    if launch is MISSING:
+        launch = launches.keep(key, kind, operands, aligned)
+    return launch
 
 
 @dataclass(eq=False)
@@ -102,7 +165,7 @@ class Launches:
         """
         # It asks for strides by tensors on meta, which the caller's modes are not to see.
         with _disable_current_modes(), torch.inference_mode(False):
-            launch = kind.family.make(self, operands, aligned, *kind.how)
+            launch = kind.make(self, operands, aligned)
         if len(self.by_key) >= self.MOST:
             self.by_key.clear()
         if launch is not None and first_use.compares:
@@ -111,6 +174,26 @@ class Launches:
                 launch = FirstUse(launch, self, key, kind, layout)
         self.by_key[key] = launch
         return launch
+
+
+@cache
+def kernels() -> SimpleNamespace:
+    """The launches of the kernels, by name. Loaded when the first is made, as they need
+    triton.
+
+    Raises:
+        KernelUnavailable: Triton cannot be imported, or reads no source of the kernels.
+    """
+    try:
+        from ..kernels import norm_launch, qk_launch
+    except Exception as error:
+        raise unavailable(error) from error
+    return SimpleNamespace(
+        NormForward=norm_launch.NormForward,
+        NormBackward=norm_launch.NormBackward,
+        QKForward=qk_launch.QKForward,
+        QKBackward=qk_launch.QKBackward,
+    )
 
 
 @lru_cache(1_024)
@@ -127,83 +210,6 @@ def forget_launches() -> None:
         launches.by_key.clear()
         launches.compared.clear()
         launches.tries.clear()
-
-
-def find(launches: Launches, kind: Kind, operands: Operands) -> Launch | None:
-    """The launch for such operands: one that is kept, or else one that is made.
-
-    None where no kernel serves them. So too if a tensor is of a subclass, or has no
-    shape or no memory: nested, sparse and batched tensors, and those that functorch has
-    left behind.
-
-    Its key is all that decides whether and how operands are served: the kind; shape,
-    strides, dtype and device of each; and whether all start at multiples of 16 bytes.
-    On AMD, where Triton compiles for offsets of 32 bits, also which storages are below
-    2 GiB.
-    """
-    key = kind
-    aligned = True
-    absent = 0  # in binary: for each operand 1 if it is None
-    try:
-        for t in operands:
-            absent *= 2
-            if t is None:
-                absent += 1
-                continue
-            if type(t) not in TENSOR_TYPES:
-                return None
-            address = t.data_ptr()
-            # no memory; but launches for meta tensors can be counted
-            if not address and t.numel() and not t.is_meta:
-                return None
-            if address & 15:
-                aligned = False
-            # Nested tuples: to append to a list takes longer.
-            key = key, t.shape, t.stride(), t.dtype, t.device
-            if _HIP:
-                key = key, t.untyped_storage().nbytes() < 2**31
-    except RuntimeError:  # of what has no memory or no shape
-        return None
-    key = key, absent, aligned
-    launch = launches.by_key.get(key, MISSING)
-    if launch is MISSING:
-        launch = launches.keep(key, kind, operands, aligned)
-    return launch
-
-
-def by_kernel(
-    launches: Launches,
-    kind: Kind,
-    operands: Operands,
-    apply: Callable | None = None,
-    replaced: Replaced | None = None,
-) -> tuple | None:
-    """The results of a launch for such operands; None where no kernel serves them.
-
-    Args:
-        kind: its family's ``make`` is asked once for each key.
-        operands: as the launch takes them.
-        apply: that of an autograd function, for a place in autograd's graph: the
-            results are ``apply((launches, launch), *operands)``.
-        replaced: (function, *arguments), the code whose results these are; None where
-            that is the formula in plain torch.
-    """
-    try:
-        launch = find(launches, kind, operands)
-        if launch is None:
-            return None
-        if type(launch) is FirstUse:
-            return launch.run(operands, apply, replaced)
-        if apply is None:
-            return launch.on(operands)
-        return apply((launches, launch), *operands)
-    except KernelUnavailable as error:
-        give_up(error, operands[0].device)
-        return None
-    except RuntimeError:
-        if any(t is not None and t.is_inference() for t in operands):
-            return None  # autograd saves none, but the result of a plain operator
-        raise
 
 
 def give_up(error: KernelUnavailable, device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """`rms_norm` and `layer_norm`: one call for eager, autograd, compiled, exported and
 checkpointed code.
 
-`run` is the entry of eager calls, with or without a residual sum: it starts kernels
-directly. The registered operator of `operators` is the other entry, for whatever needs
-an operator that it can see.
+`run_norm` is the entry of eager calls, with or without a residual sum: patched norms and layers
+(`fused`) call it, and it goes to `launches.by_kernel`. The registered operator of
+`operators` is the other entry, for whatever needs an operator that it can see.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 
 from ..formula import NormSpec, Rounding
 from ..operands import (
-    ALONE,
     ONE_PLUS,
     Operands,
     Replaced,
@@ -24,8 +23,8 @@ from ..operands import (
     of_norm,
     present,
 )
-from ..reference import in_groups, reference_norm
-from .autograd import apply, forward_kind
+from ..reference import reference_norm
+from .autograd import apply
 from .backend import (
     autocast_anywhere,
     autocasts_functional,
@@ -36,14 +35,15 @@ from .backend import (
 )
 from .launches import TENSOR_TYPES, Launches, by_kernel, launches_of
 from .limits import shapes_fit, why_not
+from .norm_kinds import NormForwardKind
 from .operators import load_sharding_rules, norm_forward_op, spec_args
 from .settings import chosen
 
-_TRAINING = forward_kind(stats=True)
-_INFERENCE = forward_kind(stats=False)
+_TRAINING = NormForwardKind(stats=True)
+_INFERENCE = NormForwardKind(stats=False)
 
 
-def run(launches: Launches, operands: Operands, replaced: Replaced | None = None):
+def run_norm(launches: Launches, operands: Operands, replaced: Replaced | None = None):
     """The norm of x, or (h, the norm of h) of ``h = residual + multiplier * x``, by a
     kernel that is started directly.
 
@@ -83,7 +83,7 @@ def run(launches: Launches, operands: Operands, replaced: Replaced | None = None
 def run_by_operator_or_formula(
     spec: NormSpec, operands: Operands, suits: Callable | None = None
 ) -> Tensor | None:
-    """The norm of x where `run` started no kernel: by the plain formula, if that is
+    """The norm of x where `run_norm` started no kernel: by the plain formula, if that is
     chosen; by the registered operator, for compilers and subclasses of tensors.
 
     Args:
@@ -155,35 +155,6 @@ def _autocast(spec: NormSpec, operands: Operands) -> tuple | None:
     return x, weight, bias, *others, residual
 
 
-def compute_norm(
-    x, weight, bias, spec: NormSpec, gate=None, keep_output: bool = False
-) -> Tensor:
-    """Compute `spec` on x with the backend in force: by a kernel, the operator, or the
-    formula in plain torch.
-
-    Args:
-        x: (..., hidden_size), any strides.
-        weight, bias: (hidden_size,), or (heads, hidden_size) where x is (..., heads,
-            hidden_size), or None, as the spec says.
-        gate: x's shape, where the spec has one.
-        keep_output: as of `Launches`.
-
-    Returns:
-        (..., hidden_size) in ``spec.output_dtype``, with the strides that the Hugging
-        Face module's output has.
-    """
-    if spec.group_size is not None:
-        x, weight, bias, gate = in_groups(spec.group_size, x, weight, bias, gate)
-        return compute_norm(x, weight, bias, spec.ungrouped, gate).flatten(-2)
-    operands = of_norm(x, weight, bias, gate)
-    y = None
-    if not is_compiling():
-        y = run(launches_of(spec, keeps_output=keep_output), operands)
-    if y is None:
-        y = _without_launch(spec, operands)
-    return y
-
-
 def _without_launch(spec: NormSpec, operands: Operands) -> Tensor:
     y = run_by_operator_or_formula(spec, operands)
     if y is None:
@@ -194,7 +165,7 @@ def _without_launch(spec: NormSpec, operands: Operands) -> Tensor:
 def modulated_norm(
     spec: NormSpec,
     operands: Operands,
-    one_plus: bool = True,
+    modulation: str = ONE_PLUS,
     replaced: Replaced | None = None,
 ):
     """(h, ``norm(h) * (1 + scale) + shift``) of ``h = residual + multiplier * x``, bit
@@ -207,16 +178,14 @@ def modulated_norm(
         operands: `NormOperands`, but that scale, shift and multiplier need only
             broadcast to x's shape. Without a residual h is None, and x is
             normalised.
-        one_plus: False where the norm is multiplied by the scale itself, as Z-Image
+        modulation: `ALONE` where the norm is multiplied by the scale itself, as Z-Image
             prepares it.
         replaced: as of `by_kernel`.
     """
     operands = _broadcast(operands)
     if operands is None:
         return None
-    modulation = ONE_PLUS if one_plus else ALONE
-    launches = launches_of(spec, modulation)
-    made = run(launches, operands, replaced)
+    made = run_norm(launches_of(spec, modulation), operands, replaced)
     residual = operands[-1]
     if made is None or residual is not None:
         return made
@@ -333,7 +302,7 @@ def _compute(x, weight, bias, eps, weight_offset=0.0, rounding="once", centered=
     if is_compiling():
         return _without_launch(NormSpec(*fields), operands)
     launches = _launches(*fields)
-    y = run(launches, operands)
+    y = run_norm(launches, operands)
     if y is None:
         y = _without_launch(launches.spec, operands)
     return y

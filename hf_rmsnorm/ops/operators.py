@@ -12,11 +12,12 @@ from torch.library import Library, register_autograd, register_fake
 
 from ..formula import NormSpec, dtype_of
 from ..kernels.serves import unserved
-from ..operands import GradientOperands, of_norm, row_major
+from ..operands import ONE_PLUS, GradientOperands, of_norm, row_major
 from ..reference import reference_backward, reference_norm, reference_stats
-from ..rows import as_numbered, by_row, heads_of
-from .autograd import backward_kind, by_formula, forward_kind
+from ..rows import as_numbered, by_row, heads_of, row_order
 from .launches import by_kernel, launches_of
+from .norm_kinds import NormBackwardKind, NormForwardKind
+from .plain import autograd_gradients
 
 # The fields of `NormSpec`, but for groups, whose rows come apart. An integer is first:
 # DTensor looks the placements of a call up by its arguments from an integer on.
@@ -98,11 +99,11 @@ def _forward(x, weight, bias, gate, *arguments):
     spec = spec_from(*formula)
     weight, bias = row_major(weight, bias)
     operands = of_norm(x, weight, bias, gate)
-    made = by_kernel(launches_of(spec), forward_kind(stats), operands)
+    made = by_kernel(launches_of(spec), NormForwardKind(stats), operands)
     if made is not None:
         _, y, *stats_of_rows = made
-        heads = heads_of(weight, bias)
-        return y, *_or_empty(x, *[by_row(t, x, spec, heads) for t in stats_of_rows])
+        order = row_order(x, spec, heads_of(weight, bias))
+        return y, *_or_empty(x, *[by_row(t, x, order) for t in stats_of_rows])
     y = _empty_result(x, weight, spec)
     y.copy_(reference_norm(x, weight, bias, spec, gate))
     rstd = mean = None
@@ -118,10 +119,10 @@ def _backward(dy, x, weight, bias, gate, rstd, mean, *arguments):
     *formula, need = arguments
     spec = spec_from(*formula)
     weight, bias = row_major(weight, bias)
-    heads = heads_of(weight, bias)
-    rstd = as_numbered(rstd, x, spec, heads)
-    mean = as_numbered(mean, x, spec, heads) if spec.centered else None
-    kind = backward_kind(x.stride(), (*need, False))
+    order = row_order(x, spec, heads_of(weight, bias))
+    rstd = as_numbered(rstd, order)
+    mean = as_numbered(mean, order) if spec.centered else None
+    kind = NormBackwardKind(order, (*need, False), False)
     operands = GradientOperands(
         dy, x, weight, bias, gate, scale=None, dh=None, rstd=rstd, mean=mean
     )
@@ -192,7 +193,8 @@ def _gradients(ctx, dy, *_):
     else:
         spec = spec_from(*ctx.formula)
         operands = *operands, None
-        *grads, _ = by_formula(launches_of(spec), operands, dy, (*need, False))
+        need = *need, False
+        *grads, _ = autograd_gradients(spec, ONE_PLUS, operands, dy, need)
     return *grads, *[None] * (len(ctx.formula) + 1)
 
 

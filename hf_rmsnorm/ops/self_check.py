@@ -12,7 +12,7 @@ from ..formula import HALVES, NormSpec
 from ..operands import of_modulation, of_norm, of_sum
 from ..reference import rotated
 from .launches import forget_launches, launches_of
-from .norm import modulated_norm, run
+from .norm import modulated_norm, run_norm
 from .qk import Rotary, run_qk, run_rotary
 from .settings import use_backend
 
@@ -49,22 +49,22 @@ def _tensor(device: torch.device, *shape: int) -> Tensor:
 
 def _norm(tensor: Callable) -> tuple:
     x, weight = tensor(5, 256), tensor(256)
-    return (run(launches_of(RMS), of_norm(x, weight, None)),)
+    return (run_norm(launches_of(RMS), of_norm(x, weight, None)),)
 
 
 def _layer_norm(tensor: Callable) -> tuple:
     x, weight, bias = (tensor(*shape) for shape in ((5, 256), (256,), (256,)))
-    return (run(launches_of(LAYER), of_norm(x, weight, bias)),)
+    return (run_norm(launches_of(LAYER), of_norm(x, weight, bias)),)
 
 
 def _gated(tensor: Callable) -> tuple:
     x, weight, gate = (tensor(*shape) for shape in ((5, 256), (256,), (5, 256)))
-    return (run(launches_of(GATED), of_norm(x, weight, None, gate)),)
+    return (run_norm(launches_of(GATED), of_norm(x, weight, None, gate)),)
 
 
 def _sum(tensor: Callable) -> tuple:
     x, weight = tensor(5, 256), tensor(256)
-    return run(launches_of(RMS), of_sum(x.detach().flip(0), x, weight, None))
+    return run_norm(launches_of(RMS), of_sum(x.detach().flip(0), x, weight, None))
 
 
 def _modulation(tensor: Callable) -> tuple:

@@ -1,5 +1,8 @@
 """Walks a model and decides, before anything is changed, what happens to each of its
 norms; and carries that out.
+
+`api.patch_model` calls `make_plan`, which asks `formula.recognise` for each module, and
+then `carry_out` for each entry, which calls `swap.swap_norm`.
 """
 
 from collections.abc import Iterable
@@ -165,7 +168,7 @@ def list_norms(model: Module) -> list[Entry]:
             continue
         verdict = recognise(module)
         if verdict != NOT_A_NORM:
-            entries.append(Entry(module, names, *verdict))
+            entries.append(Entry(module, names, verdict.recipe, verdict.refusal))
     return entries
 
 

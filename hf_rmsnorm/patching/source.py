@@ -2,7 +2,8 @@
 calls.
 
 Nothing else changes: the same statements run in the same order, with the globals,
-defaults, decorators and line numbers of the original.
+defaults, decorators and line numbers of the original. `layers.fusions` takes a definition
+from `forward_source`, changes it, and gives it to `compiled_again`.
 """
 
 import __future__

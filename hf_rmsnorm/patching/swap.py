@@ -1,5 +1,8 @@
 """Gives a module a fused class, and its original class back, with all attributes of the
 instance.
+
+`plan.carry_out` swaps norms, and `layers.fusions` fuses layers. The classes are made by
+`fused.norm.fused_class` and `layers.layer_class.fused_layer_class`.
 """
 
 import functools
@@ -15,44 +18,6 @@ from ..fused.subclass import exchanged
 from . import registries
 from .formula.refusals import Refusal
 from .layers.layer_class import fused_layer_class, layer_part
-
-
-def replaced_forward(module: Module) -> str:
-    """The name of a forward that other code has set on the instance; "" if there is
-    none.
-
-    The forward of the class would not run. The hooks of accelerate and diffusers do not
-    count, and neither do wrappers around the module's own forward, as in Transformers'
-    tensor parallelism: `_change_class` exchanges the forward that they call.
-    """
-    stored = module.__dict__.get("forward")
-    if stored is None:
-        return ""
-    called = [stored]
-    if isinstance(stored, functools.partial):
-        # a hook's; it calls a forward that is kept elsewhere
-        held = [attributes[name] for attributes, name in _places(module)]
-        called = [one for one in held if not isinstance(one, functools.partial)]
-        stored = (called or held)[0]
-    own = type(module).forward
-    if any(_cells_of(types.CellType(forward), module, own) for forward in called):
-        return ""
-    return name_of(stored)
-
-
-def why_not_run(norm: Module, recipe: Recipe) -> Refusal | None:
-    """Why a norm with a class for this recipe would run its own forward all the same."""
-    other = replaced_forward(norm)
-    if other:
-        reason = f"its forward was replaced on the instance by {other}"
-        cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
-        return Refusal(reason, cure)
-    if recipe.spec_of(norm) is None:
-        changed = ", ".join(recipe.changes(norm))
-        changed = changed or f"{recipe.eps} is now {getattr(norm, recipe.eps)}"
-        reason = f"it runs its own forward: {changed}"
-        return Refusal(reason, "set it back, or unpatch the model and patch it again")
-    return None
 
 
 def swap_norm(norm: Module, proven: Recipe, asked: Asked = NOTHING) -> None:
@@ -119,6 +84,44 @@ def restore(before: list[tuple]) -> None:
         unfuse(module)
         if fusion is not None:
             fuse(module, fusion)
+
+
+def why_not_run(norm: Module, recipe: Recipe) -> Refusal | None:
+    """Why a norm with a class for this recipe would run its own forward all the same."""
+    other = replaced_forward(norm)
+    if other:
+        reason = f"its forward was replaced on the instance by {other}"
+        cure = "nothing, if that is what should serve it; otherwise undo it and patch again"
+        return Refusal(reason, cure)
+    if recipe.spec_of(norm) is None:
+        changed = ", ".join(recipe.changes(norm))
+        changed = changed or f"{recipe.eps} is now {getattr(norm, recipe.eps)}"
+        reason = f"it runs its own forward: {changed}"
+        return Refusal(reason, "set it back, or unpatch the model and patch it again")
+    return None
+
+
+def replaced_forward(module: Module) -> str:
+    """The name of a forward that other code has set on the instance; "" if there is
+    none.
+
+    The forward of the class would not run. The hooks of accelerate and diffusers do not
+    count, and neither do wrappers around the module's own forward, as in Transformers'
+    tensor parallelism: `_change_class` exchanges the forward that they call.
+    """
+    stored = module.__dict__.get("forward")
+    if stored is None:
+        return ""
+    called = [stored]
+    if isinstance(stored, functools.partial):
+        # a hook's; it calls a forward that is kept elsewhere
+        held = [attributes[name] for attributes, name in _places(module)]
+        called = [one for one in held if not isinstance(one, functools.partial)]
+        stored = (called or held)[0]
+    own = type(module).forward
+    if any(_cells_of(types.CellType(forward), module, own) for forward in called):
+        return ""
+    return name_of(stored)
 
 
 def _take_off(module: Module, part: type, base: type) -> None:

@@ -5,10 +5,11 @@ and then the rotation.
 from functools import partial
 
 import torch
+from computed import compute_norm
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
 
 from hf_rmsnorm.formula import HALVES, Rotation
-from hf_rmsnorm.ops import chosen_backend, compute_norm
+from hf_rmsnorm.ops import chosen_backend
 from hf_rmsnorm.ops.backend import under_transform
 from hf_rmsnorm.ops.launches import launches_of
 from hf_rmsnorm.ops.qk import Rotary, run_qk

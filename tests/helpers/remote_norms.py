@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 SIZE = 64
-rms_norm = None  # of flash_attn, where that is installed
 
 
 class ScaledNorm(nn.Module):
@@ -35,16 +34,6 @@ class BaichuanRMSNorm(ScaledNorm):
         return self.weight * hidden_states
 
 
-class QwenRMSNorm(ScaledNorm):
-    def _norm(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x):
-        if rms_norm is not None and x.is_cuda:
-            return rms_norm(x, self.weight, self.eps)
-        else:
-            output = self._norm(x.float()).type_as(x)
-            return output * self.weight
 
 
 def _cast_if_autocast_enabled(tensor):
@@ -126,6 +115,6 @@ class TimmFastLayerNorm(TimmLayerNorm):
 
 CAST_THEMSELVES = (MptLPLayerNorm, TimmFastLayerNorm)
 ALL = (
-    InternLM2RMSNorm, BaichuanRMSNorm, QwenRMSNorm, OlmoRMSLayerNorm, TimmLayerNorm,
+    InternLM2RMSNorm, BaichuanRMSNorm, OlmoRMSLayerNorm, TimmLayerNorm,
     *CAST_THEMSELVES,
 )  # fmt: skip

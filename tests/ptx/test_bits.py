@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
+from computed import compute_norm
 from probes import facts, links_for_amd
 
 from hf_rmsnorm import use_backend
-from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels.test_norm_forward import (
     BF16,

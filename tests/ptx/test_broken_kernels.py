@@ -11,11 +11,12 @@ from functools import cache
 
 import pytest
 import torch
+from computed import compute_norm
 from heads import fused_qk_norm
 
 from benchmarks.ptx import Fault, Kernel
 from hf_rmsnorm import NormSpec, use_backend
-from hf_rmsnorm.ops import compute_norm, first_use, self_check
+from hf_rmsnorm.ops import first_use, self_check
 from hf_rmsnorm.ops.launches import forget_launches
 
 BF16 = torch.bfloat16

@@ -11,12 +11,12 @@ exchanged has the logits of the patched model, bit for bit.
 
 import pytest
 import torch
+from computed import compute_norm
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm import NormSpec, count_launches, patch_model, use_backend
 from hf_rmsnorm.demo import demo_path
-from hf_rmsnorm.ops import compute_norm
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("driver")]
 PROMPTS = ["The function returns", "If the file does not exist", "An object is"]

@@ -1,4 +1,8 @@
-"""How near a module's output must be to a formula's to count as the same."""
+"""How near a module's output must be to a formula's to count as the same.
+
+Two sequences of operators are compared here, in plain torch. What a kernel may differ from
+its module is narrower, and another file's: `verification.checks`.
+"""
 
 import torch
 from torch import Tensor

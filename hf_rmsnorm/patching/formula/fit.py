@@ -1,4 +1,7 @@
-"""Tries one formula after the other until one reproduces a module's results bit for bit."""
+"""Tries one formula after the other until one reproduces a module's results bit for bit.
+
+`recognise` calls `Fit.recipe`. What a `Fit` runs and compares is in `trial`.
+"""
 
 import contextlib
 import itertools

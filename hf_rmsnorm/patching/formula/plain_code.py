@@ -27,7 +27,7 @@ from .refusals import NotPlain
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 MODULE_STATE = set(vars(Module()))  # what every module's instance holds
 PLACES = (torch, F, torch.linalg)
-FUNCTIONS = [
+TORCH_FUNCTIONS = [
     getattr(place, name)
     for place in PLACES
     for name in SAME_STEPS.intersection(dir(place))
@@ -347,8 +347,6 @@ class _Body(ast.NodeVisitor):
                 return None if answer is None else not answer
             case ast.Call():
                 return self._answer_of_call(test)
-            case ast.Compare():
-                return self._answer_of_comparison(test)
             case ast.Attribute(ast.Name(self.itself), name):
                 self.code.read_attribute(name)
                 answer = getattr(self.code.module, name, None)
@@ -363,18 +361,6 @@ class _Body(ast.NodeVisitor):
         if deciding in answers:
             return deciding
         return None if None in answers else not deciding
-
-    def _answer_of_comparison(self, test: ast.Compare) -> bool | None:
-        """Whether a function of a library that is not there is None."""
-        match test:
-            case ast.Compare(
-                ast.Name(name) as function,
-                [ast.Is() | ast.IsNot() as operator],
-                [ast.Constant(None)],
-            ) if name not in self.local and name in self.function.__globals__:
-                if self._resolve(function) is None:
-                    return isinstance(operator, ast.Is)
-        return None
 
     def _answer_of_call(self, test: ast.Call) -> bool | None:
         """That of a function of torch, or of one that asks for a library, as
@@ -485,7 +471,7 @@ class _Body(ast.NodeVisitor):
         is plain itself; with an owner, it is given the module first.
         """
         called = self._resolve(function)
-        if called in FUNCTIONS:
+        if called in TORCH_FUNCTIONS:
             return
         if called is not None:
             self.code.read_function(called, text, owner)

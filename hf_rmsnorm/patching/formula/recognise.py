@@ -1,5 +1,8 @@
 """Says of any module which norm formula it computes, or why none, by running it: no
 name gets a module swapped.
+
+`plan.list_norms` calls `recognise`. A module that is not known yet is read (`plain_code`)
+and then run on chosen rows: `fit.Fit` is a `trial.Trial`, which is a `probe.Probe`.
 """
 
 import re

@@ -1,5 +1,5 @@
 """The inputs of a probed module: rows for which formulas differ, in the layout that the
-module normalises.
+module normalises; and whether a formula gives its results for them.
 """
 
 import itertools

@@ -1,11 +1,16 @@
 """Finds the modules of a model whose norms, or whose rotation of q and k, can run in
 one launch with the code around them. Others get a reason.
+
+`api.patch_model` calls `fuse_layers` once the norms are swapped. For each class that
+`find_fusion` finds something in, `swap.fuse` makes a subclass, by `Fusion.rewrite`.
 """
+
+from __future__ import annotations
 
 import ast
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
@@ -23,89 +28,6 @@ from .rotary_rewrite import fuse_rotations, may_rotate
 from .sums import fuse_sums
 
 NO_SUM = "no sum in its forward is followed directly by a patched norm of its own"
-
-
-class FusibleNorms(NamedTuple):
-    """The names of a module's child norms, by what one launch may compute them with."""
-
-    with_sum: frozenset[str]
-    with_modulation: frozenset[str]
-    with_rotation: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """The operations that one launch computes with the norms of a forward.
-
-    Args:
-        norms: those that may be.
-        words: the norms that are, each with its operations.
-        rotates: it is a rotation; else sums and modulations.
-        rotates_alone: one without norms.
-        keeps_bits: the fusion changes no bit of the module's result.
-        forward: that of the class in which it was found.
-        definition: of that forward, changed to compute it.
-    """
-
-    norms: FusibleNorms
-    words: str
-    forward: Callable = field(compare=False)
-    definition: ast.FunctionDef = field(compare=False)
-    rotates: bool = False
-    rotates_alone: bool = False
-    keeps_bits: bool = True
-
-    def __getstate__(self) -> dict:
-        # found again in the process that loads it
-        return {**vars(self), "forward": None, "definition": None}
-
-    def rewrite(self, base: type, functions: dict = FUNCTIONS) -> Callable:
-        """The forward of a class with this fusion.
-
-        Args:
-            functions: those that it calls, by the names of `FUNCTIONS`.
-
-        Raises:
-            CannotRewrite: the class has another forward now, which does not show it.
-        """
-        fusion = self
-        if base.forward is not self.forward:
-            fusion = find_fusion(base, self.norms)
-        if fusion != self:
-            raise CannotRewrite("its forward is another now")
-        return compiled_again(base, fusion.definition, functions)
-
-
-def find_fusion(cls: type, norms: FusibleNorms) -> Fusion | None:
-    """What may be computed with these child norms in the forward of a class; None where
-    nothing may.
-
-    Raises:
-        CannotRewrite: the forward has no source that can be compiled again.
-    """
-    definition, itself = forward_source(cls)
-    shown = cls.forward, definition
-    pieces = fuse_sums(definition, cls, itself, norms.with_sum, norms.with_modulation)
-    is_modulated = any("*" in piece for piece in pieces)
-    if pieces:
-        words = _in_words(pieces, is_modulated)
-        return Fusion(norms, words, *shown)
-    normed = fuse_qk(definition, cls, itself, norms.with_rotation)
-    alone = fuse_rotations(definition, cls, itself)
-    pieces = normed + alone
-    if not pieces:
-        return None
-    words = _in_words(pieces, True)
-    return Fusion(norms, words, *shown, True, bool(alone), keeps_bits=not normed)
-
-
-def _in_words(pieces: list[str], in_one_launch: bool) -> str:
-    words = ", ".join(pieces)
-    if not in_one_launch:
-        return words
-    if len(pieces) > 1:
-        words += ", each"
-    return f"{words} in one launch"
 
 
 class _Outcome(NamedTuple):
@@ -132,7 +54,7 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     explained: list[str] = []  # the paths whose sums are listed
     for path, module in reversed(modules.items()):
         name = type(module).__name__
-        fusion, reason = _fuse(module, find)
+        fusion, reason = _give_fusion(module, find)
         if fusion is not None:
             records.append(FusedLayer(path, name, fusion.words))
             if not fusion.rotates:
@@ -172,7 +94,7 @@ def _shared_norms(module: Module) -> str:
     return ""
 
 
-def _fuse(module: Module, find: Callable) -> _Outcome:
+def _give_fusion(module: Module, find: Callable) -> _Outcome:
     """Give a module the fusion that its forward shows, if it can have one."""
     norms = _norms_of(module)
     if not any(norms) and not may_rotate(type(module)):
@@ -188,7 +110,7 @@ def _fuse(module: Module, find: Callable) -> _Outcome:
         # Removed, they take the class below the current one.
         return _Outcome(reason="its own parameters are parametrized: patch before that")
     try:
-        fusion = find(type(module), norms)
+        fusion, _ = find(type(module), norms)
         if fusion is not None:
             fuse(module, fusion)
     except CannotRewrite as error:
@@ -197,6 +119,14 @@ def _fuse(module: Module, find: Callable) -> _Outcome:
         # whatever a user's class does, its norms are swapped
         return _Outcome(reason=f"{type(error).__name__}: {error}")
     return _Outcome(fusion)
+
+
+class FusibleNorms(NamedTuple):
+    """The names of a module's child norms, by what one launch may compute them with."""
+
+    with_sum: frozenset[str]
+    with_modulation: frozenset[str]
+    with_rotation: frozenset[str]
 
 
 def _norms_of(module: Module) -> FusibleNorms:
@@ -249,3 +179,70 @@ def _inner(module: Module) -> Module:
             break
         module = child
     return module
+
+
+def find_fusion(
+    cls: type, norms: FusibleNorms
+) -> tuple[Fusion | None, ast.FunctionDef]:
+    """(what may be computed with these child norms in the forward of a class, None where
+    nothing may; the forward's definition, changed to compute it).
+
+    Raises:
+        CannotRewrite: the forward has no source that can be compiled again.
+    """
+    definition, itself = forward_source(cls)
+    pieces = fuse_sums(definition, cls, itself, norms.with_sum, norms.with_modulation)
+    if pieces:
+        is_modulated = any("*" in piece for piece in pieces)
+        return Fusion(norms, _in_words(pieces, is_modulated)), definition
+    normed = fuse_qk(definition, cls, itself, norms.with_rotation)
+    alone = fuse_rotations(definition, cls, itself)
+    pieces = normed + alone
+    if not pieces:
+        return None, definition
+    words = _in_words(pieces, True)
+    fusion = Fusion(norms, words, True, bool(alone), keeps_bits=not normed)
+    return fusion, definition
+
+
+def _in_words(pieces: list[str], in_one_launch: bool) -> str:
+    words = ", ".join(pieces)
+    if not in_one_launch:
+        return words
+    if len(pieces) > 1:
+        words += ", each"
+    return f"{words} in one launch"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """The operations that one launch computes with the norms of a forward.
+
+    Args:
+        norms: those that may be.
+        words: the norms that are, each with its operations.
+        rotates: it is a rotation; else sums and modulations.
+        rotates_alone: one without norms.
+        keeps_bits: the fusion changes no bit of the module's result.
+    """
+
+    norms: FusibleNorms
+    words: str
+    rotates: bool = False
+    rotates_alone: bool = False
+    keeps_bits: bool = True
+
+    def rewrite(self, base: type, functions: dict = FUNCTIONS) -> Callable:
+        """The forward of a class with this fusion. It is found again in the class's source:
+        a model that was pickled whole brings only what the fusion says.
+
+        Args:
+            functions: those that it calls, by the names of `FUNCTIONS`.
+
+        Raises:
+            CannotRewrite: the class has another forward now, which does not show it.
+        """
+        fusion, definition = find_fusion(base, self.norms)
+        if fusion != self:
+            raise CannotRewrite("its forward is another now")
+        return compiled_again(base, definition, functions)

@@ -1,4 +1,4 @@
-"""The class of a module whose forward was compiled again."""
+"""The class of a module whose forward was compiled again: `swap.fuse` puts it on."""
 
 from collections.abc import Callable
 from functools import cache

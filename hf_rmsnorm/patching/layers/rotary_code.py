@@ -18,7 +18,7 @@ from ...fused.rotary import (
     RotaryCall,
     RotaryCase,
     RotaryProof,
-    find,
+    probe,
     rotary_proofs,
 )
 from ..arithmetic import CAST, CUT, JOIN, words_that
@@ -57,7 +57,7 @@ def may_be_rotary(function: Callable | None, called: RotaryCall = PAIR) -> bool:
     dtypes = torch.bfloat16, torch.bfloat16
     for columns in (_HEAD_DIM, _HEAD_DIM // 2):
         case = RotaryCase(called, _HEAD_DIM, columns, *dtypes, torch.device("cpu"))
-        if find(proof, function, case) is not None:
+        if probe(proof, function, case) is not None:
             return True
     return False
 

@@ -20,6 +20,9 @@ summand (diffusers):
     h = h + y             ->
     y = self.norm(h)
     y = y * (1 + scale) + shift
+
+`fusions.find_fusion` calls `fuse_sums`. The functions that the changed forward calls are in
+`fused.sums` and `fused.modulated`.
 """
 
 import ast

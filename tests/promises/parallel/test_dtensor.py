@@ -4,6 +4,7 @@ processes on the CPU.
 
 import pytest
 import torch
+from computed import compute_norm
 from parallel_runs import run_ranks
 from torch.distributed.tensor import (
     Partial,
@@ -15,7 +16,6 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import compute_norm
 
 pytestmark = pytest.mark.full
 

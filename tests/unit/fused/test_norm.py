@@ -13,9 +13,10 @@ from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.fused.norm import fused_class, patch_of
 from hf_rmsnorm.fused.recipe import Recipe
-from hf_rmsnorm.operands import Family, Kind
+from hf_rmsnorm.operands import of_norm
 from hf_rmsnorm.ops import first_use
 from hf_rmsnorm.ops.launches import Launches
+from hf_rmsnorm.ops.norm_kinds import NormForwardKind
 
 D = 16
 GATED = Recipe(NormSpec(False, 1e-6, rounding="before_weight", gate="silu_after"), weight="weight",
@@ -166,9 +167,9 @@ def test_a_second_call_takes_the_launch_that_the_first_found(monkeypatch):
 def test_a_cache_of_launches_keeps_not_too_many(monkeypatch):
     monkeypatch.setattr(Launches, "MOST", 2)
     kept = Launches(PLAIN.spec)
+    kind = NormForwardKind(False)
     for key in "abc":
-        family = Family("a name", lambda *of_launch: None, None, None, 0)
-        kept.keep(key, Kind(family, ()), (), True)
+        kept.keep(key, kind, of_norm(torch.ones(2, D).double(), None, None), True)
     assert list(kept.by_key) == ["c"]
 
 

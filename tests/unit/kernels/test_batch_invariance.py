@@ -5,11 +5,11 @@ stands, or what the others hold.
 import pytest
 import torch
 from add_norm import fused_add_norm
+from computed import compute_norm
 from heads import fused_qk_norm
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
 from hf_rmsnorm.operands import of_modulation
-from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.ops.norm import modulated_norm
 from tests.unit.kernels.test_norm_forward import BF16, FP32, assert_equal, random
 

@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+from computed import compute_norm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import in_another_order, judge
 
 from benchmarks.counting import Operators
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.reference import reference_norm
 
 parametrize = pytest.mark.parametrize

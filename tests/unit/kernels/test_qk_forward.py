@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from computed import compute_norm
 from heads import fused_qk_norm
 from judged import doubled, leaves_of
 from tolerance import assert_as_accurate
@@ -21,7 +22,6 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.ops import compute_norm
 from tests.unit.kernels.test_norm_forward import (
     BF16,
     FP16,

@@ -8,12 +8,13 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from add_norm import fused_add_norm
+from computed import compute_norm
 from kernel_calls import norm_backward, norm_forward, qk_norm_forward
 
 from hf_rmsnorm import NormSpec, use_backend
 from hf_rmsnorm.kernels.serves import SERVES, unserved
 from hf_rmsnorm.operands import of_norm
-from hf_rmsnorm.ops import compute_norm, input_needed
+from hf_rmsnorm.ops import input_needed
 from hf_rmsnorm.ops.limits import why_not
 from hf_rmsnorm.ops.operators import spec_args, spec_from
 from hf_rmsnorm.reference import reference_backward, reference_norm, reference_qk_norm

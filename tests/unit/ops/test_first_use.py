@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from computed import compute_norm
 from parallel_runs import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,9 +31,9 @@ from hf_rmsnorm.cli import env
 from hf_rmsnorm.formula import NormSpec
 from hf_rmsnorm.kernels import norm_launch, qk_launch
 from hf_rmsnorm.operands import of_modulation, of_norm, present
-from hf_rmsnorm.ops import compute_norm, first_use, self_check
+from hf_rmsnorm.ops import first_use, self_check
 from hf_rmsnorm.ops.launches import forget_launches, launches_of, left_devices
-from hf_rmsnorm.ops.norm import modulated_norm, run
+from hf_rmsnorm.ops.norm import modulated_norm, run_norm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -380,8 +381,8 @@ def test_it_does_not_look_where_nothing_may_wait(monkeypatch):
             torch.cuda, "is_current_stream_capturing", lambda c=capturing: c
         )
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda w=watched: w)
-        looks = first_use.can_compare((x,), False)
-        assert looks == (not capturing and not watched)
+        compares = first_use.can_compare(x, False)
+        assert compares == (not capturing and not watched)
 
 
 def test_a_comparison_without_memory_has_one_more_try(monkeypatch):
@@ -497,7 +498,7 @@ def test_random_layouts_are_no_alarm(spec):
         for t in present(*operands):
             t.requires_grad_(choice.random() < 0.8)
         with use_backend("triton"), torch.enable_grad():
-            y = run(launches_of(spec), operands)
+            y = run_norm(launches_of(spec), operands)
             if y.requires_grad:
                 y.backward(random_tensor(choice, shape, y.dtype))
 

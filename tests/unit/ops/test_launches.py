@@ -8,7 +8,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_rmsnorm import count_launches, patch_model, rms_norm
+from hf_rmsnorm.operands import GradientOperands, HeadOperands, NormOperands
+from hf_rmsnorm.ops import norm_kinds, qk_kinds
 from hf_rmsnorm.ops.backend import device_refusal
+from hf_rmsnorm.ops.kinds import Kind
 
 pytestmark = pytest.mark.skipif(
     device_refusal("cpu") is not None, reason="needs TRITON_INTERPRET=1"
@@ -100,3 +103,17 @@ def test_a_forward_that_is_given_other_code_runs_it():
     x = rows()
     assert torch.equal(norm(x), norm.weight * x)
     assert launches(norm, x) == 0
+
+
+def test_no_two_kinds_have_the_same_number_of_fields_and_of_operands():
+    heads = len(HeadOperands._fields)
+    operands = {
+        norm_kinds.NormForwardKind: len(NormOperands._fields),
+        norm_kinds.NormBackwardKind: len(GradientOperands._fields),
+        qk_kinds.HeadsForwardKind: heads,
+        qk_kinds.HeadsBackwardKind: 2 + heads + 1,
+        qk_kinds.RotaryBackwardKind: heads,
+    }
+    assert operands.keys() == set(Kind.__subclasses__())
+    numbers = {(len(kind._fields), count) for kind, count in operands.items()}
+    assert len(numbers) == len(operands)

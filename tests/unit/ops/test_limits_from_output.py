@@ -4,10 +4,11 @@ zero among them does.
 
 import pytest
 import torch
+from computed import compute_norm
 from torch import nn
 
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.ops import compute_norm, input_needed
+from hf_rmsnorm.ops import input_needed
 from hf_rmsnorm.ops.limits import (
     LEAST_SCALE,
     MOST_BIAS,

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from add_norm import fused_add_norm
+from computed import compute_norm
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_rmsnorm import NormSpec, count_launches, layer_norm, rms_norm, use_backend
-from hf_rmsnorm.ops import compute_norm
 from tests.unit.ops.test_operators import DEVICE, random
 
 BF16 = torch.bfloat16

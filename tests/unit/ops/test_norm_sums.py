@@ -5,12 +5,12 @@ gradients against float64.
 import pytest
 import torch
 from add_norm import fused_add_norm
+from computed import compute_norm
 from judged import judge
 
 from benchmarks.counting import Operators
 from hf_rmsnorm import use_backend
 from hf_rmsnorm.kernels.compiled import INTERPRETED
-from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels.test_norm_forward import (
     BF16,

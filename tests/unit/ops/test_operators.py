@@ -4,10 +4,10 @@ the kernels do not.
 
 import pytest
 import torch
+from computed import compute_norm
 from torch.utils._pytree import tree_map_only
 
 from hf_rmsnorm import NormSpec, use_backend
-from hf_rmsnorm.ops import compute_norm
 from hf_rmsnorm.ops.operators import norm_backward_op, norm_forward_op, spec_args
 from hf_rmsnorm.reference import reference_norm
 

@@ -78,7 +78,7 @@ class Launch:
 
 def put(monkeypatch, module, wrong):
     """Put a faulty launch where a norm, a fused sum, or q and k are launched."""
-    name = "run"
+    name = "run_norm"
     if module is attention:
         name = "run_qk"
     start = getattr(module, name)

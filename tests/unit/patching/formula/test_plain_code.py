@@ -200,8 +200,6 @@ ACCEPTED = {
         "*lead, n = x.shape\nx = x.view(*lead, self.groups, n // self.groups)\nreturn self.weight * rms(x).flatten(-2)",
     "a library that is not there":
         "if is_absent_available():\n    import absent\n    x = absent.norm(x)\nreturn self.norm(x)",
-    "a function of a library that is not there":
-        "if fast_norm is not None and x.is_cuda:\n    return fast_norm(x)\nreturn self.norm(x)",
     "a flag of a library that is not there": "return fast_norm(x) if has_fast_norm else self.norm(x)",
     "a flag of its own": "return self.norm(x) if self.upcast else fast_norm(x)",
     "code for TorchScript": "if torch.jit.is_scripting():\n    x = fast_norm(x)\nreturn self.norm(x)",
@@ -338,10 +336,6 @@ EDITS = {
     "a flag of the file": (
         "return centred(x) if has_fast_norm else rms(x)",
         hold("", has_fast_norm=True, centred=centred),
-    ),
-    "a function that was None": (
-        "return rms(x) if fast_norm is None else fast_norm(x)",
-        hold("", fast_norm=centred),
     ),
     "a method of its base": (
         "return self.norm(x)",
