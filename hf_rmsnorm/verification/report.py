@@ -176,6 +176,7 @@ class _Part:
         text = f"{good} of {len(self.checks)} {self.what}"
         if differing:
             text += f"; {differing} of {compared} values differ"
+            text += "" if bad else " by rounding"
         rows = [(mark, self.name, text)]
         for check in self.checks if verbose else bad[:_SHOWN]:
             rows.append((check.mark, f"    {check.path}:", check.text))
