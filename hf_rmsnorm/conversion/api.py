@@ -54,7 +54,8 @@ def convert_checkpoint(
         src: as in `plan_conversion`.
         dst: the folder to make. It appears whole, at the end. After a kill it is not
             there, and the same call starts again.
-        planned: what `plan_conversion` returned for this source, instead of target.
+        planned: what `plan_conversion` returned for this source, instead of target. One
+            that was made before a hub's weights were there is made again.
         progress: called as ``progress(tensors, bytes, total_bytes)`` with the tensors
             and bytes written so far.
         options: those of `ConversionOptions`.
@@ -70,7 +71,8 @@ def convert_checkpoint(
     location = locate(src)
     dst = free_destination(location, dst)  # refused before anything is downloaded
     source = _opened(location, how)
-    planned = planned or _planned(source, how)
+    if planned is None or planned.missing is None:
+        planned = _planned(source, how)
     if how.verify:
         _check_can_run(source, planned, how)
     layout = planned.result(source, how.shard_size)
@@ -120,8 +122,9 @@ def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversio
     with one_thread():
         if options.is_native:
             return plan_native(source)
-        # of a hub's model that is only planned no weights are here
-        missing = missing_parameters(source.folder, options) if source.tensors else ()
+        missing = None
+        if source.tensors:
+            missing = missing_parameters(source.folder, options)
         proxy = make_proxy(
             source.folder,
             inputs=options.inputs,

@@ -34,8 +34,6 @@ class BaichuanRMSNorm(ScaledNorm):
         return self.weight * hidden_states
 
 
-
-
 def _cast_if_autocast_enabled(tensor):
     if torch.is_autocast_enabled():
         if tensor.device.type == "cuda":

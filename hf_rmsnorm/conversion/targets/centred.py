@@ -35,12 +35,16 @@ SHOWN = 6  # lines of a list, so that the plan of a large model fits on a screen
 
 
 def plan_centring(
-    source: Checkpoint, proxy: ProxyModel, missing: Iterable[str], notes: Iterable[str]
+    source: Checkpoint,
+    proxy: ProxyModel,
+    missing: list[str] | None,
+    notes: Iterable[str],
 ) -> PlannedCentring:
     """The plan for a checkpoint, proven on its proxy; refused if it is not exact.
 
     Args:
-        missing: parameters of the model that the checkpoint lacks.
+        missing: parameters of the model that the checkpoint lacks; None where its
+            weights are not there, as where a hub's model is only planned.
         notes: what the plan says besides.
     """
     plan = discover(proxy)
@@ -66,7 +70,7 @@ def plan_centring(
             record = before
     config = {**plan.config, RECORD_KEY: record}
     plan = replace(plan, config=config, notes=tuple(said))
-    return PlannedCentring(origin, plan, proof, tuple(missing))
+    return PlannedCentring(origin, plan, proof, missing)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class PlannedCentring(PlannedConversion):
 
     centring: CentringPlan
     proof: ProofReport
-    missing: tuple[str, ...] = ()
+    missing: list[str] | None
 
     def to_dict(self) -> dict:
         return {"plan": asdict(self.centring), "proof": self.proof.to_dict()}

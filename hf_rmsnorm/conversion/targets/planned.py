@@ -24,7 +24,9 @@ class PlannedConversion(ABC):
     """
 
     provenance: dict[str, str]
-    missing = ()  # parameters of the model that the checkpoint lacks
+    # Parameters of the model that the checkpoint lacks. None: weights were not there, so
+    # the keys are those of the model's class.
+    missing = ()
 
     @property
     def metadata(self) -> dict[str, str]:

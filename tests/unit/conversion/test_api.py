@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import contents
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -154,6 +156,28 @@ def test_a_demo_is_converted_by_its_name(tmp_path, converted):
     convert_checkpoint("demo:gpt2", tmp_path / "dst", verify=False)
     assert tensors(tmp_path / "dst") == tensors(converted[0])
     assert plan_conversion("demo:gpt2").to_dict() == plan_conversion(GPT2).to_dict()
+
+
+def test_a_hubs_model_is_planned_before_its_weights_are_there(tmp_path, monkeypatch):
+    whole = tmp_path / "whole"
+    shutil.copytree(GPT2, whole)
+    # the keys of the hub's gpt2: those of the model without its head
+    stored = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(whole / "model.safetensors").items()
+        if name != "lm_head.weight"
+    }
+    save_file(stored, whole / "model.safetensors", {"format": "pt"})
+    bare = tmp_path / "bare"
+    shutil.copytree(whole, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+
+    def download(_, *, ignore_patterns, local_files_only):
+        return str(bare if "*.safetensors" in ignore_patterns else whole)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    planned = plan_conversion("org/gpt2")
+    done = convert_checkpoint("org/gpt2", tmp_path / "dst", planned=planned)
+    assert done.verification.passed
 
 
 def test_a_hub_id_is_looked_up_and_a_path_is_not(tmp_path, monkeypatch):
