@@ -75,7 +75,7 @@ def convert_checkpoint(
         planned = _planned(source, how)
     if how.verify:
         _check_can_run(source, planned, how)
-    layout = planned.result(source, how.shard_size)
+    layout = planned.result(source, how.parsed_max_shard_size)
     with clear_errors(dst), working_folder(dst) as draft:
         with one_thread():
             write_checkpoint(source, layout, draft, progress)
@@ -106,16 +106,18 @@ def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
     """
     how = ConversionOptions.of(options)
     # the plan of a hub's model needs no weights
-    source = _opened(locate(src), how, weights=how.is_native)
+    source = _opened(locate(src), how, needs_weights=how.is_native)
     return _planned(source, how)
 
 
 def _opened(
-    location: Source, options: ConversionOptions, weights: bool = True
+    location: Source, options: ConversionOptions, needs_weights: bool = True
 ) -> Checkpoint:
-    """The source, in the hub's cache or its own folder; False: weights may be missing."""
-    folder = downloaded(location, options.allow_pickle, weights)
-    return open_checkpoint(folder, options.allow_pickle, weights)
+    """The source in its own folder; or in the hub's cache, without weights unless these
+    are needed.
+    """
+    folder = downloaded(location, options.allow_pickle, needs_weights)
+    return open_checkpoint(folder, options.allow_pickle, needs_weights)
 
 
 def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversion:

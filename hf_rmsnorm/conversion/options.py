@@ -85,7 +85,7 @@ class ConversionOptions:
         return self.target == "native"
 
     @property
-    def shard_size(self) -> int | str:
+    def parsed_max_shard_size(self) -> int | str:
         """`max_shard_size` as a number, or with its unit."""
         size = str(self.max_shard_size)
         return int(size) if size.isdecimal() else size

@@ -34,7 +34,7 @@ def operands_ahead(norm) -> tuple | None:
     patched = getattr(cls, "_hf_rmsnorm_patch", None)
     if patched is None or cls.__call__ is not _CALL:
         return None
-    if not patched.joins or why_called(norm):
+    if not patched.may_fuse or why_called(norm):
         return None
     held = patched.held_by(norm)
     if held is None:

@@ -5,7 +5,8 @@ parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not ch
 `repr` shows that the module is patched.
 
 A call of a patched norm comes here first, to the forward of `_forward_of`. Next it goes to
-`ops.norm.run_norm`, and then perhaps to `NormPatch.run_unfused`.
+`ops.norm.run_norm`, and then perhaps to `NormPatch.run_unfused`. A fused layer does not
+call its norm: `sums`, `modulated` and `attention` read it by `NormPatch.held_by`.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ class NormPatch:
         is_restricted = recipe.row_major or recipe.only_float32
         self.is_plain = recipe.is_of_rows and not is_restricted
         # whether it may be computed with what surrounds it, as `operands_ahead` says
-        self.joins = asked.fuse_residual and recipe.is_of_rows
+        self.may_fuse = asked.fuse_residual and recipe.is_of_rows
 
     def launches_for(self, spec: NormSpec) -> Launches:
         """The launches of a formula: the recipe's own, or as a module computes it with
@@ -336,8 +337,8 @@ def recipe_of(module: Module) -> Recipe | None:
 
 
 def norm_asked_to_fuse(module: Module) -> NormPatch | None:
-    """`patch_of` a norm that may be computed with what surrounds it; None of any other
-    module.
+    """`patch_of` a norm that a user lets be fused with what surrounds it; None of any
+    other module. Those in groups, or of x alone, are not: `NormPatch.may_fuse`.
     """
     patch = patch_of(module)
     if patch is None or not patch.asked.fuse_residual:

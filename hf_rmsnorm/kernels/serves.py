@@ -4,15 +4,16 @@ Launches are made for no other formula. So a new field or value of `NormSpec` is
 computed as another formula: add it to the kernels first, and then here.
 """
 
-from ..formula import GATES, NormSpec
+from ..formula import NormSpec
 
 _ROWS = frozenset({
     "centered", "has_bias", "weight_offset", "functional", "eps_outside",
     "rounding=before_weight", "rounding=weight_dtype", "rounding=rstd",
 })  # fmt: skip
+# of `device.activation`
+_GATES = frozenset({"gate=silu_before", "gate=silu_after", "gate=sigmoid_after"})
 SERVES = {
-    # `device.activation` compiles no gate that it does not compute.
-    "rows": _ROWS | {f"gate={gate}" for gate in GATES},
+    "rows": _ROWS | _GATES,
     "residual sum": _ROWS,
     "queries and keys": frozenset({"weight_offset", "rounding=before_weight"}),
     # xhat has to follow from the output alone, and with its own rounding.

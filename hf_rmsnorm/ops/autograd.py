@@ -33,7 +33,7 @@ class NormFunction(torch.autograd.Function):
         if launches.keeps_output and serves_as_input(y, kept, launches.spec):
             kept = y
             mean = None
-        ctx.kept = launches, launch.order, kept is y
+        ctx.of_forward = launches, launch.order, kept is y
         ctx.weight = id(weight)
         ctx.unwatched = unwatched(kept)
         multiplied = x if ctx.needs_input_grad[_MULTIPLIER] else None
@@ -52,7 +52,7 @@ class NormFunction(torch.autograd.Function):
         _, need_x, *of_formula, need_shift, need_multiplier, need_residual = (
             ctx.needs_input_grad
         )
-        launches, order, from_output = ctx.kept
+        launches, order, from_output = ctx.of_forward
         # once: a checkpoint gives them once
         *saved, multiplier, multiplied = saved_tensors(ctx, launches)
         dx = dh

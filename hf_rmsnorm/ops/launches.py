@@ -49,7 +49,8 @@ def by_kernel(
     apply: Callable | None = None,
     replaced: Replaced | None = None,
 ) -> Operands | None:
-    """The results of a launch for such operands; None where no kernel serves them.
+    """The results of a launch for such operands, or what `apply` makes of them; None
+    where no kernel serves them.
 
     Args:
         kind: its ``make`` is asked once for each key.

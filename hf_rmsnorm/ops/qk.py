@@ -112,14 +112,14 @@ class _QKFunction(torch.autograd.Function):
         q, k, q_weight, k_weight, cos, sin = operands
         yq, yk, rstd = launch.on(operands)
         ctx.save_for_backward(*operands, rstd)
-        ctx.kept = launches, launch.way
+        ctx.of_forward = launches, launch.way
         ctx.weight = id(q_weight)
         ctx.unwatched = unwatched(q)
         return yq, yk
 
     @staticmethod
     def backward(ctx, dq, dk):
-        launches, way = ctx.kept
+        launches, way = ctx.of_forward
         kind = HeadsBackwardKind(ctx.needs_input_grad[1:5], way)
         operands = dq, dk, *saved_tensors(ctx, launches)
         return None, *gradients(launches, kind, operands), None, None

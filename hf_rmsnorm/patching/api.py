@@ -45,7 +45,7 @@ def patch_model(
             Only norms that match one are selected. None: all.
         exclude: the same for norms to run their own forward; it wins over include. A
             module at several paths matches if one does.
-        strict: raise, before anything changes, if a norm would be skipped that neither
+        strict: raise, and leave the model as it was, if a norm would be skipped that neither
             include nor exclude leaves out. A norm here is a leaf that normalises over
             its last dimension, or is named RMSNorm or LayerNorm.
         fuse_residual: by default True: where the layer's forward shows them, one launch

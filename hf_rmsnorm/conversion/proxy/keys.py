@@ -65,11 +65,12 @@ def untied(tied: PreTrainedModel, model: PreTrainedModel) -> list[Copy]:
     """
     give_weights(tied)
     model.load_state_dict(tied.state_dict())
-    here = saved_tensors(tied)
-    there = saved_tensors(model)
+    saved_tied = saved_tensors(tied)
+    saved_untied = saved_tensors(model)
     copies = []
-    for key in sorted(there.keys() - here.keys()):
-        same = [name for name in here if torch.equal(here[name], there[key])]
+    for key in sorted(saved_untied.keys() - saved_tied.keys()):
+        value = saved_untied[key]
+        same = [name for name, t in saved_tied.items() if torch.equal(t, value)]
         copies += [Copy(key, name) for name in same[:1]]
     return copies
 
@@ -139,8 +140,11 @@ def _loaded_name(model: PreTrainedModel) -> Callable[[str], str]:
 def in_checkpoint(
     plan: CentringPlan, names: Collection[str], proxy: ProxyModel
 ) -> CentringPlan:
-    """A plan for a proxy, in the blocks and the keys of its checkpoint; the names are
-    those of `naming`.
+    """A plan for a proxy, in the blocks and the keys of its checkpoint.
+
+    Args:
+        names: those of `naming`. Without any, as of a hub's model without its weights, the
+            proxy's keys stay.
     """
     name = naming(names, proxy.model)
     copies = tuple(Copy(name(step.key), name(step.source)) for step in plan.copy)

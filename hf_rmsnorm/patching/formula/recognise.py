@@ -1,4 +1,4 @@
-"""Says of any module which norm formula it computes, or why none, by running it: no
+"""Says of any module which norm formula it computes, or why none, by running a copy: no
 name gets a module swapped.
 
 `plan.list_norms` calls `recognise`. A module that is not known yet is read (`plain_code`)
@@ -42,8 +42,8 @@ _known: dict[tuple, tuple[Verdict, list[Read]]] = {}
 
 
 def recognise(module: Module) -> Verdict:
-    """Recognise one module, on any device, by its arithmetic; it is read, and neither
-    run nor changed.
+    """Recognise one module, on any device, by its arithmetic. It is read, and a
+    copy of it is run; it is not changed itself.
     """
     # as one of torch's, or derived from it
     is_named = isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm))

@@ -38,8 +38,12 @@ class _Outcome(NamedTuple):
 
 
 def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
-    """Compile the forwards of a patched model again where they show what surrounds a
-    norm, or a rotation of q and k; none is fused yet. Nothing is, unless a norm may be.
+    """Fuse the layers of a model whose norms are patched: compile their forwards again
+    where they show what surrounds a norm, or a rotation of q and k.
+
+    Args:
+        model: none of its layers is fused. Without a norm that may be fused, no rotation
+            is either.
 
     Returns:
         For each module that repeats in the model, and for its parts: its fusion, or the
@@ -110,6 +114,7 @@ def _give_fusion(module: Module, find: Callable) -> _Outcome:
         # Removed, they take the class below the current one.
         return _Outcome(reason="its own parameters are parametrized: patch before that")
     try:
+        # the changed source is not kept: `Fusion.rewrite` finds it again
         fusion, _ = find(type(module), norms)
         if fusion is not None:
             fuse(module, fusion)
@@ -135,7 +140,7 @@ def _norms_of(module: Module) -> FusibleNorms:
     with_rotation = set()
     for name, norm in module.named_children():
         patch = norm_asked_to_fuse(norm)
-        if patch is None or not patch.joins:
+        if patch is None or not patch.may_fuse:
             continue
         with_modulation.add(name)
         if patch.is_plain:
