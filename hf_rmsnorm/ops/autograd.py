@@ -101,13 +101,13 @@ def _gradients(
             "create_graph=True differentiates a norm twice, for which it needs its input, and it keeps its output "
             "instead: call patch_model(model, memory_efficient=False) first"
         )
-    *read, scale, rstd, mean = saved
-    need_x, *_ = kind.need
-    if not need_x:
+    x, weight, bias, gate, scale, rstd, mean = saved
+    if not kind.need[0]:  # that of x
         dh = None
     # the kernel reads a scale in its place
     added = dh if scale is None else None
-    grads = gradients(launches, kind, (dy, *read, scale, added, rstd, mean))
+    operands = dy, x, weight, bias, gate, scale, added, rstd, mean
+    grads = gradients(launches, kind, operands)
     if dh is None or added is not None:
         return grads
     dx, *others = grads
