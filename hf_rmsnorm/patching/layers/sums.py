@@ -32,6 +32,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from ...fused.modulated import add_and_modulate
+from ...fused.subclass import is_of_library
 from ...fused.sums import add_and_norm, norm_of_sum
 from .calls import call, is_modulated
 from .modulation import Modulations
@@ -85,11 +86,14 @@ def fuse_sums(
 
 
 def _has_own_properties(nodes: list[ast.AST], cls: type) -> bool:
-    """Whether one of the nodes reads a property of a module of this class."""
+    """Whether one of the nodes reads a property of a module of this class; those of a
+    library, as diffusers' `config`, change nothing.
+    """
     for node in nodes:
         match node:
             case ast.Attribute(ast.Name("self"), name):
-                if isinstance(inspect.getattr_static(cls, name, None), property):
+                found = inspect.getattr_static(cls, name, None)
+                if isinstance(found, property) and not is_of_library(found.fget):
                     return True
     return False
 

@@ -29,7 +29,9 @@ def measure(folder, *numbers):
 )
 @pytest.mark.parametrize(("mebibytes", "shards"), [(256, 1), (1024, 1), (1024, 4)])
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, mebibytes, shards):
-    """One shard of 128 MB is in memory, also where the source is one large file."""
+    """One shard of 128 MB is in memory, also where the source is one large file; and for
+    as long as it is read, its largest tensor of 64 MB, in pages of the source.
+    """
     used = measure(tmp_path, mebibytes, shards)
     assert used["largest_shard"] <= 129_000_000
-    assert used["after"] - used["before"] <= 128 * MEBIBYTE + 160 * MEBIBYTE
+    assert used["after"] - used["before"] <= 128 * MEBIBYTE + 224 * MEBIBYTE

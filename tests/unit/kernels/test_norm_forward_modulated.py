@@ -7,7 +7,7 @@ import torch
 from judged import in_another_order, judge, leaves_of
 
 from hf_rmsnorm import NormSpec, count_launches, use_backend
-from hf_rmsnorm.operands import NormOperands, of_modulation
+from hf_rmsnorm.operands import ALONE, ONE_PLUS, NormOperands, of_modulation
 from hf_rmsnorm.ops.norm import modulated_norm
 from hf_rmsnorm.reference import reference_norm
 from tests.unit.kernels.test_norm_forward import BF16, FP32, random
@@ -60,7 +60,7 @@ def upstream(operands):
     return [random(*ROWS, dtype=operands.x.dtype, seed=7), dy]
 
 
-def by_operators(spec, operands, one_plus=True):
+def by_operators(spec, operands, modulation=ONE_PLUS):
     """What the model computes."""
     x, weight, bias, _, scale, shift, multiplier, residual = operands
     h = x
@@ -69,7 +69,7 @@ def by_operators(spec, operands, one_plus=True):
     if residual is not None:
         h = residual + h
     y = reference_norm(h, weight, bias, spec)
-    if one_plus:
+    if modulation == ONE_PLUS:
         scale = 1 + scale
     y = y * scale
     if shift is not None:
@@ -132,7 +132,7 @@ def test_a_scale_without_a_shift():
 
 def test_a_factor_that_is_multiplied_as_it_is():
     spec = SPECS["RMSNorm"]
-    fused, eager = check(spec, operands(spec, BF16), one_plus=False)
+    fused, eager = check(spec, operands(spec, BF16), modulation=ALONE)
     assert torch.equal(fused[0], eager[0])
 
 
