@@ -86,7 +86,7 @@ def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a checkpoint folder, by what a conversion does with them.
+    """The files of a checkpoint folder, sorted into those with weights and others.
 
     Args:
         shards: hold the tensors.

@@ -1,7 +1,7 @@
 """The steps of a conversion, which `proxy/discover.py` finds and `tensors.py` carries out.
 
-Their keys and blocks are those of the proxy's own checkpoint first, on which they are
-proven, and those of the source after `in_checkpoint`.
+First their keys and blocks are those of the proxy's own checkpoint. On that they are
+proven. Then `in_checkpoint` gives them those of the source.
 """
 
 from __future__ import annotations

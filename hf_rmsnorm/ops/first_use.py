@@ -321,16 +321,16 @@ def distances_of(
     largest = vector_norm(rows, torch.inf, dim=-1)
     rms = vector_norm(rows, dim=-1) * (12 / rows.shape[-1]) ** 0.5
     found = torch.stack((largest, rms)).view(2, 4, -1)
-    step = STEPS * step
-    found[:, :2].div_(step)
+    unit = STEPS * step
+    found[:, :2].div_(unit)
     found[1, 2] *= 1 + rows.shape[-1] ** -0.5  # of few elements it varies more
-    least = max(TINY / step, info.tiny)
+    least = max(TINY / unit, info.tiny)
     row_count = found.shape[-1:]
     if not isinstance(floor, Tensor):
-        return found, found.new_full(row_count, floor / step + least)
+        return found, found.new_full(row_count, floor / unit + least)
     if floor.dim():
         floor = floor.amax() if is_whole else floor.flatten()
-    return found, (floor / step + least).expand(row_count)
+    return found, (floor / unit + least).expand(row_count)
 
 
 def judged(distances: list[Tensor], floors: list[Tensor], is_back: bool) -> Tensor:
@@ -342,9 +342,10 @@ def judged(distances: list[Tensor], floors: list[Tensor], is_back: bool) -> Tens
     """
     error, their_error, size, ours = torch.cat(distances, -1).unbind(1)
     largest, rms = size
-    floor = torch.cat(floors)
+    # a wrong statistic of the forward may make it infinite, or NaN: it then excuses nothing
+    floor = torch.cat(floors).nan_to_num(0.0, 0.0)
     allowed = torch.stack((largest + floor, rms / 12**0.5 + floor))
-    is_finite = (their_error < torch.inf) & (floor < torch.inf)
+    is_finite = their_error < torch.inf
     lesser = their_error
     if not is_back:
         lesser = torch.minimum(error, their_error)

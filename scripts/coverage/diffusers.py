@@ -22,6 +22,7 @@ import torch
 import hf_rmsnorm
 from benchmarks.tables import markdown
 from hf_rmsnorm.cli.env import versions
+from hf_rmsnorm.verification.report import NOTHING_VERIFIED
 
 from . import launches
 from .models import cast, outputs, value_of
@@ -119,7 +120,7 @@ def verdict(entry: dict) -> str:
     words = "bit-equal"
     if entry["differing"]:
         words = f"{entry['differing']} of {entry['values']} values rounded otherwise"
-    if entry["verified"].startswith("NOTHING VERIFIED"):
+    if entry["verified"].startswith(NOTHING_VERIFIED):
         words += "; no kernel serves bfloat16"
     elif not entry["verified"].startswith("PASS"):
         words += f"; {entry['verified'].partition(':')[0]}"

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 import torch
-from computed import compute_norm
+from computed import compute_norm, run_kind
 from heads import fused_qk_norm
 
 from benchmarks.ptx import Fault, Kernel
@@ -157,27 +157,24 @@ def test_each_kind_breaks_some_kernel(driver):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", self_check.KINDS)
 def test_sound_kernels_are_kept_at_their_first_use(kind, dtype, driver):
-    def tensor(*shape):
-        return torch.randn(shape).to(dtype).requires_grad_()
-
-    forget_launches()
     with use_backend("triton"):
-        outputs = self_check.KINDS[kind](tensor)
-        outputs = [t for t in outputs if t is not None and t.requires_grad]
-        torch.autograd.backward(outputs, [torch.randn_like(t) for t in outputs])
+        run_kind(kind, dtype)
     assert first_use.compared[torch.device("cpu")] == 2, "forward and backward"
 
 
 def results_of(driver, name, text, monkeypatch):
     """The results of a first use where the kernel of a name has another text; None where
-    it is refused.
+    it is refused. What it is to write holds no results of a launch before it.
     """
     launch = driver.machine.launch
+    *_, written = launch_of(driver, name)
 
-    def launch_broken(kernel, *of_launch):
+    def launch_broken(kernel, grid, shared, arguments):
         if kernel.name == name:
             kernel = Kernel(text)
-        return launch(kernel, *of_launch)
+            for number in written:
+                arguments[number].fill_(torch.nan)
+        return launch(kernel, grid, shared, arguments)
 
     torch.manual_seed(0)
     forget_launches()

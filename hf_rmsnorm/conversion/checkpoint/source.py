@@ -45,23 +45,28 @@ class Checkpoint:
         """A copy of a tensor."""
         if name not in self.files:
             return self.tensors[name].detach().clone()
-        self.check_unchanged()
-        with safe_open(self.folder / self.files[name], "pt") as file:
+        where = self.files[name]
+        self._refuse_if_changed(where)
+        with safe_open(self.folder / where, "pt") as file:
             return file.get_tensor(name).clone()
 
     def check_unchanged(self) -> None:
         """Raise ConversionError if a file has changed since the folder was opened."""
-        for name, before in self.stamps.items():
-            path = self.folder / name
-            if not path.exists() or _stamp(path) != before:
-                raise ConversionError(
-                    f"{path}: changed while it was read: let nothing write to the "
-                    "source, and convert again"
-                )
+        for name in self.stamps:
+            self._refuse_if_changed(name)
+
+    def _refuse_if_changed(self, name: str) -> None:
+        path = self.folder / name
+        if not path.exists() or _stamp(path) != self.stamps[name]:
+            raise ConversionError(
+                f"{path}: changed while it was read: let nothing write to the source, "
+                "and convert again"
+            )
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    return path.stat().st_size, path.stat().st_mtime_ns
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def open_checkpoint(

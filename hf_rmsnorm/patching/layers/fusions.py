@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn import Module
 
-from ...fused.norm import norm_asked_to_fuse
+from ...fused.norm import norm_asked_to_fuse, patch_of
 from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HEAD_DIM
 from ..report import FusedLayer
@@ -139,7 +139,7 @@ def _norms_of(module: Module) -> FusibleNorms:
     with_modulation = set()
     with_rotation = set()
     for name, norm in module.named_children():
-        patch = norm_asked_to_fuse(norm)
+        patch = patch_of(norm)
         if patch is None or not patch.may_fuse:
             continue
         with_modulation.add(name)

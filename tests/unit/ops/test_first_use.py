@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from computed import compute_norm
+from computed import compute_norm, run_kind
 from parallel_runs import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -208,21 +208,6 @@ def test_a_spoiled_result_is_not_used_in_two_processes(monkeypatch, tmp_path):
     run_ranks(work, tmp_path, monkeypatch)
 
 
-def run_kind(kind, dtype):
-    """The results and gradients of a kind of kernel are computed."""
-    generator = torch.Generator().manual_seed(0)
-
-    def tensor(*shape):
-        t = torch.randn(shape, generator=generator)
-        return t.to(dtype).requires_grad_()
-
-    forget_launches()
-    outputs = self_check.KINDS[kind](tensor)
-    outputs = [t for t in outputs if t is not None and t.requires_grad]
-    gradients = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
-    torch.autograd.backward(outputs, gradients)
-
-
 def wrap_launches(monkeypatch, wrapped):
     """Have the results of each launch be ``wrapped(number of the launch, results)``."""
     numbers = itertools.count()
@@ -232,6 +217,21 @@ def wrap_launches(monkeypatch, wrapped):
             return tuple(wrapped(next(numbers), list(on(self, operands))))
 
         monkeypatch.setattr(kind, "on", on)
+
+
+@pytest.mark.differs
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("fault", ["2% off", "zeros", "NaN in one row"])
+@pytest.mark.parametrize("kind", [k for k in self_check.KINDS if "norm" in k.lower()])
+def test_a_backward_notices_a_wrong_statistic(kind, fault, dtype, monkeypatch):
+    def wrapped(of_launch, results):
+        if of_launch == 0:
+            results[2] = FAULTS[fault](results[2])  # rstd
+        return results
+
+    wrap_launches(monkeypatch, wrapped)
+    with use_backend("triton"), pytest.raises(RuntimeError, match="differs from the"):
+        run_kind(kind, dtype)
 
 
 @pytest.mark.differs
