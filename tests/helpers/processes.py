@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Commands in a process of their own."""
 
 import os
 import subprocess
@@ -7,14 +7,20 @@ import sys
 from places import PYTHONPATH, ROOT
 
 
-def python(*arguments, cwd=ROOT, **environment) -> str:
-    """What ``python *arguments`` prints; it must end well. Triton compiles there, unless
-    the environment asks for its interpreter.
+def ran(*command, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
+    """A finished command, with what it wrote as texts. Triton compiles there, unless the
+    environment asks for its interpreter.
     """
     inherited = {**os.environ, "PYTHONPATH": PYTHONPATH}
     inherited.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, *map(str, arguments)]
     options = {"cwd": cwd, "env": inherited | environment}
-    done = subprocess.run(command, **options, capture_output=True, text=True)
+    return subprocess.run(
+        list(map(str, command)), **options, capture_output=True, text=True
+    )
+
+
+def python(*arguments, **how) -> str:
+    """What ``python *arguments`` prints; it must end well."""
+    done = ran(sys.executable, *arguments, **how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from places import EXAMPLES, PYTHONPATH, ROOT
+from processes import ran
 
 RUN = [sys.executable, "-m", "hf_rmsnorm", "run"]
 BIN = Path(sys.executable).parent
@@ -21,24 +22,17 @@ ELSEWHERE = "scripts/programs.py installs and runs it"
 
 
 def environment(tmp_path):
-    return os.environ | {
+    return {
         "HF_HOME": str(tmp_path / "home"),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": PYTHONPATH,
         "TRITON_INTERPRET": "1",
     }
 
 
 def ended(words, tmp_path):
     """(stdout, stderr) of a command that has to end well."""
-    done = subprocess.run(
-        list(map(str, words)),
-        cwd=ROOT,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-    )
+    done = ran(*words, **environment(tmp_path))
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout, done.stderr
 
@@ -80,7 +74,7 @@ def served(command, tmp_path):
     server = subprocess.Popen(
         list(map(str, words)),
         cwd=ROOT,
-        env=environment(tmp_path),
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -3,17 +3,16 @@ exist, and the pages build.
 """
 
 import ast
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from functools import cache
 
 import pages
 import pytest
 from places import ROOT
+from processes import python
 from transformers import AutoModelForCausalLM
 
 import hf_rmsnorm
@@ -372,22 +371,11 @@ def test_every_page_is_in_the_menu():
 @pytest.mark.full
 def test_the_pages_build_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="the extra 'docs'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    folder = tmp_path / "site"
-    command += ["--site-dir", str(folder)]
-    environment = dict(os.environ)
-    environment["NO_MKDOCS_2_WARNING"] = "1"
-    environment["PYTHONPATH"] = str(ROOT)
-    environment["http_proxy"] = "http://127.0.0.1:9"
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr, done.stderr
-    texts = []
-    for path in folder.rglob("*.html"):
-        texts.append(path.read_text(encoding="utf-8"))
-    site = "".join(texts)
+    build = ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    offline = {"NO_MKDOCS_2_WARNING": "1", "http_proxy": "http://127.0.0.1:9"}
+    python(*build, **offline)
+    pages_made = tmp_path.rglob("*.html")
+    site = "".join(path.read_text(encoding="utf-8") for path in pages_made)
     assert 'id="patch_model"' in site
     # the pages load nothing from elsewhere
     assert not re.findall(r'(?:src|<link[^>]* href)="https?://', site)

@@ -1,13 +1,12 @@
 """Each fault that the executor of PTX must see, and what is allowed."""
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
-from places import PYTHONPATH, ROOT
+from places import ROOT
+from processes import ran
 
 from benchmarks.ptx import Fault, Unknown
 from benchmarks.ptx.driver import RUN_BY
@@ -353,17 +352,13 @@ def test_no_barrier_of_one_warp_among_several_is_known():
         launch(BARRIER_OF_A_WARP)
 
 
-def test_the_kernel_of_the_page_runs_and_is_refused_as_shown(tmp_path):
+def test_the_kernel_of_the_page_runs_and_is_refused_as_shown(tmp_path, monkeypatch):
     page = (ROOT / "benchmarks/ptx/README.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     *printed, fault = re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines()
     file = tmp_path / "shown.py"  # Triton reads the source of a kernel
     file.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    for name in ("TRITON_INTERPRET", RUN_BY):
-        environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, file], env=environment, capture_output=True, text=True
-    )
+    monkeypatch.delenv(RUN_BY, raising=False)
+    done = ran(sys.executable, file)
     assert done.stdout.splitlines() == printed
     assert done.stderr.splitlines()[-1] == fault

@@ -3,13 +3,12 @@ files.
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 
 import pytest
-from places import ROOT, SCRIPTS
+from places import SCRIPTS
+from processes import ran
 
 from benchmarks import gpu_check as gpu_check_module
 from benchmarks.__main__ import main
@@ -19,13 +18,7 @@ REHEARSED = ("tests", "kernels", "host", "qwen3", "train")
 
 
 def gpu_check(*arguments, command="gpu", **environment):
-    hidden = ("OUT", "TRITON_INTERPRET")
-    inherited = {k: v for k, v in os.environ.items() if k not in hidden}
-    environment = inherited | environment
-    run = [sys.executable, "-m", "benchmarks", command, *map(str, arguments)]
-    return subprocess.run(
-        run, capture_output=True, text=True, env=environment, cwd=ROOT
-    )
+    return ran(sys.executable, "-m", "benchmarks", command, *arguments, **environment)
 
 
 @pytest.fixture(scope="module")

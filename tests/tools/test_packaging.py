@@ -4,16 +4,15 @@ being interrupted.
 
 import ast
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from places import ROOT
+from processes import python, ran
 
 import hf_rmsnorm
 
@@ -38,10 +37,8 @@ def wheel(tmp_path_factory) -> Path:
         source / "hf_rmsnorm",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
-    command += ["--outdir", "dist"]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build = ["-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    python(*build, cwd=source, PYTHONPATH="")
     (path,) = (source / "dist").glob("*.whl")
     return path
 
@@ -98,11 +95,8 @@ def test_type_checkers_know_the_public_names_and_their_arguments(tmp_path):
         + "\n"
     )
     command = [sys.executable, "-m", "mypy", "--follow-imports=silent"]
-    command += ["--ignore-missing-imports", "--cache-dir", str(tmp_path), str(script)]
-    environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, env=environment
-    )
+    command += ["--ignore-missing-imports", "--cache-dir", tmp_path, script]
+    done = ran(*command, cwd=tmp_path, MYPYPATH=str(ROOT))
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
     expected = [(n, said) for n, said in enumerate(lines.values(), start=3) if said]
     assert len(errors) == len(expected), done.stdout + done.stderr
@@ -114,20 +108,17 @@ def test_type_checkers_know_the_public_names_and_their_arguments(tmp_path):
 def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     target, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    python(*pip, "--target", target, wheel)
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
         "import hf_rmsnorm; from hf_rmsnorm.cli.main import main\n"
         f"assert hf_rmsnorm.__file__.startswith({str(target)!r}), hf_rmsnorm.__file__\n"
         "sys.exit(main(['report', 'demo:qwen3', '--json']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=elsewhere, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    said = python("-c", code, cwd=elsewhere, PYTHONPATH="")
     # 4 layers of 2 norms and 2 q/k norms, and the last
-    assert len(json.loads(done.stdout)["swapped"]) == 17
+    assert len(json.loads(said)["swapped"]) == 17
 
 
 @pytest.fixture

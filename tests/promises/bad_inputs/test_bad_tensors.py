@@ -1,10 +1,8 @@
 """What the functions refuse, each with one line that names what, where and the cure."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from processes import python
 
 from hf_rmsnorm import layer_norm, rms_norm, use_backend
 
@@ -115,20 +113,11 @@ except RuntimeError as error:
     print(error)
 assert "triton" not in sys.modules
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        env={**__import__("os").environ, "TRITON_INTERPRET": interpret},
-    )
-    assert result.returncode == 0, result.stderr
-    assert "plain PyTorch (triton is not installed)" in result.stdout
-    assert "use_backend('triton'): triton is not installed" in result.stdout
+    said = python("-c", program, TRITON_INTERPRET=interpret)
+    assert "plain PyTorch (triton is not installed)" in said
+    assert "use_backend('triton'): triton is not installed" in said
 
 
 def test_importing_the_package_loads_neither_triton_nor_transformers():
     program = "import sys, hf_rmsnorm; print(sorted({'torch', 'triton', 'transformers'} & set(sys.modules)))"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True
-    )
-    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+    assert python("-c", program) == "[]\n"

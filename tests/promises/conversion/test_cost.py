@@ -1,13 +1,11 @@
 """The memory of a streamed conversion, measured in a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from places import HELPERS, PYTHONPATH
+from places import HELPERS
+from processes import python
 
 pytestmark = pytest.mark.full
 
@@ -15,12 +13,7 @@ MEBIBYTE = 1 << 20
 
 
 def measure(folder, *numbers):
-    script = str(HELPERS / "conversion_cost.py")
-    command = [sys.executable, script, str(folder), *map(str, numbers)]
-    env = os.environ | {"PYTHONPATH": PYTHONPATH}
-    run = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    return json.loads(python(HELPERS / "conversion_cost.py", folder, *numbers))
 
 
 @pytest.mark.skipif(

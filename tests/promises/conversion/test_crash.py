@@ -7,22 +7,17 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 
 import pytest
 from checkpoints import contents, tiny, write_checkpoint, write_plan
-from places import HELPERS, PYTHONPATH
+from places import HELPERS
+from processes import python
 
 from hf_rmsnorm.conversion import ConversionError
 
 
 def test_killed_at_every_boundary(tmp_path):
-    command = [sys.executable, str(HELPERS / "crash_runs.py"), str(tmp_path)]
-    env = os.environ | {"PYTHONPATH": PYTHONPATH}
-    run = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = json.loads(run.stdout)
+    report = json.loads(python(HELPERS / "crash_runs.py", tmp_path))
     assert not any(report.values()), report
 
 

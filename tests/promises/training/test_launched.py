@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pages
 import pytest
 import torch
-from places import ROOT
+from processes import ran
 
 from hf_rmsnorm.demo import demo_path
 
@@ -36,20 +35,14 @@ KINDS = {
 
 def run(command, *arguments, on_gpu=False) -> str:
     """The output of a command that ends well."""
-    environment = dict(os.environ)
-    environment["OMP_NUM_THREADS"] = "1"
-    environment["PYTHONPATH"] = str(ROOT)
     scripts = Path(sys.executable).parent
-    environment["PATH"] = f"{scripts}{os.pathsep}{environment['PATH']}"
-    for name in ("TRITON_INTERPRET", "RANK", "WORLD_SIZE"):
-        environment.pop(name, None)
-    words = [*command, *map(str, arguments)]
+    path = f"{scripts}{os.pathsep}{os.environ['PATH']}"
+    words = [*command, *arguments]
     if torch.accelerator.is_available() and not on_gpu:
         words.append("--cpu")
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(words, cwd=ROOT, env=environment, **streams)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    done = ran(*words, PATH=path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def losses(folder):

@@ -3,14 +3,12 @@ and marked so.
 """
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
+import recentre_run
 import tiny_models
 import torch
-from places import HELPERS, PYTHONPATH
+from parallel_runs import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_rmsnorm import (
@@ -208,14 +206,11 @@ def test_what_cannot_be_kept_centred_is_refused_in_one_line(small):
 
 
 @pytest.mark.full
-def test_two_processes_keep_what_one_does_under_ddp_and_fully_shard(small, tmp_path):
-    script = HELPERS / "recentre_run.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "store"), str(small), str(converted_olmo(tmp_path))],
-        capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_two_processes_keep_what_one_does_under_ddp_and_fully_shard(
+    small, tmp_path, monkeypatch
+):
+    folders = small, converted_olmo(tmp_path)
+    run_ranks(recentre_run.work, tmp_path, monkeypatch, *folders)
 
 
 def mark(model):
