@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import tiny_models
 import torch
+from fusion_models import layers_of
 from torch import nn
 from torch.func import functional_call, functionalize, grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -45,10 +46,6 @@ class Logits(nn.Module):
 
 def embeddings(model):
     return model.get_input_embeddings()(IDS).detach()
-
-
-def layers_of(model):
-    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 
 
 # Regimes: of a model what it computes, all gradients included.
@@ -229,8 +226,7 @@ CASES = [c for c in itertools.product(MODELS, REGIMES) if c not in IMPOSSIBLE]
 @pytest.mark.parametrize(("pieces", "regime"), CASES)
 def test_a_patched_model_is_the_unpatched_one(pieces, regime):
     family, options = MODELS[pieces]
-    size = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    plain = tiny_models.build(family, **{size: 2}, **DROPOUT)
+    plain = tiny_models.build(family, **DROPOUT)
     model = copy.deepcopy(plain)
     patch_model(model, strict=True, **options)
     expected = REGIMES[regime](plain)
