@@ -6,24 +6,9 @@ import pages
 import pytest
 import tiny_models
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.counting import Operators, saved_bytes
-from hf_rmsnorm import count_launches, patch_model, rms_norm, use_backend
-
-
-def test_inference_is_one_launch_and_one_allocation():
-    x = torch.randn(4, 128, dtype=torch.bfloat16)
-    weight = torch.rand(128, dtype=torch.bfloat16)
-    with torch.no_grad(), use_backend("triton"):
-        rms_norm(x, weight)
-        with Operators() as operators, count_launches() as launches:
-            rms_norm(x, weight)
-    assert launches == {"norm_forward": 1}
-    assert operators.counts == {"empty_like": 1}
-    with torch.no_grad(), Operators() as eager:
-        LlamaRMSNorm(128).to(torch.bfloat16)(x)
-    assert eager.counts.total() >= 7  # an operator for each step
+from hf_rmsnorm import count_launches, patch_model, use_backend
 
 
 def saved_by_a_layer(family, memory_efficient, tokens, **config):

@@ -84,20 +84,19 @@ def test_patched_training_has_the_logits_and_gradients_of_the_unpatched(
 
 @kinds
 def test_a_quantised_model_is_verified(kind):
-    model = load(kind)
     with use_backend("reference"):
-        report = verify_equivalence(model, inputs=ids, max_new_tokens=2, backward=True)
+        report = verify_equivalence(
+            load(kind), inputs=ids, max_new_tokens=2, backward=True
+        )
     assert report.passed
     assert report.quantised == {LINEARS[kind]: 35}
     assert 0 < report.noise_floor.reference_max < 1  # of logits up to 20
 
 
-@pytest.mark.parametrize(
-    "kind, how", [("nf4 twice", {}), ("nf4 twice", {"use_dora": True}), ("8-bit", {})]
-)
-def test_a_model_with_an_adapter_is_verified(kind, how):
+@pytest.mark.parametrize("kind, dora", [("nf4 twice", True), ("8-bit", False)])
+def test_a_model_with_an_adapter_is_verified(kind, dora):
     """DoRA reads the weight's codes outside of the quantised linear."""
-    model = prepared(kind, "patch last", **how)
+    model = prepared(kind, "patch last", use_dora=dora)
     with use_backend("reference"):
         report = verify_equivalence(model, inputs=ids, max_new_tokens=2)
     assert report.passed and report.noise_floor.reference_max < 1

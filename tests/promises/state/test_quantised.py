@@ -37,16 +37,18 @@ class Int8Linear(nn.Module):
         return nn.functional.linear(x.bfloat16(), weight).to(x.dtype)
 
 
-def quantised(family):
-    """A bfloat16 model with its linears replaced and its norms in float32."""
-    model = tiny_models.build(family, torch.bfloat16)
+def by_hand(model):
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             with torch.no_grad():
                 model.set_submodule(path, Int8Linear(module))
-    for _, norm in tiny_models.norms(model):
-        norm.float()
-    return model
+
+
+def by_torchao(model):
+    quantization = pytest.importorskip(
+        "torchao.quantization", reason="int8 weight-only comes with torchao"
+    )
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 
 
 def flow(model):
@@ -65,44 +67,36 @@ def flow(model):
     return output, seen
 
 
+QUANTISERS = [by_hand, pytest.param(by_torchao, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("quantise", QUANTISERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_output_and_dtypes_are_those_of_the_unpatched_model(family, fused_calls):
-    model = quantised(family)
+def test_output_and_dtypes_are_those_of_the_unpatched_model(
+    family, quantise, fused_calls
+):
+    """Of a bfloat16 model with quantised linears, and its norms in float32."""
+    model = tiny_models.build(family, torch.bfloat16)
+    quantise(model)
+    norms = tiny_models.norms(model)
+    for _, norm in norms:
+        norm.float()
     expected, dtypes = flow(model)
-    path, _ = tiny_models.norms(model)[0]
+    path, _ = norms[0]
     assert (path, torch.bfloat16, FAMILIES[family]) in dtypes
-    report = patch_model(model, strict=True)
+    patch_model(model, strict=True)
     with use_backend("reference"):
         logits, now = flow(model)
     assert now == dtypes
     assert torch.equal(logits, expected)
-    assert len(fused_calls) == len(report.swapped) == len(tiny_models.norms(model))
+    assert len(fused_calls) == len(norms)
     with use_backend("triton"), count_launches() as launches:
         _, now = flow(model)
     assert now == dtypes
-    assert launches["norm_forward"] == len(report.swapped)
+    assert launches["norm_forward"] == len(norms)
+    if quantise is by_torchao:
+        with use_backend("reference"):
+            report = verify_equivalence(model, inputs=ids, max_new_tokens=2)
+        assert report.passed and report.quantised == {"Linear": 15}
     unpatch_model(model)
     assert torch.equal(model(ids).logits, expected)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
-def test_torchao_int8_weight_only(family, fused_calls):
-    quantization = pytest.importorskip(
-        "torchao.quantization", reason="int8 weight-only comes with torchao"
-    )
-    plain, model = (tiny_models.build(family, torch.bfloat16) for _ in range(2))
-    patch_model(model, strict=True)
-    for m in (plain, model):
-        quantization.quantize_(m, quantization.Int8WeightOnlyConfig())
-        for _, norm in tiny_models.norms(m):
-            norm.float()
-    expected, dtypes = flow(plain)
-    with use_backend("reference"):
-        logits, now = flow(model)
-    assert torch.equal(logits, expected)
-    assert now == dtypes
-    assert len(fused_calls) == len(tiny_models.norms(model))
-    with use_backend("reference"):
-        report = verify_equivalence(model, inputs=ids, max_new_tokens=2)
-    assert report.passed and report.quantised == {"Linear": 15}
