@@ -14,7 +14,6 @@ from processes import python
 
 from benchmarks import (
     compact,
-    gpu_report,
     kernels,
     layer_table,
     models,
@@ -27,8 +26,6 @@ from benchmarks.__main__ import main
 from benchmarks.ptx.driver import NEEDED, reads_ptx
 from benchmarks.timing import Stopwatch
 from hf_rmsnorm.cli.common import CliError
-
-PNG = b"\x89PNG\r\n"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -127,45 +124,14 @@ def test_the_variants_of_a_model_take_turns_and_a_failing_peer_drops_out():
         assert "no such kernel" in shown and " to " in shown
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """Options of a training run that takes a second."""
+def test_training_runs_that_time_does_not_allow_are_named(monkeypatch):
     sizes = training.Sizes(layers=1, steps=3, batch=1, length=4)
     monkeypatch.setattr(training, "REHEARSED", sizes)
+    data = {}
     shapes = {"LLaMA": training.TRAINED["LLaMA"]}
-    return {"device": "cpu", "rehearsal": True, "shapes": shapes}
-
-
-def test_a_training_run_is_rehearsed_and_drawn(short, tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is an extra")
-    data = {}
-    assert training.run(data=data, **short) == []
-    entries = data["models"]["LLaMA"]
-    assert list(entries) == ["unpatched", "patch_model"]
-    for entry in entries.values():
-        assert len(entry["losses"]) == 3 and entry["losses"][0] > 1
-        assert 0 < entry["tokens_per_s_min"] <= entry["tokens_per_s"]
-    assert entries["patch_model"]["max_abs_dloss"] < 0.01
-    shown = "\n".join(tables.training(data))
-    assert "patch_model" in shown and "mean nothing" in shown
-    picture = tmp_path / "losses.png"
-    gpu_report.save_losses(data, None, picture)
-    assert picture.read_bytes().startswith(PNG)
-
-
-def test_training_runs_that_time_does_not_allow_are_named(short):
-    data = {}
-    training.run(data=data, left=lambda: 0, **short)
+    training.run("cpu", rehearsal=True, data=data, shapes=shapes, left=lambda: 0)
     assert list(data["models"]["LLaMA"]) == ["unpatched"]
     assert data["skipped"] == ["LLaMA: patch_model"]
-
-
-def test_training_has_the_same_data_in_every_run():
-    ids = training.token_ids("a b a\nb a", 5)
-    assert ids.tolist() == [4, 3, 4, 3, 4, 4, 4, 3, 4], "the last token is shared"
-    sizes = training.Sizes(steps=2, batch=2, length=4)
-    runs = [torch.stack(list(training.batches(ids, sizes))) for _ in range(2)]
-    assert runs[0].shape == (2, 2, 4) and torch.equal(*runs)
 
 
 def test_zeros_on_every_side_do_not_pass_the_gate():

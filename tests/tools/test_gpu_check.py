@@ -35,6 +35,8 @@ def test_every_section_passes(rehearsal):
     for name in REHEARSED:
         section = result["sections"][name]
         assert section["status"] == "passed" and not section["failures"], name
+    for entries in result["sections"]["train"]["data"]["models"].values():
+        assert entries["patch_model"]["max_abs_dloss"] < 0.01
     assert done.returncode == 0, done.stderr
     assert result["passed"] and result["dry_run"] and result["format"] == 2
     assert {"device", "driver", "commit", "platform"} <= result["environment"].keys()
@@ -54,7 +56,10 @@ def test_it_prints_tables_and_prints_them_again(rehearsal, tmp_path):
         assert word in done.stdout
     path = tmp_path / "saved.json"
     path.write_text(json.dumps(result))
-    assert gpu_check(path, command="gpu-report").stdout.strip() in done.stdout
+    picture = tmp_path / "losses.png"
+    report = gpu_check(path, "--plot", picture, command="gpu-report")
+    assert report.stdout.strip() in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 RESULTS = sorted((SCRIPTS / "results").glob("nvidia-*.json"))

@@ -18,20 +18,10 @@ for cell in DOCUMENT["cells"]:
 
 
 def test_it_is_valid_and_holds_no_results():
-    assert (DOCUMENT["nbformat"], DOCUMENT["metadata"]["kernelspec"]["name"]) == (
-        4,
-        "python3",
-    )
-    ids = [cell["id"] for cell in DOCUMENT["cells"]]
-    assert len(set(ids)) == len(ids)
     for cell in DOCUMENT["cells"]:
-        assert cell["metadata"] == {} and isinstance(cell["source"], list)
+        assert cell["metadata"] == {}
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [] and cell["execution_count"] is None
-
-
-@pytest.mark.full
-def test_its_format_is_that_of_the_schema():
     nbformat = pytest.importorskip(
         "nbformat", reason="comes with the notebook's requirements"
     )

@@ -58,49 +58,35 @@ def run(pytester):
     settings.load_profile(profile)
 
 
-def test_one_case_of_each_quick_test_runs_by_default(run, capsys):
-    assert run() == {"quick": "passed", "cases[0]": "passed"}
-    output = capsys.readouterr().out
-    assert (
-        "tier: quick (one case of each test that is not marked full; --all runs all)"
-        in output
-    )
-    assert "20 deselected" in output
+CASES = [f"cases[{number}]" for number in range(20)]
+TIERS = {
+    "": ["quick", "cases[0]"],
+    "--all": ["quick", *CASES, "full"],
+    "-m full": ["full"],
+    "-k full": [],
+    "tests/test_them.py": ["quick", *CASES, "full"],  # a file that is named
+}
 
 
-def test_all_runs_every_case_of_every_test(run):
-    cases = {f"cases[{number}]": "passed" for number in range(20)}
-    assert run("--all") == cases | {"quick": "passed", "full": "passed"}
-
-
-def test_markers_choose_by_themselves(run):
-    assert run("-m", "full") == {"full": "passed"}
+@pytest.mark.parametrize("arguments", TIERS)
+def test_each_tier_runs_its_tests(arguments, run):
+    assert run(*arguments.split()) == dict.fromkeys(TIERS[arguments], "passed")
 
 
 @pytest.mark.parametrize(
-    "arguments, hidden",
-    [
-        ([], True),
-        (["-m", "not gpu"], True),
-        (["-m", "gpu"], False),
-        (["-m", "full or gpu"], False),
-    ],
+    "mark, hidden",
+    [("", True), ("not gpu", True), ("gpu", False), ("full or gpu", False)],
 )
-def test_a_gpu_is_there_for_its_own_tests_alone(run, monkeypatch, arguments, hidden):
+def test_a_gpu_is_there_for_its_own_tests_alone(run, monkeypatch, mark, hidden):
     """Others launch kernels on CPU tensors, and so need the interpreter, whatever the
     machine has.
     """
     for name in ("TRITON_INTERPRET", *GPUS):
         monkeypatch.setenv(name, "0")  # as it is after this test
         monkeypatch.delenv(name)
-    run(*arguments)
+    run("-m", mark)
     assert os.environ.get("TRITON_INTERPRET") == ("1" if hidden else None)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == ("" if hidden else None)
-
-
-def test_a_file_that_is_named_runs_whole(run):
-    assert len(run("tests/test_them.py")) == 22
-    assert run("-k", "full") == {}
 
 
 def test_the_last_lines_count_the_outcomes_and_the_reasons(pytester, monkeypatch):
