@@ -1,5 +1,5 @@
 """Whole models on real hardware: tokens, training, compilation, caches and offloading.
-How to run: tests/gpu.py.
+How to run: tests/helpers/gpu.py.
 """
 
 import pytest

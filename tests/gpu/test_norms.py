@@ -1,7 +1,7 @@
 """What only real hardware can show of one norm: rounding, alignment, streams, graphs,
 compilation, 64-bit addresses.
 
-How to run these: tests/gpu.py.
+How to run these: tests/helpers/gpu.py.
 """
 
 import copy
@@ -23,11 +23,11 @@ from gpu import (
     run,
     run_fused,
 )
-from heads import fused_qk_norm
 from tolerance import assert_as_accurate, ulp
 
-from hf_rmsnorm import NormSpec, count_launches, patch_model, use_backend
-from hf_rmsnorm.reference import reference_norm
+from hf_rmsnorm import patch_model, use_backend
+from tests.unit.kernels.test_norm_forward import assert_equal, check
+from tests.unit.kernels.test_qk_forward import Attention, assert_strides, check_backward
 
 pytestmark = gpu_tests
 parametrize = pytest.mark.parametrize
@@ -52,34 +52,12 @@ if GPU:
 
 
 def judge(norm, x, dy):
-    """A patched copy against float64, allowed what the module itself gets wrong on the
-    same input.
+    """The kernels of its formula against float64, allowed what plain torch gets wrong on
+    the same input.
     """
-    fused, spec = fuse(norm)
-    leaves = []
-    for t in (x, *norm.parameters()):
-        double = t.detach().double()
-        leaves.append(double.requires_grad_())
-    operands = [*leaves, None, None]
-    y = reference_norm(*operands[:3], spec)
-    gradients = torch.autograd.grad(y, leaves, dy.double())
-    exact = [y.detach(), *gradients]
-    got = run_fused(fused, x, dy)
-    eager = run(norm, x, dy)
-    names = ("y", "dx", "dweight", "dbias")
-    assert_all_as_accurate(names, got, eager, exact)
-    assert got[0].stride() == eager[0].stride()
-
-
-def assert_equal(tensors, expected):
-    """Bit for bit, each of two lists of tensors."""
-    for a, b in zip(tensors, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def assert_all_as_accurate(names, got, eager, exact):
-    for what, *tensors in zip(names, got, eager, exact, strict=False):
-        assert_as_accurate(*tensors, what)
+    _, spec = fuse(norm)
+    parameters = dict(norm.named_parameters())
+    check(spec, x, parameters.get("weight"), parameters.get("bias"), dy)
 
 
 def rows_and_gradient(rows, size, dtype=BF16):
@@ -319,7 +297,6 @@ def test_fifty_shapes_compile_nothing_new(monkeypatch):
     assert not compiled
 
 
-LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
 HEADS = "projected", "packed", "contiguous"
 
 
@@ -334,15 +311,6 @@ def heads_of(layout, heads, length, head_dim, seed):
     return rows[:, :, :heads].transpose(1, 2)
 
 
-def norm_of_heads(backend, operands, tables, dys):
-    """Both outputs, and the gradients of q, k and their weights."""
-    leaves = [t.detach().requires_grad_() for t in operands]
-    with use_backend(backend):
-        outputs = fused_qk_norm(*leaves, LLAMA, *tables)
-        gradients = torch.autograd.grad(outputs, leaves, dys)
-    return [*outputs, *gradients]
-
-
 @parametrize("head_dim", HEAD_DIMS)
 @parametrize("layout", HEADS)
 def test_queries_and_keys_in_one_launch(layout, head_dim):
@@ -353,27 +321,17 @@ def test_queries_and_keys_in_one_launch(layout, head_dim):
         length = 1000
     q = heads_of(layout, heads, length, head_dim, 0)
     k = heads_of(layout, heads // 4, length, head_dim, 1)
-    q_weight = random(head_dim, seed=2)
-    k_weight = random(head_dim, seed=3)
-    operands = [q, k, q_weight, k_weight]
+    weights = [random(head_dim, seed=2), random(head_dim, seed=3)]
     half = random(2, length, head_dim // 2, dtype=FP32, seed=4)
     angles = half.repeat(1, 1, 2)
-    cos = angles.cos()
-    sin = angles.sin()
-    tables = [cos.to(BF16), sin.to(BF16)]
-    dq = random(*q.shape, seed=5)
-    dk = random(*k.shape, seed=6)
-    dys = [dq, dk]
-    with count_launches() as launches:
-        fused = norm_of_heads("triton", operands, tables, dys)
-    assert launches["qk_norm_forward"] == 1
-    assert launches["qk_norm_backward"] == 1
-    eager = norm_of_heads("reference", operands, tables, dys)
-    doubles = []
-    for tensors in (operands, tables, dys):
-        doubles.append([tensor.double() for tensor in tensors])
-    exact = norm_of_heads("reference", *doubles)
-    names = ("yq", "yk", "dq", "dk", "dwq", "dwk")
-    assert_all_as_accurate(names, fused, eager, exact)
-    for y, right in zip(fused[:2], eager[:2], strict=True):
-        assert y.stride() == right.stride()
+    tables = angles.cos().to(BF16), angles.sin().to(BF16)
+    made = Attention(q, k, weights, tables)
+    with use_backend("triton"):
+        fused = made.forward()
+    with use_backend("reference"):
+        eager = made.forward()
+        exact = made.doubled().forward()
+    assert_strides(fused, eager)
+    for y, of_eager, right in zip(fused, eager, exact, strict=True):
+        assert_as_accurate(y, of_eager, right)
+    check_backward(made, [random(*x.shape, seed=5) for x in (q, k)])
