@@ -2,7 +2,7 @@
 forward may be read so, and the model's own bits, gradients and errors everywhere.
 """
 
-import copy
+import functools
 
 import pytest
 import torch
@@ -234,10 +234,10 @@ def test_the_bits_are_the_models_and_what_can_be_one_launch_is(cls):
     assert operators.counts["mul"] == cls.products
 
 
-def step(model, call):
+def step(model, given, call=None):
     """The output, and the gradients of all operands and parameters."""
-    leaves = [tensor.requires_grad_() for tensor in operands()]
-    y = call(*(leaf * 1 for leaf in leaves))
+    leaves = [tensor.clone().requires_grad_() for tensor in given]
+    y = (call or model)(*(leaf * 1 for leaf in leaves))
     wanted = [*leaves, *model.parameters()]
     loss = (y * torch.linspace(-1, 1, SIZE)).sum()
     return [y.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True)]
@@ -246,15 +246,12 @@ def step(model, call):
 @pytest.mark.parametrize("cls", FORMS)
 def test_gradients_are_those_of_the_operators(cls):
     model = cls()
-    expected = step(model, model)
+    expected = step(model, operands())
     patch_model(model, strict=True)
-
-    def again(*leaves):
-        return checkpoint(model, *leaves, use_reentrant=False)
-
+    again = functools.partial(checkpoint, model, use_reentrant=False)
     with use_backend("triton"):
         for call in (model, again):
-            result = step(model, call)
+            result = step(model, operands(), call)
             torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -304,22 +301,13 @@ HEADS = [
 def test_heads_of_transformers_train_alike(family, name, dtype, close):
     path = f"transformers.models.{family}.modeling_{family}"
     module = pytest.importorskip(path, reason="an older Transformers")
-    plain = getattr(module, name)(Config()).to(dtype)
-    model = copy.deepcopy(plain)
-    x, condition = torch.randn(2, 2, 5, 64).to(dtype)
-
-    def train(head):
-        leaves = [x.clone().requires_grad_(), condition.clone().requires_grad_()]
-        y = head(*leaves)
-        loss = y.float().square().sum()
-        gradients = torch.autograd.grad(loss, [*leaves, *head.parameters()])
-        return y.detach(), gradients
-
-    y, expected = train(plain)
+    model = getattr(module, name)(Config()).to(dtype)
+    x_and_condition = torch.randn(2, 2, 5, SIZE).to(dtype)
+    expected = step(model, x_and_condition)
     patch_model(model)
     with use_backend("triton"), count_launches() as launches:
-        got, gradients = train(model)
+        results = step(model, x_and_condition)
     assert launches["norm_forward"] == launches["norm_backward"] == 1
-    assert dtype == torch.float32 or torch.equal(got, y)
-    for ours, theirs in zip((got, *gradients), (y, *expected), strict=True):
+    assert dtype == torch.float32 or torch.equal(results[0], expected[0])
+    for ours, theirs in zip(results, expected, strict=True):
         assert (ours - theirs).abs().max() <= close * theirs.abs().max()
