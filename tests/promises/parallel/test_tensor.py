@@ -100,10 +100,6 @@ def patched_and_planned(family):
     return model
 
 
-def instance_forwards(model):
-    return [vars(module).get("forward") for module in model.modules()]
-
-
 def tensor_parallel(rank, folder, family, order):
     count = NORMS_OF[family]
     single = tiny_models.build(family)
@@ -116,7 +112,6 @@ def tensor_parallel(rank, folder, family, order):
     plain = run(load())
     assert not plain.ran and plain.sent
     model = load() if order == "plan first" else patched_and_planned(family)
-    forwards = instance_forwards(model)
     for memory_efficient in (True, False):
         patch_model(model, strict=True, memory_efficient=memory_efficient)
         step = run(model)
@@ -125,9 +120,8 @@ def tensor_parallel(rank, folder, family, order):
     assert_as_accurate(step, plain, exact, family)
     pairs = (count - 5) // 2  # of q and k norms
     assert_fuses_in_training(model, pairs, plain, exact)
-    assert_generates(model, single, pairs)
+    assert_generates(model, single)
     assert unpatch_model(model) == count
-    assert instance_forwards(model) == forwards
     assert_is_plain(model, plain)
 
 
@@ -144,20 +138,15 @@ def assert_fuses_in_training(model, pairs, plain, exact):
     since the plan has hooked the gradients of their weights.
     """
     with counted(model) as ran:
-        logits = model(input_ids=batch()).logits
-        loss_of(logits).backward()
+        loss_of(model(input_ids=batch()).logits).backward()
     assert ran["qk_norm_forward"] == ran["qk_norm_backward"] == pairs
     assert ran["sums"] == 2
     assert_gradients_as_accurate(gradients(model), plain.gradients, exact[1])
     model.zero_grad()
 
 
-def assert_generates(model, single, pairs):
+def assert_generates(model, single):
     """The tokens of one process."""
-    with counted(model) as ran, torch.no_grad():
-        model(batch())
-    assert ran["sums"] == 2
-    assert ran["qk_norm_forward"] == pairs
     how = {"max_new_tokens": 4, "do_sample": False}
     with use_backend("reference"):
         tokens = model.generate(batch()[:2], **how)
