@@ -2,7 +2,6 @@
 exist, and the pages build.
 """
 
-import ast
 import re
 import runpy
 import shlex
@@ -154,19 +153,12 @@ def is_file(word):
 
 
 def has_these_tests(words):
-    for word in words:
-        file = word.partition("::")[0]
-        if file.startswith("tests/") and not (ROOT / file).exists():
-            return False
-    return True
+    files = [word.partition("::")[0] for word in words]
+    return all((ROOT / f).exists() for f in files if f.startswith("tests/"))
 
 
 def are_packages(words):
     return re.fullmatch(r"[\w.\[\] -]+", " ".join(words))
-
-
-def are_files(words):
-    return all(map(is_file, words))
 
 
 def match_files(words):
@@ -208,7 +200,7 @@ KINDS = {
     "python -m docs.draw_speeds": lambda words: words == [],
     "python -m pytest": has_these_tests,
     "pip install": are_packages,
-    "accelerate launch --config_file": lambda words: are_files(words[:2]),
+    "accelerate launch --config_file": lambda words: match_files(words[:2]),
     "mkdocs": lambda words: words == ["build", "--strict"],
     "sed -i": lambda words: match_files(words[1:]),
     "eval": lambda words: words == ["$(register-python-argcomplete hf-rmsnorm)"],
@@ -283,14 +275,10 @@ def test_links_lead_somewhere(page):
 
 def test_the_links_of_the_readme_are_absolute_from_the_one_address():
     """PyPI shows the README without the files beside it."""
-    ours = []
-    for target in pages.links("README.md"):
-        if local("README.md", target):
-            ours.append(target)
+    targets = pages.links("README.md")
+    ours = [target for target in targets if local("README.md", target)]
     assert ours
-    for target in ours:
-        assert target.startswith(ADDRESS)
-    for url in URLS.values():
+    for url in (*ours, *URLS.values()):
         assert url.startswith(ADDRESS)
 
 
@@ -300,10 +288,7 @@ def test_the_readme_is_short():
 
 
 PATHS = ("scripts/", "examples/", "tests/", "docs/", "benchmarks/", "hf_rmsnorm/")
-SOURCES = set()
-for folder in PATHS:
-    for path in (ROOT / folder).rglob("*.py"):
-        SOURCES.add(path.name)
+SOURCES = {path.name for folder in PATHS for path in (ROOT / folder).rglob("*.py")}
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
@@ -317,17 +302,9 @@ def test_the_files_that_are_named_exist(page):
 
 @cache
 def defined(path: str) -> set[str]:
-    """The functions, classes and constants of a file of the package."""
-    names = set()
+    """The functions, classes and constants of a file."""
     source = (ROOT / path).read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if hasattr(node, "name"):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    names.add(part.id)
-    return names
+    return set(re.findall(r"^(?:def |class )?(\w+)", source, re.MULTILINE))
 
 
 def test_what_the_page_on_the_code_names_is_in_its_file():
