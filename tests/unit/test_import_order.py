@@ -4,11 +4,11 @@ its module does.
 """
 
 import ast
-from dataclasses import dataclass
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from places import ROOT
@@ -24,28 +24,20 @@ LAYERS = PAGE.partition("## Layers")[2]
 LAYERS = LAYERS.split("```")[1].removeprefix("text\n")
 HEIGHT = {}
 for height, line in enumerate(LAYERS.splitlines()):
-    for name in line.split(", "):
-        HEIGHT[name] = height
+    HEIGHT |= dict.fromkeys(line.split(", "), height)
 HELPERS = ROOT / "tests" / "helpers"
 OPTIONAL = ("triton", "torch.distributed")  # not installed, or not built, everywhere
 MOST_LINES = 550
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-@dataclass(frozen=True)
-class Import:
+class Import(NamedTuple):
     """One name that a file imports, and the file of the layers that it leads to."""
 
     path: Path
     dotted: str
     in_function: bool
-
-    @property
-    def target(self) -> Path | None:
-        module = self.dotted
-        while module and module not in files():
-            module = module.rpartition(".")[0]
-        return files().get(module)
+    target: Path | None
 
     def __str__(self) -> str:
         return f"{self.path.relative_to(ROOT)} imports {self.dotted}"
@@ -71,38 +63,41 @@ def room(path: Path) -> str:
     return rest[0]
 
 
+def names_in(statement: ast.AST, package: str) -> list[str]:
+    """The dotted names that a statement imports."""
+    prefix = ""
+    if isinstance(statement, ast.ImportFrom):
+        relative = "." * statement.level + (statement.module or "")
+        prefix = resolve_name(relative, package) + "."
+    elif not isinstance(statement, ast.Import):
+        return []
+    return [prefix + alias.name for alias in statement.names]
+
+
+def file_of(dotted: str) -> Path | None:
+    while dotted and dotted not in files():
+        dotted = dotted.rpartition(".")[0]
+    return files().get(dotted)
+
+
 @cache
 def imports(path: Path) -> list[Import]:
     """All imports of a file, also those of other packages."""
-    tree = ast.parse(path.read_text())
-    folder = path.relative_to(ROOT).parent
-    package = ".".join(folder.parts)
+    package = ".".join(path.relative_to(ROOT).parent.parts)
     found = []
     inside = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, FUNCTIONS):
             inside.update(ast.walk(node))
-        prefix = ""
-        if isinstance(node, ast.ImportFrom):
-            relative = "." * node.level
-            if node.module:
-                relative += node.module
-            prefix = resolve_name(relative, package) + "."
-        elif not isinstance(node, ast.Import):
-            continue
-        for alias in node.names:
-            found.append(Import(path, prefix + alias.name, node in inside))
+        for dotted in names_in(node, package):
+            found.append(Import(path, dotted, node in inside, file_of(dotted)))
     return found
 
 
 def inner_imports() -> list[Import]:
     """Those that lead to a file of the layers."""
-    inner = []
-    for path in files().values():
-        for each in imports(path):
-            if each.target is not None:
-                inner.append(each)
-    return inner
+    found = [each for path in files().values() for each in imports(path)]
+    return [each for each in found if each.target is not None]
 
 
 @cache
@@ -154,29 +149,23 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(below).prepare()  # raises and names the circle
 
 
-# A file that puts a folder on the search path, and why no other way serves.
-INSERTS = {
-    "scripts/convert_layernorm_to_rmsnorm.py": "runs in a clone that is not installed",
-    "scripts/minilm.py": "measures an example, which finds its neighbour by its folder",
-}
+# Files that put a folder on the search path: one runs in a clone that is not installed,
+# the other measures an example, which finds its neighbour by its folder.
+INSERTS = {"scripts/convert_layernorm_to_rmsnorm.py", "scripts/minilm.py"}
 
 
 def test_no_folder_is_put_on_the_search_path():
     """So that no import leads where the tests above do not look."""
     found = set()
     for path in files().values():
-        if path.is_relative_to(PACKAGE):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path":
-                found.add(path.relative_to(ROOT).as_posix())
-    assert found == INSERTS.keys()
+        if not path.is_relative_to(PACKAGE) and "sys.path" in path.read_text():
+            found.add(path.relative_to(ROOT).as_posix())
+    assert found == INSERTS
 
 
 def test_no_file_is_too_long():
     for path in files().values():
-        lines = path.read_text().splitlines()
-        assert len(lines) <= MOST_LINES, path
+        assert len(path.read_text().splitlines()) <= MOST_LINES, path
 
 
 def test_a_unit_test_is_found_from_its_module():
@@ -207,10 +196,7 @@ def words_of(path: Path):
 def model_names():
     """Those of Transformers. Short ones ("opt", "sam") are letters of other words."""
     names = {name.replace("_", "") for name in CONFIG_MAPPING_NAMES}
-    long = set()
-    for name in names:
-        if len(name) >= 5:
-            long.add(name)
+    long = {name for name in names if len(name) >= 5}
     return long - {"align"} | {"gpt2", "phi3", "olmo"}
 
 
@@ -221,8 +207,5 @@ PARTS = "formula", "reference", "kernels", "ops", "fused", "patching"
 def test_no_model_is_named_in_the_code(part):
     models = model_names()
     for path in files().values():
-        if room(path) != part:
-            continue
-        for word in words_of(path):
-            named = [name for name in models if name in word]
-            assert not named, f"{path.name}: {word!r}"
+        for word in words_of(path) if room(path) == part else ():
+            assert not any(name in word for name in models), f"{path.name}: {word!r}"
