@@ -31,7 +31,7 @@ class Message:
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """Every message of the package."""
+    """Every message of the package, as far as the source shows it."""
     trees = {}
     for path in sorted((ROOT / "hf_rmsnorm").rglob("*.py")):
         trees[path] = ast.parse(path.read_text(encoding="utf-8"))
@@ -39,14 +39,26 @@ def messages() -> tuple[Message, ...]:
     found = []
     for path, tree in trees.items():
         name = path.relative_to(ROOT / "hf_rmsnorm").as_posix()
-        reader = _Reader(tree)
-        for function, call in reader.calls():
+        of_module = _assigned(tree.body)
+        for function, call in _calls(tree):
             kind = _name_of(call.func)
             if kind in kinds and call.args:
-                for text in reader.texts(call.args[0], function):
+                names = of_module | _assigned(ast.walk(function))
+                for text in _texts(call.args[0], names, depth=3):
                     words = " ".join(text.split())
                     found.append(Message(name, function.name, kind, words))
     return tuple(dict.fromkeys(found))
+
+
+def _calls(tree: ast.Module):
+    """(function, call) for each call; those of inner functions are their own."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    owners = {}  # inner functions come later
+    for function in functions:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call):
+                owners[node] = function
+    return [(function, call) for call, function in owners.items()]
 
 
 def _exceptions(trees) -> set[str]:
@@ -55,11 +67,8 @@ def _exceptions(trees) -> set[str]:
     for name, value in vars(builtins).items():
         if isinstance(value, type) and issubclass(value, Exception):
             names.add(name)
-    classes = []
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                classes.append(node)
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     for _ in range(3):  # subclasses of subclasses
         for node in classes:
             if names.intersection(map(_name_of, node.bases)):
@@ -69,33 +78,6 @@ def _exceptions(trees) -> set[str]:
 
 def _name_of(node: ast.expr) -> str:
     return getattr(node, "attr", getattr(node, "id", ""))
-
-
-class _Reader:
-    """Reads the texts of one file."""
-
-    def __init__(self, tree: ast.Module):
-        self._module = _assigned(tree.body)
-        self._functions = []
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                self._functions.append(node)
-
-    def calls(self):
-        """(function, call) for each call; those of inner functions are their own."""
-        seen = set()
-        for function in reversed(self._functions):  # inner ones come later
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call) and id(node) not in seen:
-                    seen.add(id(node))
-                    yield function, node
-
-    def texts(self, node: ast.expr, function: ast.FunctionDef) -> list[str]:
-        """What an expression can be, as far as the source shows it."""
-        names = dict(self._module)
-        for name, values in _assigned(ast.walk(function)).items():
-            names[name] = values
-        return _texts(node, names, depth=3)[:MOST]
 
 
 def _assigned(nodes) -> dict[str, list[ast.expr]]:
@@ -113,28 +95,23 @@ def _assigned(nodes) -> dict[str, list[ast.expr]]:
 
 
 def _texts(node: ast.expr, names: dict, depth: int) -> list[str]:
-    if isinstance(node, ast.Constant):
-        return [str(node.value)]
-    if isinstance(node, ast.FormattedValue):
-        return _texts(node.value, names, depth)
-    if isinstance(node, ast.IfExp):
-        return _texts(node.body, names, depth) + _texts(node.orelse, names, depth)
-    if isinstance(node, ast.Name) and node.id in names and depth:
-        others = {name: names[name] for name in names if name != node.id}
-        texts = []
-        for value in names[node.id]:
-            texts += _texts(value, others, depth - 1)
-        return texts
-    choices = [_texts(part, names, depth) for part in _parts(node)]
-    if not choices:
-        return [HOLE]
+    """What an expression can be."""
+    match node:
+        case ast.Constant():
+            return [str(node.value)]
+        case ast.FormattedValue():
+            return _texts(node.value, names, depth)
+        case ast.IfExp():
+            return _texts(node.body, names, depth) + _texts(node.orelse, names, depth)
+        case ast.Name() if node.id in names and depth:
+            others = {name: names[name] for name in names if name != node.id}
+            texts = [_texts(value, others, depth - 1) for value in names[node.id]]
+            return [*itertools.chain(*texts)][:MOST]
+        case ast.JoinedStr():
+            parts = node.values
+        case ast.BinOp(op=ast.Add()):
+            parts = [node.left, node.right]
+        case _:
+            return [HOLE]
+    choices = [_texts(part, names, depth) for part in parts]
     return ["".join(chosen) for chosen in itertools.product(*choices)][:MOST]
-
-
-def _parts(node: ast.expr) -> list[ast.expr]:
-    """What a text is made of; nothing where it is computed otherwise."""
-    if isinstance(node, ast.JoinedStr):
-        return node.values
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return [node.left, node.right]
-    return []

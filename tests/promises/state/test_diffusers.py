@@ -36,7 +36,6 @@ CACHES = {
         {"cache_interval": 2, "disable_cache_before_step": 1, "max_order": 1},
     ),
 }
-caches = pytest.mark.parametrize("name", CACHES)
 
 
 def build(name):
@@ -80,9 +79,23 @@ def launches_of(model, inputs, expected):
     return launches
 
 
-@pytest.mark.parametrize("first", ["patch", "cache"])
+def patch_and(model, other, first):
+    """Both, in an order; all is fused."""
+    if first == "other":
+        other()
+    report = patch_model(model)
+    if first == "patch":
+        other()
+    assert not report.skipped
+    assert not any(layer.reason for layer in report.layers)
+
+
+orders = pytest.mark.parametrize("first", ["patch", "other"])
+
+
+@orders
 @pytest.mark.parametrize("undone_first", ["patch", "cache"])
-@caches
+@pytest.mark.parametrize("name", CACHES)
 def test_a_cache_and_a_patch_in_any_order(name, first, undone_first):
     plain, inputs = build(CACHES[name][0])
     uncached = steps(plain, inputs, 1)
@@ -91,13 +104,7 @@ def test_a_cache_and_a_patch_in_any_order(name, first, undone_first):
     model, _ = build(CACHES[name][0])
     types = list(map(type, model.modules()))
 
-    if first == "cache":
-        model.enable_cache(config_of(name))
-    report = patch_model(model)
-    if first == "patch":
-        model.enable_cache(config_of(name))
-    assert not report.skipped
-    assert not any(layer.reason for layer in report.layers)
+    patch_and(model, lambda: model.enable_cache(config_of(name)), first)
     with count_launches(model) as launches:
         assert_equal(steps(model, inputs), expected)
     assert launches.pieces
@@ -147,7 +154,7 @@ OFFLOADS = {
 }
 
 
-@pytest.mark.parametrize("first", ["patch", "hooks"])
+@orders
 @pytest.mark.parametrize("kind", OFFLOADS)
 def test_group_offloading(kind, first):
     cpu = torch.device("cpu")
@@ -156,13 +163,7 @@ def test_group_offloading(kind, first):
     plain, inputs = build(FLUX)
     expected = steps(plain, inputs, 1)
     model, _ = build(FLUX)
-    if first == "hooks":
-        offload(model)
-    report = patch_model(model)
-    if first == "patch":
-        offload(model)
-    assert not report.skipped
-    assert not any(layer.reason for layer in report.layers)
+    patch_and(model, lambda: offload(model), first)
     assert launches_of(model, inputs, expected)
     unpatch_model(model)
     assert not launches_of(model, inputs, expected)
