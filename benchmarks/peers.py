@@ -18,7 +18,8 @@ from torch import nn
 from benchmarks.tolerance import assert_as_accurate
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.attention import norm_and_rotate, rotate_together, waiting
+from hf_rmsnorm.fused.attention import norm_and_rotate, rotate_together
+from hf_rmsnorm.fused.later import later
 from hf_rmsnorm.fused.sums import add_and_norm
 from hf_rmsnorm.patching.layers.rotary_code import may_be_rotary
 from hf_rmsnorm.reference import reference_norm
@@ -220,8 +221,10 @@ def _ours(kind: Kind, norms: list[nn.Module], tables: tuple) -> Implementation:
         return add_and_norm(residual, x, fused[0])
 
     def rotated(q, k):
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return norm_and_rotate(waiting(*fused), rotate, q, k, *tables)
+        q_norm, k_norm = fused
+        q = later(q_norm, q).transpose(1, 2)
+        k = later(k_norm, k).transpose(1, 2)
+        return norm_and_rotate(rotate, q, k, *tables)
 
     call = composed(kind, fused)
     if kind == "add + RMSNorm":

@@ -9,7 +9,6 @@ that has a hook is called at its own place, because the hook sees its input ther
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -17,86 +16,50 @@ from torch.nn import Module
 from ..formula import dtype_of
 from ..ops.limits import why_not_rotated
 from ..ops.qk import run_qk, run_rotary
-from .layer import operands_ahead
+from .later import Later, computed
 from .rotary import ONE, PAIR, RotaryCall, can_probe, rotary_of
 from .watch import QK, ROTARY, note, watchers
 
 UNPROVEN = "its function is not known to rotate such q and k: it was exchanged, or gets other arguments"
 
 
-class Waiting(NamedTuple):
-    """Norms that wait for the rotation, and what `operands_ahead` says of each."""
-
-    norms: tuple
-    ahead: tuple
-
-    def unfused(self, at: int, x: Tensor) -> Tensor:
-        """x through the own forward of the norm of q (0) or of k (1)."""
-        at = min(at, len(self.norms) - 1)
-        patch, *_ = self.ahead[at]
-        return patch.unfused(self.norms[at], x)
-
-
-def waiting(*norms) -> Waiting | None:
-    """The norms, if all may be computed where the forward rotates; None if one has to
-    be called at its own place, as `operands_ahead` says.
-    """
-    ahead = tuple(map(operands_ahead, norms))
-    if None not in ahead:
-        return Waiting(norms, ahead)
-    if watchers:
-        note(QK, norms, None, False)
-    return None
-
-
-def norm_now(norms: Waiting | None, norm, rows):
-    """``norm(rows)``; the rows, where the norms wait for the rotation."""
-    if norms is None:
-        return norm(rows)
-    return rows
-
-
-def norm_and_rotate(
-    norms: Waiting | None, rotate: Callable, q, k, cos, sin
-) -> tuple[Tensor, Tensor]:
-    """(q, k), normalised by two norms, and rotated as ``rotate(q, k, cos, sin)`` does.
+def norm_and_rotate(rotate: Callable, q, k, cos, sin) -> tuple[Tensor, Tensor]:
+    """``rotate(q, k, cos, sin)``, in one launch with the norms of q and k where both are
+    put off and that gives the same bits.
 
     Args:
-        norms: None where they were called, or where the forward did not come to them.
-        q, k: (batch, heads, tokens, head_dim).
+        q, k: (batch, heads, tokens, head_dim), each a tensor or a `Later`.
         cos, sin: (batch or 1, tokens, columns).
     """
-    if norms is None:
-        return rotate(q, k, cos, sin)
-    rotated = _launched_heads(norms, rotate, PAIR, q, k, cos, sin)
-    if watchers:
-        note(QK, norms.norms, q, rotated is not None)
-    if rotated is not None:
-        return rotated
-    return rotate(*norm_each(norms, q, k), cos, sin)
+    if type(q) is type(k) is Later:
+        rotated = _launched_heads(rotate, PAIR, q, k, cos, sin)
+        if watchers:
+            note(QK, (q.norm, k.norm), q.x, rotated is not None)
+        if rotated is not None:
+            return rotated
+    return rotate(*computed(q, k), cos, sin)
 
 
-def norm_and_rotate_one(norms: Waiting | None, rotate: Callable, x, cos, sin) -> Tensor:
-    """``rotate(norm(x), cos, sin, unsqueeze_dim=2)`` by the one norm, in one launch
-    where that gives the same bits.
+def norm_and_rotate_one(rotate: Callable, x, cos, sin) -> Tensor:
+    """``rotate(x, cos, sin, unsqueeze_dim=2)``, in one launch with the norm of x where
+    that is put off and gives the same bits.
 
     Args:
-        norms, cos, sin: as of `norm_and_rotate`.
-        x: (batch, tokens, heads, head_dim).
+        x: (batch, tokens, heads, head_dim), a tensor or a `Later`.
+        cos, sin: as of `norm_and_rotate`.
     """
-    if norms is None:
-        return rotate(x, cos, sin, unsqueeze_dim=2)
-    rotated = None
-    if type(x) is Tensor and x.dim() == 4:
-        q = x.transpose(1, 2)
-        no_heads = q.detach()[:, :0]
-        rotated = _launched_heads(norms, rotate, ONE, q, no_heads, cos, sin)
-    if watchers:
-        note(QK, norms.norms, x, rotated is not None)
-    if rotated is not None:
-        y, nothing = rotated
-        return y.transpose(1, 2)
-    (normed,) = norm_each(norms, x)
+    if type(x) is Later:
+        rotated = None
+        if type(x.x) is Tensor and x.x.dim() == 4:
+            q = Later(x.norm, x.x.transpose(1, 2), x.ahead)
+            no_heads = Later(x.norm, q.x.detach()[:, :0], x.ahead)
+            rotated = _launched_heads(rotate, ONE, q, no_heads, cos, sin)
+        if watchers:
+            note(QK, (x.norm,), x.x, rotated is not None)
+        if rotated is not None:
+            y, nothing = rotated
+            return y.transpose(1, 2)
+    (normed,) = computed(x)
     return rotate(normed, cos, sin, unsqueeze_dim=2)
 
 
@@ -133,32 +96,22 @@ def rotate_together(
     return made
 
 
-def norm_each(norms: Waiting | None, *heads: Tensor) -> list[Tensor]:
-    """Heads of q, or of q and k, each normalised by its own norm if that waits.
-
-    The forward may have transposed them since: no element moves by that.
-    """
-    if norms is None:
-        return [*heads]
-    return [norm(x) for norm, x in zip(norms.norms, heads, strict=True)]
-
-
 def _launched_heads(
-    norms: Waiting, rotate: Callable, called: RotaryCall, q, k, cos, sin
+    rotate: Callable, called: RotaryCall, q: Later, k: Later, cos, sin
 ) -> tuple | None:
     """(q, k), normalised and rotated; None where no single launch does that."""
-    patch, launches, q_weight, _ = norms.ahead[0]
-    k_patch, k_launches, k_weight, _ = norms.ahead[-1]
+    patch, launches, q_weight, _ = q.ahead
+    k_patch, k_launches, k_weight, _ = k.ahead
     spec = launches.spec
     if spec != k_launches.spec or spec.functional or spec.has_bias:
         return None
     if not (patch.is_plain and k_patch.is_plain):
         return None
-    normed_dtype = spec.output_dtype(q.dtype, dtype_of(q_weight))
-    rotary = rotary_of(rotate, called, q, normed_dtype, cos)
+    normed_dtype = spec.output_dtype(q.x.dtype, dtype_of(q_weight))
+    rotary = rotary_of(rotate, called, q.x, normed_dtype, cos)
     if rotary is None or rotary.transposed != called.one:
         return None
     if not rotary.way.turns_halves:
         return None
-    operands = q, k, q_weight, k_weight, cos, sin
-    return run_qk(launches, operands, rotary, norms.unfused)
+    operands = q.x, k.x, q_weight, k_weight, cos, sin
+    return run_qk(launches, operands, rotary, (q.unfused, k.unfused))

@@ -5,11 +5,9 @@ A forward calls these functions once it was compiled again from its own source, 
 `patching.layers.sums`. They call `ops.norm.modulated_norm`.
 """
 
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor, is_grad_enabled
-from torch.nn import Module
 
 from ..operands import ALONE, ONE_PLUS, of_modulation, present
 from ..ops.norm import modulated_norm, why_apart
@@ -22,39 +20,6 @@ class OnePlusScale(NamedTuple):
     """In the place of a scale: ``1 + scale``, which the forward has computed before."""
 
     value: Tensor
-
-
-# Code of a function that only scales a norm's result -> whether it shifts it too.
-HELPERS = {}
-
-
-def later(x, norm, helper):
-    """``norm(x)``, or an object that computes it with the scale and shift of a helper,
-    for that helper. A norm that has to be called is called once, and here.
-    """
-    shifts = HELPERS.get(getattr(helper, "__code__", None))
-    if shifts is None or operands_ahead(norm) is None:
-        return norm(x)
-    return _Later(x, norm, shifts)
-
-
-@dataclass(frozen=True)
-class _Later:
-    """A norm of x that is not computed yet; with a scale, once it was multiplied."""
-
-    x: Tensor
-    norm: Module
-    shifts: bool
-    scale: OnePlusScale | None = None
-
-    def __mul__(self, one_plus_scale):
-        scale = OnePlusScale(one_plus_scale)
-        if self.shifts:
-            return replace(self, scale=scale)
-        return modulated(self.x, self.norm, scale)
-
-    def __add__(self, shift):
-        return modulated(self.x, self.norm, self.scale, shift)
 
 
 def modulated(x, norm, scale, shift=None):

@@ -6,7 +6,6 @@ The forwards of patched attentions, in `fused.attention`, call `run_qk` and `run
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -41,7 +40,7 @@ def run_qk(
     launches: Launches,
     operands: Operands,
     rotary: Rotary,
-    norm: Callable | None = None,
+    norms: tuple[Callable, Callable] | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """The heads of q and k, normalised and rotated in one launch.
 
@@ -53,8 +52,8 @@ def run_qk(
     Args:
         operands: `HeadOperands`.
         rotary: how they are rotated; with norms halves, as `Rotation.turns_halves` says.
-        norm: the code that is replaced, ``norm(0, q)`` and ``norm(1, k)``; None where
-            that is the formula in plain torch.
+        norms: the code that is replaced, that of q and that of k; None where it is the
+            formula in plain torch.
 
     Returns:
         (q', k') in the dtypes and strides that the same operators in plain torch give,
@@ -62,7 +61,7 @@ def run_qk(
     """
     if not starts_kernels():
         return None
-    replaced = normed_and_rotated, launches.spec, operands, rotary, norm
+    replaced = normed_and_rotated, launches.spec, operands, rotary, norms
     if not (is_grad_enabled() and any_requires_grad(operands)):
         kind = HeadsForwardKind(rotary, False)
         made = by_kernel(launches, kind, operands, None, replaced)
@@ -75,14 +74,17 @@ def run_qk(
         return None
     of_q = any_requires_grad((q, q_weight))
     if of_q != any_requires_grad((k, k_weight)) and k.numel():
-        return _run_apart(launches, operands, rotary, norm)
+        return _run_apart(launches, operands, rotary, norms)
     function = _RotaryFunction if launches.spec is None else _QKFunction
     kind = HeadsForwardKind(rotary, True)
     return by_kernel(launches, kind, operands, function.apply, replaced)
 
 
 def _run_apart(
-    launches: Launches, operands: Operands, rotary: Rotary, norm: Callable | None
+    launches: Launches,
+    operands: Operands,
+    rotary: Rotary,
+    norms: tuple[Callable, Callable] | None,
 ) -> tuple[Tensor, Tensor] | None:
     """q and k in a launch each, as one of them is frozen: it must not ask for gradients."""
     if not serves_qk(launches.spec, operands, rotary.way):
@@ -92,17 +94,13 @@ def _run_apart(
     for at, (x, weight) in enumerate(((q, q_weight), (k, k_weight))):
         no_heads = x.detach()[:, :0]
         one = x, no_heads, weight, weight, cos, sin
-        alone = None if norm is None else partial(_of_one, norm, at)
+        alone = None if norms is None else (norms[at], norms[at])
         made = run_qk(launches, one, rotary, alone)
         if made is None:
             return None
         y, nothing = made
         results.append(y)
     return tuple(results)
-
-
-def _of_one(norm: Callable, at: int, _, x: Tensor) -> Tensor:
-    return norm(at, x)
 
 
 class _QKFunction(torch.autograd.Function):

@@ -93,17 +93,18 @@ def normed_and_rotated(
     spec: NormSpec | None,
     operands: Operands,
     rotary: Rotary,
-    norm: Callable | None = None,
+    norms: tuple[Callable, Callable] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The code that a forward replaces: norms, and then the model's function.
 
     Args:
-        norm: as of `qk.run_qk`.
+        norms: as of `qk.run_qk`.
     """
     q, k, q_weight, k_weight, cos, sin = operands
-    if norm is not None:
-        q = norm(0, q)
-        k = norm(1, k)
+    if norms is not None:
+        norm_q, norm_k = norms
+        q = norm_q(q)
+        k = norm_k(k)
     elif spec is not None:
         q = reference_norm(q, q_weight, None, spec)
         k = reference_norm(k, k_weight, None, spec)

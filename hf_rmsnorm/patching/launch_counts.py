@@ -34,8 +34,7 @@ class Piece:
     """One fused piece of a model, counted over all its calls.
 
     Attributes:
-        path: of the norm; of two norms in one kernel, or of a rotary embedding, the
-            module that has them.
+        path: of the norm; of q/k norms or a rotary embedding, the module that has them.
         what: ``"norm"``, ``"residual add + norm"``, ``"q/k norms + rotary embedding"``,
             ...
         launched: how often a kernel computed it.
@@ -90,7 +89,7 @@ class LaunchCount(Counter):
             return
         self._called.update(norms)
         path = self._parts[norms[0]]
-        if len(norms) > 1:
+        if what == watch.QK:
             path = path.rpartition(".")[0]
         piece = self._noted.setdefault((path, what), Piece(path, what))
         launched = sum(self[name] for name in self if name.endswith("_forward"))

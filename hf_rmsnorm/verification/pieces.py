@@ -7,12 +7,13 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..fused.attention import Waiting, waiting
+from ..fused.later import Later, later
 from ..fused.modulated import OnePlusScale
 from ..fused.norm import patch_of, recipe_of
 from ..ops import use_backend
@@ -37,20 +38,19 @@ class Piece(nn.Module):
         self.arguments = arguments
         norms = []
         for value in arguments.values():
-            norms += value.norms if isinstance(value, Waiting) else [value]
+            norms.append(value.norm if isinstance(value, Later) else value)
         self.norms = nn.ModuleList(filter(recipe_of, norms))
 
     def forward(self, **tensors):
         arguments = {}
         for name, value in self.arguments.items():
-            if isinstance(value, Waiting):
-                # with the weights of this call; unpatched norms are called one by one
-                value = waiting(*value.norms) or value
+            t = tensors.get(name, _tensor_of(value))
+            if isinstance(value, Later):
+                # with the weights of this call; an unpatched norm is called
+                t = later(value.norm, t)
             elif isinstance(value, OnePlusScale):
-                value = OnePlusScale(tensors.get(name, value.value))
-            else:
-                value = tensors.get(name, value)
-            arguments[name] = value
+                t = OnePlusScale(t)
+            arguments[name] = t
         signature = inspect.signature(self.function)
         bound = inspect.BoundArguments(signature, arguments)
         return self.function(*bound.args, **bound.kwargs)
@@ -139,10 +139,21 @@ def _without_graph(arguments: dict) -> dict[str, torch.Tensor]:
     """
     tensors = {}
     for name, value in arguments.items():
-        is_prepared = isinstance(value, OnePlusScale)
-        t = value.value if is_prepared else value
+        t = _tensor_of(value)
         if is_float(t) and t.requires_grad:
-            t = t.detach()
-            tensors[name] = t
-            arguments[name] = OnePlusScale(t) if is_prepared else t
+            tensors[name] = t = t.detach()
+            if isinstance(value, Later):
+                t = replace(value, x=t)
+            elif isinstance(value, OnePlusScale):
+                t = OnePlusScale(t)
+            arguments[name] = t
     return tensors
+
+
+def _tensor_of(value):
+    """The tensor in an argument that prepares one; the argument itself otherwise."""
+    if isinstance(value, Later):
+        return value.x
+    if isinstance(value, OnePlusScale):
+        return value.value
+    return value

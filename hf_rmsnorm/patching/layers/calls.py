@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable
 
-from ...fused import attention, modulated, sums
+from ...fused import attention, later, modulated, sums
 
 _PREFIX = "_hf_rmsnorm_"
 _CALLED = (
@@ -11,14 +11,13 @@ _CALLED = (
     sums.norm_of_sum,
     modulated.OnePlusScale,
     modulated.add_and_modulate,
-    modulated.later,
     modulated.modulated,
     attention.norm_and_rotate,
     attention.norm_and_rotate_one,
-    attention.norm_each,
-    attention.norm_now,
     attention.rotate_together,
-    attention.waiting,
+    later.later,
+    later.later_in,
+    later.computed,
 )
 FUNCTIONS = {_PREFIX + function.__name__: function for function in _CALLED}
 
@@ -48,7 +47,7 @@ def is_modulated(node: ast.AST | None, or_later: bool = False) -> bool:
     """
     functions = [modulated.modulated]
     if or_later:
-        functions.append(modulated.later)
+        functions.append(later.later_in)
     match node:
         case ast.Call(ast.Name(name)):
             return FUNCTIONS.get(name) in functions

@@ -1,17 +1,17 @@
 """Functions that only scale and shift a norm's result, as Qwen-Image's block calls one.
 
-    y, gate = self.scaled(self.norm(x), c)    ->    y, gate = self.scaled(later(x, self.norm, self.scaled), c)
+    y, gate = self.scaled(self.norm(x), c)    ->    y, gate = self.scaled(later_in(self.scaled, self.norm, x), c)
 
-`later` returns an object that computes the norm when the helper multiplies it.
+`later_in` returns an object that computes the norm when the helper adds the shift.
 """
 
 import ast
 import inspect
 from types import FunctionType
 
-from ...fused.modulated import HELPERS
+from ...fused.later import HELPERS
 from ..source import CannotRewrite, definition_of
-from .statements import is_product, is_sum, names_in, only_computes
+from .statements import names_in, only_computes
 
 
 def note_helper(node: ast.expr, cls: type, itself: str) -> bool:
@@ -41,19 +41,19 @@ def note_helper(node: ast.expr, cls: type, itself: str) -> bool:
     parameters = definition.args.args[skipped:]
     if not parameters or not isinstance(last, ast.Return) or last.value is None:
         return False
-    product = _only_product(definition, parameters[0].arg)
-    for part in [*body, last.value]:
-        if product is None or not only_computes(part):
-            return False
-    sums = filter(is_sum, ast.walk(definition))
-    HELPERS[function.__code__] = any(total.left is product for total in sums)
+    if not _is_only_scaled_and_shifted(parameters[0].arg, definition):
+        return False
+    if not all(map(only_computes, [*body, last.value])):
+        return False
+    HELPERS.add(function.__code__)
     return True
 
 
-def _only_product(definition: ast.FunctionDef, name: str) -> ast.AST | None:
-    """``name * factor``, if that is the only mention of a parameter."""
+def _is_only_scaled_and_shifted(name: str, definition: ast.FunctionDef) -> bool:
+    """Whether ``name * factor + shift`` is the only mention of a parameter."""
     mentions = [mention for mention in names_in(definition) if mention.id == name]
     for node in ast.walk(definition):
-        if is_product(node) and mentions == [node.left]:
-            return node
-    return None
+        match node:
+            case ast.BinOp(ast.BinOp(x, ast.Mult()), ast.Add()) if mentions == [x]:
+                return True
+    return False

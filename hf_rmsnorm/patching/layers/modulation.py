@@ -20,7 +20,8 @@ import copy
 import itertools
 from collections.abc import Set
 
-from ...fused.modulated import OnePlusScale, later, modulated
+from ...fused.later import later_in
+from ...fused.modulated import OnePlusScale, modulated
 from .calls import call, is_modulated
 from .helpers import note_helper
 from .statements import (
@@ -86,7 +87,7 @@ class Modulations(ast.NodeTransformer):
         computes = all(map(only_computes, others + node.keywords))
         if computes and note_helper(node.func, self.cls, self.itself):
             helper = copy.deepcopy(node.func)
-            node.args[0] = call(later, norm, norm.args[0], norm.func, helper)
+            node.args[0] = call(later_in, norm, helper, norm.func, norm.args[0])
         return node
 
     def _join_block(self, body: Statements, after: Statements) -> None:

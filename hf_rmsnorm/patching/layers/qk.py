@@ -8,10 +8,10 @@ and put in one launch with it.
 
 becomes
 
-    q = norm_now(norms := waiting(self.q_norm, self.k_norm), self.q_norm, rows).transpose(1, 2)
-    k = norm_now(norms, self.k_norm, others).transpose(1, 2)
+    q = later(self.q_norm, rows).transpose(1, 2)
+    k = later(self.k_norm, others).transpose(1, 2)
     v = self.v_proj(x)
-    q, k = norm_and_rotate(norms, apply_rotary_pos_emb, q, k, cos, sin)
+    q, k = norm_and_rotate(apply_rotary_pos_emb, q, k, cos, sin)
 
 and
 
@@ -20,8 +20,8 @@ and
 
 becomes
 
-    x = norm_now(norms := waiting(self.q_norm), self.q_norm, x)
-    x = norm_and_rotate_one(norms, rotate, x, cos, sin)
+    x = later(self.q_norm, x)
+    x = norm_and_rotate_one(rotate, x, cos, sin)
 
 Between a norm and the rotation a forward may transpose q and k, and may do what can
 neither read nor write them: compute, and call children on its own arguments. The
@@ -40,10 +40,8 @@ from ...fused.attention import (
     PAIR,
     norm_and_rotate,
     norm_and_rotate_one,
-    norm_each,
-    norm_now,
-    waiting,
 )
+from ...fused.later import computed, later
 from .calls import call
 from .rotary_code import may_be_rotary
 from .statements import (
@@ -56,8 +54,6 @@ from .statements import (
     only_computes,
     reads,
 )
-
-_NORMS = "_hf_rmsnorm_norms"
 
 
 def fuse_qk(
@@ -84,23 +80,17 @@ def fuse_qk(
         return []
     for rotation in rotations:
         _put_off(rotation)
-    children = [norm.call.func.attr for each in rotations for norm in each.norms]
+    children = [norm.func.attr for each in rotations for norm, _ in each.norms]
     if is_pair:
         return [f"{', '.join(children)}, {name}"]
     return [f"{child} with {name}" for child in children]
 
 
 class _Normed(NamedTuple):
-    """``name = self.norm(rows)``, transposed maybe.
+    """A norm's call, and its statement: ``name = self.norm(rows)``, transposed maybe."""
 
-    Args:
-        call: of the norm.
-        branches: those that it stands under, and the rotation does not.
-    """
-
-    statement: ast.Assign
     call: ast.Call
-    branches: list[ast.If]
+    statement: ast.Assign
 
 
 @dataclass
@@ -161,7 +151,10 @@ class _Search:
             rotation = _rotation(statement)
             if is_branch:
                 rotation = self._under(statement)
-            if rotation is not None and self._are_normed(rotation, body[:at]):
+            if rotation is not None:
+                named = rotation.names
+                rotation.norms = [self._normed(name, body[:at]) for name in named]
+            if rotation is not None and None not in rotation.norms:
                 yield rotation
             elif is_branch:
                 yield from self.rotations(statement.body)
@@ -179,14 +172,6 @@ class _Search:
         rotation.branch = branch
         return rotation
 
-    def _are_normed(self, rotation: _Rotation, before: Statements) -> bool:
-        """Whether the tensors of a rotation are normalised in one place; notes where."""
-        rotation.norms = [self._normed(name, before) for name in rotation.names]
-        if None in rotation.norms:
-            return False
-        first, *others = [normed.branches for normed in rotation.norms]
-        return all(other == first for other in others)
-
     def _normed(self, name: str, before: Statements) -> _Normed | None:
         """The statement that normalised a tensor, if only what may pass it stands
         behind.
@@ -196,14 +181,11 @@ class _Search:
                 case ast.Assign([ast.Name(target)], value) if target == name:
                     value = _untransposed(value)
                     if self._is_norm(value):
-                        return _Normed(statement, value, [])
+                        return _Normed(value, statement)
                     if not isinstance(value, ast.Name) or value.id != name:
                         return None
                 case ast.If(_, body, []) if reads(statement, {name}):
-                    normed = self._normed(name, body)
-                    if normed is not None:
-                        normed.branches.insert(0, statement)
-                    return normed
+                    return self._normed(name, body)
                 case _ if not self._may_pass(statement, [name]):
                     return None
         return None
@@ -241,30 +223,17 @@ def _given_to_children_alone(definition: ast.FunctionDef, itself: str) -> set[st
 
 def _put_off(rotation: _Rotation) -> None:
     """Let the norms of a rotation wait for it."""
-    norms = rotation.norms
-    # in the source
-    first = min(norms, key=lambda n: (n.statement.lineno, n.statement.col_offset))
-    names = [copy.deepcopy(normed.call.func) for normed in norms]
-    for normed in norms:
-        norm = normed.call
-        waiters = ast.Name(_NORMS, ast.Load())
-        if normed is first:
-            target = ast.Name(_NORMS, ast.Store())
-            waiters = ast.NamedExpr(target, call(waiting, norm, *names))
-        now = call(norm_now, norm, waiters, norm.func, *norm.args)
-        Replace(norm, now).visit(normed.statement)
-    for branch in first.branches:
-        target = ast.Name(_NORMS, ast.Store())
-        branch.orelse = [ast.Assign([target], ast.Constant(None))]
+    for norm, statement in rotation.norms:
+        waiting = call(later, norm, norm.func, *norm.args)
+        Replace(norm, waiting).visit(statement)
     statement = rotation.statement
     rotated = rotation.call
     if rotation.branch is not None:
         unrotated = copy.deepcopy(statement)
-        tensors = rotated.args[: len(norms)]
-        unrotated.value = call(norm_each, rotated, _NORMS, *tensors)
+        unrotated.value = call(computed, rotated, *rotation.names)
         rotation.branch.orelse = [unrotated]
-    rotate = norm_and_rotate if len(norms) == 2 else norm_and_rotate_one
-    statement.value = call(rotate, rotated, _NORMS, rotated.func, *rotated.args)
+    rotate = norm_and_rotate if len(rotation.names) == 2 else norm_and_rotate_one
+    statement.value = call(rotate, rotated, rotated.func, *rotated.args)
 
 
 def _untransposed(value: ast.expr) -> ast.expr:

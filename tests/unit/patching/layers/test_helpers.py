@@ -26,18 +26,21 @@ class Modulated(nn.Module):
         gate = condition + 1
         if mask is not None:
             scale = torch.where(mask, scale, gate)
-        return x * (1 + scale), gate
+        return x * (1 + scale) + gate, gate
 
     def twice(self, x, condition):
         return x * (1 + condition) + x
 
+    def unshifted(self, x, condition):
+        return x * (1 + condition)
+
     def written(self, x, condition):
         condition.mul_(2)
-        return x * (1 + condition)
+        return x * (1 + condition) + condition
 
     def written_by_a_function(self, x, condition):
         torch.clamp(condition, max=0.5, out=condition)
-        return x * (1 + condition)
+        return x * (1 + condition) + condition
 
 
 class ByAFunction(Modulated):
@@ -56,7 +59,7 @@ class ByAHelperThatDropsIt(Modulated):
     def dropped(self, x, condition):
         y = condition
         if condition is None:
-            y = x * (1 + condition)
+            y = x * (1 + condition) + condition
         return y
 
     def forward(self, x, scale):
@@ -86,6 +89,11 @@ class ReadTwice(Modulated):
         return self.twice(self.norm(x), scale[:, None])
 
 
+class Unshifted(Modulated):
+    def forward(self, x, scale):
+        return self.unshifted(self.norm(x), scale[:, None])
+
+
 class Written(Modulated):
     def forward(self, x, scale):
         copied = scale[:, None] * 1
@@ -99,7 +107,7 @@ class WrittenByAFunction(Modulated):
 
 
 SERVED = ByAFunction, ByAMethod
-OTHERS = ReadAgain, ReadTwice, Written, WrittenByAFunction
+OTHERS = ReadAgain, ReadTwice, Unshifted, Written, WrittenByAFunction
 
 
 def operands():

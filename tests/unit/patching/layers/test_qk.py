@@ -166,12 +166,12 @@ EACH = "q_norm with turn, k_norm with turn, each in one launch"
 FUSED = [
     (Attention, BOTH, 1),
     (Packed, BOTH, 1),
+    (NormalisesOneOnACondition, BOTH, 1),
     (Gemma4, EACH, 2),
 ]
 APART = [
     TurnsTheOtherWay,
     UsesQ,
-    NormalisesOneOnACondition,
     WritesByAChild,
     WritesInPlace,
 ]
@@ -220,6 +220,12 @@ def test_whatever_stands_between_leaves_them_apart(cls):
     check(model, 0, grad=cls not in WRITING)
     for words in fused(patch_model(model)):
         assert words not in (BOTH, EACH)  # the rotation alone may be one launch
+
+
+def test_a_norm_that_the_condition_skips():
+    model = NormalisesOneOnACondition()
+    model.normalises = False
+    check(model, 0)
 
 
 def test_keys_that_another_layer_has_made():
