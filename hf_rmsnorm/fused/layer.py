@@ -31,16 +31,16 @@ def operands_ahead(norm) -> tuple | None:
     if is_compiling():
         return None
     cls = type(norm)
-    patched = getattr(cls, "_hf_rmsnorm_patch", None)
-    if patched is None or cls.__call__ is not _CALL:
+    patch = getattr(cls, "_hf_rmsnorm_patch", None)
+    if patch is None or cls.__call__ is not _CALL:
         return None
-    if not patched.may_fuse or why_called(norm):
+    if not patch.may_fuse or why_called(norm):
         return None
-    held = patched.held_by(norm)
+    held = patch.held_by(norm)
     if held is None:
         return None
     launches, weight, bias = held
-    return patched, launches, weight, bias
+    return patch, launches, weight, bias
 
 
 def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
@@ -67,8 +67,8 @@ def guarded(forward: Callable, base: type, owner: list[type]) -> Callable:
 
 
 def _exchange_check(base: type) -> Callable[[], bool]:
-    """Returns a function that asks whether a class has another forward than now, or that forward other code, as
-    autoreload gives it.
+    """Returns a function that asks whether a class has another forward than now, or that
+    forward other code, as autoreload gives it.
     """
     original = base.forward
     inner = inspect.unwrap(original)

@@ -40,9 +40,9 @@ def modulated(x, norm, scale, shift=None):
 
 
 def add_and_modulate(
-    left, right, multiplier, norm, scale, shift=None, shared=False
+    residual, x, multiplier, norm, scale, shift=None, shared=False
 ) -> tuple:
-    """(``left + right * multiplier``, ``norm(that) * (1 + scale) + shift``), in one
+    """(``residual + x * multiplier``, ``norm(that) * (1 + scale) + shift``), in one
     launch where that gives the same bits.
 
     Args:
@@ -50,16 +50,16 @@ def add_and_modulate(
         shared: as of `sums.add_and_norm`.
     """
     if not (shared and is_grad_enabled()):
-        x, smaller = right, multiplier
-        if type(x) is type(smaller) is Tensor and _size(smaller) > _size(x):
-            x, smaller = smaller, x
-        both = _launched_modulation(MODULATED_SUM, norm, x, scale, shift, smaller, left)
+        operands = x, scale, shift, multiplier, residual
+        if type(x) is type(multiplier) is Tensor and _size(multiplier) > _size(x):
+            operands = multiplier, scale, shift, x, residual
+        both = _launched_modulation(MODULATED_SUM, norm, *operands)
         if both is not None:
             return both
     if multiplier is not None:
-        right = right * multiplier
-    total = left + right
-    return total, modulated(total, norm, scale, shift)
+        x = x * multiplier
+    h = residual + x
+    return h, modulated(h, norm, scale, shift)
 
 
 def _size(t: Tensor) -> tuple:
@@ -103,12 +103,12 @@ def _call_of(norm, x, scale, shift, multiplier, residual) -> tuple | None:
     ahead = operands_ahead(norm)
     if ahead is None:
         return None
-    patched, launches, weight, bias = ahead
-    recipe = patched.recipe
+    patch, launches, weight, bias = ahead
+    recipe = patch.recipe
     if not recipe.fits(x, weight, bias):
         return None
     if recipe.row_major and residual is None:
         # as the norm's result is, whatever the strides of x
         x = x.contiguous()
     operands = of_modulation(x, weight, bias, scale, shift, multiplier, residual)
-    return launches.spec, operands, patched
+    return launches.spec, operands, patch

@@ -6,16 +6,17 @@ A forward calls these functions once it was compiled again from its own source, 
 """
 
 from torch import Tensor, is_grad_enabled
+from torch.nn import Module
 
 from ..operands import of_sum
 from ..ops.norm import run_norm
-from ..ops.plain import one_by_one
 from .layer import operands_ahead
+from .norm import NormPatch
 from .watch import SUM, note, watchers
 
 
-def add_and_norm(left, right, norm, shared: bool = False):
-    """(``left + right``, ``norm(left + right)``).
+def add_and_norm(residual, x, norm, shared: bool = False):
+    """(``residual + x``, ``norm(residual + x)``).
 
     Args:
         shared: something else gets hold of the sum. Then they are computed one by one
@@ -23,39 +24,38 @@ def add_and_norm(left, right, norm, shared: bool = False):
             gradient without the part that comes through the norm.
     """
     apart = shared and is_grad_enabled()
-    both = None if apart else _launch_sum(left, right, norm)
+    both = None if apart else _launch_sum(residual, x, norm)
     if watchers:
-        is_fused = both is not None
-        note(SUM, (norm,), right, is_fused, _why_apart(left, right, apart))
+        note(SUM, (norm,), x, both is not None, _why_apart(residual, x, apart))
     if both is not None:
         return both
-    total = left + right
-    return total, norm(total)
+    h = residual + x
+    return h, norm(h)
 
 
-def norm_of_sum(norm, left, right):
-    """``norm(left + right)``: the norm is looked up before the summands are computed."""
-    return add_and_norm(left, right, norm)[1]
+def norm_of_sum(norm, residual, x):
+    """``norm(residual + x)``: the norm is looked up before the summands are computed."""
+    return add_and_norm(residual, x, norm)[1]
 
 
-def _why_apart(left, right, apart: bool) -> str:
+def _why_apart(residual, x, apart: bool) -> str:
     """Why a sum is not one launch with its norm, where that does not follow from the
     norm; "" if it does.
     """
     if apart:
         return "something else reads the sum, and gradients are on"
-    for summand in (left, right):
+    for summand in (residual, x):
         if type(summand) is not Tensor:
             return f"a summand of type {type(summand).__name__}"
-    if left.shape != right.shape:
-        shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
+    if residual.shape != x.shape:
+        shapes = f"{tuple(residual.shape)} and {tuple(x.shape)}"
         return f"the summands have the shapes {shapes}"
     return ""
 
 
-def _launch_sum(left, right, norm) -> tuple | None:
+def _launch_sum(residual, x, norm) -> tuple | None:
     """(sum, norm of it); None where these are to be computed one after the other."""
-    if type(left) is not Tensor or type(right) is not Tensor:
+    if type(residual) is not Tensor or type(x) is not Tensor:
         return None
     ahead = operands_ahead(norm)
     if ahead is None:
@@ -63,6 +63,11 @@ def _launch_sum(left, right, norm) -> tuple | None:
     patch, launches, weight, bias = ahead
     if not patch.is_plain:
         return None
-    operands = of_sum(left, right, weight, bias)
-    replaced = one_by_one, launches.modulation, operands, patch.unfused, norm
-    return run_norm(launches, operands, replaced)
+    operands = of_sum(residual, x, weight, bias)
+    return run_norm(launches, operands, (_unfused, residual, x, patch, norm))
+
+
+def _unfused(residual: Tensor, x: Tensor, patch: NormPatch, norm: Module) -> tuple:
+    """What the launch replaces."""
+    h = residual + x
+    return h, patch.unfused(norm, h)
