@@ -63,11 +63,8 @@ def norm_and_rotate_one(rotate: Callable, x, cos, sin) -> Tensor:
     return rotate(normed, cos, sin, unsqueeze_dim=2)
 
 
-def rotate_together(
-    module: Module, rotate: Callable, q, k, cos, sin, *more, **named
-) -> tuple:
-    """``rotate(q, k, cos, sin, *more, **named)``, in one launch where that gives the
-    same bits.
+def rotate_together(module: Module, rotate: Callable, q, k, cos, sin, **named) -> tuple:
+    """``rotate(q, k, cos, sin, **named)``, in one launch where that gives the same bits.
 
     Args:
         module: whose forward rotates them.
@@ -75,7 +72,7 @@ def rotate_together(
     rotary = made = None
     heads = q, k
     if type(q) is type(k) is type(cos) is type(sin) is Tensor:
-        called = False, more, tuple(named.items())  # a `RotaryCall` takes longer
+        called = False, tuple(named.items())  # a `RotaryCall` takes longer
         rotary = rotary_of(rotate, called, q, q.dtype, cos)
     if rotary is not None:
         if rotary.transposed and q.dim() == k.dim() == 4:
@@ -89,7 +86,7 @@ def rotate_together(
             reason = UNPROVEN
         note(ROTARY, (module,), q, made is not None, reason)
     if made is None:
-        return rotate(q, k, cos, sin, *more, **named)
+        return rotate(q, k, cos, sin, **named)
     if rotary.transposed:
         yq, yk = made
         return yq.transpose(1, 2), yk.transpose(1, 2)
@@ -103,9 +100,7 @@ def _launched_heads(
     patch, launches, q_weight, _ = q.ahead
     k_patch, k_launches, k_weight, _ = k.ahead
     spec = launches.spec
-    if spec != k_launches.spec or spec.functional or spec.has_bias:
-        return None
-    if not (patch.is_plain and k_patch.is_plain):
+    if spec != k_launches.spec or not (patch.is_plain and k_patch.is_plain):
         return None
     normed_dtype = spec.output_dtype(q.x.dtype, dtype_of(q_weight))
     rotary = rotary_of(rotate, called, q.x, normed_dtype, cos)

@@ -6,14 +6,13 @@ import functools
 from types import FunctionType, MethodType
 
 import torch
-from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook
+from accelerate.hooks import AlignDevicesHook
 from torch import is_grad_enabled
 from torch.nn import Module
 from torch.nn.modules.module import _has_any_global_hook
 
 # Modules and functions: Python 3.10 does not tell in which class a function stands.
 _ACCELERATE = "accelerate.hooks", "new_forward"
-_DIFFUSERS = "diffusers.hooks.hooks", "new_forward"
 _TENSOR_PARALLEL = "transformers.distributed.tensor_parallel", "tp_forward"
 # A variable of the one of these that sums the gradient of a norm's weight over the
 # ranks. With gradients its first call registers a hook of that gradient; else it does
@@ -61,9 +60,6 @@ def _wrapper(norm: Module, forward) -> str:
                 name = name_of(forward)
                 return f"{name}, which is to hook the gradient of its weight"
             forward = _variable(forward, "original_forward")
-        elif origin == _DIFFUSERS and "_diffusers_hook" in norm.__dict__:
-            hooks = norm._diffusers_hook.hooks.values()
-            return ", ".join(map(_class_name, hooks)) or name_of(forward)
         else:
             return name_of(forward)
     return ""
@@ -79,18 +75,12 @@ def _registers(wrapper: FunctionType, norm: Module) -> bool:
 
 
 def _acting(hook, norm: Module) -> str:
-    """The name of the part of accelerate's hook that changes a norm's input or output,
-    or loads its weight; "" if no part does.
+    """The name of accelerate's hook, and that it may change a norm's input or output, or
+    loads its weight; "" of one that only keeps the input where the weight is, as a model
+    over several GPUs has.
     """
-    kind = type(hook)
     name = _class_name(hook)
-    if kind is SequentialHook:
-        return next(filter(None, (_acting(part, norm) for part in hook.hooks)), "")
-    if hook.no_grad:
-        return f"{name}, which switches gradients off"
-    if kind is ModelHook:
-        return ""
-    if kind is not AlignDevicesHook:
+    if type(hook) is not AlignDevicesHook:
         return name
     if hook.offload:
         return f"{name}, which loads its weight for each call"

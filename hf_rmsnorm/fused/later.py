@@ -18,7 +18,7 @@ from .modulated import OnePlusScale, modulated
 from .watch import MODULATION, QK, note, watchers
 
 # The functions that only scale and shift a norm's result, as
-# `patching.layers.helpers` has read.
+# `patching.layers.modulation` has read.
 HELPERS: set[CodeType] = set()
 
 

@@ -1,10 +1,6 @@
-"""The forward that a patched norm runs, and the class that carries it.
+"""The forward that a patched norm runs.
 
-A fused class is a subclass of the module's current class that overrides `forward`. So
-parameters, buffers, hooks, `isinstance`, `extra_repr` and saved bytes do not change.
-`repr` shows that the module is patched.
-
-A call of a patched norm comes here first, to the forward of `_forward_of`. Next it goes to
+A call of a patched norm comes here first, to the forward of `forward_of`. Next it goes to
 `ops.norm.run_norm`, and then perhaps to `NormPatch.run_unfused`. A fused layer does not
 call its norm: `sums`, `modulated` and `attention` read it by `NormPatch.held_by`.
 """
@@ -15,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -23,51 +19,21 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from ..formula import NormSpec, OptionalTensor
-from ..operands import Operands, of_norm
+from ..operands import of_norm
 from ..ops.backend import autocast_anywhere, compiles_original, left_alone
 from ..ops.launches import Launches
 from ..ops.norm import run_by_operator_or_formula, run_norm, run_reference
 from ..reference import in_groups
-from .recipe import NOTHING, Asked, Recipe, parameters_of
-from .subclass import derive, marked
+from .recipe import Asked, Recipe, parameters_of
 from .watch import NORM, note, watchers
 
 # The current state of a module: its launches, weight and bias.
 Held = tuple[Launches, OptionalTensor, OptionalTensor]
 
 
-def fused_class(base: type, proven: Recipe, asked: Asked = NOTHING) -> type:
-    """A subclass of base, with base's name and module, whose forward is the fused norm.
+def forward_of(patch: NormPatch) -> Callable:
+    """The forward of a class that this patch is for."""
 
-    A call that the kernels do not serve runs ``base.forward``: another device or dtype,
-    an argument besides the input and a gate, or a weight that is absent, on meta or of
-    another shape. Where that forward computes something else than is asked, plain torch
-    computes the formula. The same arguments give the same class again.
-
-    Args:
-        base: the current class of the module, an `nn.Module` subclass.
-        proven: the formula it was recognised to compute.
-        asked: the patch's options for it.
-
-    Raises:
-        TypeError: base cannot be subclassed.
-    """
-    forward = base.forward
-    code = getattr(forward, "__code__", None)
-    return _made(base, forward, code, proven, asked)
-
-
-@cache
-def _made(base: type, forward: Callable, code, proven: Recipe, asked: Asked) -> type:
-    def __repr__(self):
-        return f"{base.__repr__(self)} [hf_rmsnorm]"
-
-    patch = NormPatch(base, forward, code, proven, asked)
-    marks = {"_hf_rmsnorm_base": base, "_hf_rmsnorm_patch": patch, "__repr__": __repr__}
-    return derive(base, _forward_of(patch), marks, fused_class, proven, asked)
-
-
-def _forward_of(patch: NormPatch):
     def forward(self, *args, **kwargs):
         is_compiled = is_compiling()
         if is_compiled and compiles_original():
@@ -125,12 +91,19 @@ def read(
 def call_of(patch: NormPatch, held: Held, x: Tensor, gate) -> tuple | None:
     """`read` of an input and a gate, for a module that holds this."""
     launches, weight, bias = held
-    spec = patch.formula_of(launches.spec, gate)
-    if spec is None:
+    recipe = patch.recipe
+    spec = launches.spec
+    if gate is not None and not isinstance(gate, Tensor):
         return None
-    if patch.group_size is not None and not patch.recipe.fits(x, weight, bias, gate):
-        return None
-    return patch.launches_for(spec), patch.operands_of(x, weight, bias, gate)
+    if recipe.gate is not None and gate is None:
+        if not recipe.gate_optional:
+            return None
+        spec = replace(spec, gate=None)
+    if patch.group_size is not None:
+        if not recipe.fits(x, weight, bias, gate):
+            return None
+        x, weight, bias, gate = in_groups(patch.group_size, x, weight, bias, gate)
+    return patch.launches_for(spec), of_norm(x, weight, bias, gate)
 
 
 def _inputs(patch: NormPatch, args: tuple[Any, ...], kwargs: dict) -> tuple:
@@ -190,12 +163,6 @@ class NormPatch:
             return self.launches
         return _launches_of_another_formula(self, spec)
 
-    def operands_of(self, x: Tensor, weight, bias, gate=None) -> Operands:
-        """`NormOperands`, in rows that are normalised one by one."""
-        if self.group_size is not None:
-            x, weight, bias, gate = in_groups(self.group_size, x, weight, bias, gate)
-        return of_norm(x, weight, bias, gate)
-
     def paths_of(self, weight: int) -> list[str]:
         """The path of the module whose weight has this id; those of all modules if none
         has it. Copies of a module have none.
@@ -245,14 +212,6 @@ class NormPatch:
             launches = self.launches_for(spec)
         weight, bias = parameters
         return launches, weight, bias
-
-    def formula_of(self, spec: NormSpec, gate) -> NormSpec | None:
-        """The formula of a call; None if the module's own forward has to serve it."""
-        if gate is not None and not isinstance(gate, Tensor):
-            return None
-        if self.recipe.gate is not None and gate is None:
-            return replace(spec, gate=None) if self.recipe.gate_optional else None
-        return spec
 
     def returned(self, y: Tensor) -> Tensor:
         """Rows that were computed, as the module returns them."""
@@ -314,13 +273,6 @@ def _by_reference(
         )
     launches, operands = call
     return patch.returned(run_reference(launches.spec, operands))
-
-
-def fused_part(cls: type) -> type | None:
-    """The class in cls's ancestry that `fused_class` made, or None; it differs from cls
-    where others subclassed it.
-    """
-    return marked(cls, "_hf_rmsnorm_patch")
 
 
 def patch_of(module: Module) -> NormPatch | None:

@@ -113,18 +113,12 @@ class Recipe:
             return False
         if self.hidden_size is not None and x.shape[-1:] != (self.hidden_size,):
             return False
-        parameters = present(weight, bias)
-        dtypes = {p.dtype for p in parameters}
+        dtypes = {parameter.dtype for parameter in present(weight, bias)}
         if len(dtypes) > 1:
             return False
-        if not self.spec.functional:
-            return True
-        # Another shape and some mixtures of dtypes torch's own operators refuse: leave
-        # those to torch, unless autocast resolves them. Chameleon multiplies behind them.
-        is_given = self.spec.rounding == "once"
-        if is_given and any(p.dim() != 1 for p in parameters):
-            return False
-        if dtypes <= {x.dtype}:
+        # Some mixtures torch's own operators refuse: left to torch, unless autocast
+        # resolves them.
+        if not self.spec.functional or dtypes <= {x.dtype}:
             return True
         return autocasts_functional(self.spec, x.device.type)
 

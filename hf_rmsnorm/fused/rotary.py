@@ -46,11 +46,10 @@ class RotaryCall(NamedTuple):
 
     Args:
         one: with one tensor instead of q and k, in front of cos and sin.
-        more, named: the constants behind them, by position and by name.
+        named: the constants behind them, by name.
     """
 
     one: bool = False
-    more: tuple = ()
     named: tuple[tuple, ...] = ()
 
 
@@ -143,7 +142,7 @@ def _probe(rotate: FunctionType, case: RotaryCase) -> Rotary | None:
     operands = _random_operands(case)
     called = case.called
     # called with nothing else, q and k of this order have three dimensions
-    orders = (False, True) if called.more or called.named else (False,)
+    orders = (False, True) if called.named else (False,)
     for transposed in orders:
         function = partial(_on_heads, rotate, called, transposed)
         try:
@@ -198,11 +197,10 @@ def _on_heads(
 
 
 def _call(rotate: Callable, called: RotaryCall, heads, cos, sin) -> Iterable[Tensor]:
-    behind = cos, sin, *called.more
     named = dict(called.named)
     if called.one:
-        return [rotate(x, *behind, **named) for x in heads]
-    return rotate(*heads, *behind, **named)
+        return [rotate(x, cos, sin, **named) for x in heads]
+    return rotate(*heads, cos, sin, **named)
 
 
 def _by_formula(way: Rotation, q, k, cos, sin) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from ..fused.norm import recipe_of
 from .layers.fusions import fuse_layers
-from .plan import Entry, Globs, Options, carry_out, make_plan
+from .plan import Entry, Globs, carry_out, make_plan
 from .report import PatchReport, report_on
 from .swap import restore, take_fusions_off, unfuse, unswap_norm, why_not_run
 
@@ -78,7 +78,7 @@ def patch_model(
         >>> hf_rmsnorm.patch_model(model).swapped[0].text
         'LayerNorm(eps=1e-05, one rounding, bias)'
     """
-    options = Options(fuse_residual, memory_efficient)
+    options = {"fuse_residual": fuse_residual, "memory_efficient": memory_efficient}
     report, _ = _patch(model, include, exclude, strict, options)
     return report
 
@@ -129,15 +129,16 @@ def patched(
     include: Globs = None,
     exclude: Globs = None,
     strict: bool = False,
-    **options: bool | None,
+    fuse_residual: bool | None = None,
+    memory_efficient: bool | None = None,
 ) -> Iterator[PatchReport]:
     """`patch_model` for the length of a ``with``, which gives the report. The end, or
     an exception, undoes it.
 
     Args and errors: those of `patch_model`.
     """
-    chosen = Options(**options)
-    report, before = _patch(model, include, exclude, strict, chosen, stacklevel=4)
+    options = {"fuse_residual": fuse_residual, "memory_efficient": memory_efficient}
+    report, before = _patch(model, include, exclude, strict, options, stacklevel=4)
     try:
         yield report
     finally:
@@ -146,13 +147,14 @@ def patched(
 
 
 def _patch(
-    model, include, exclude, strict, options: Options, stacklevel: int = 3
+    model, include, exclude, strict, options: dict, stacklevel: int = 3
 ) -> tuple[PatchReport, list[tuple]]:
     """(the report, what `restore` undoes it by)."""
     check_module("patch_model", model)
-    check_options(strict=strict, **vars(options))
+    check_options(strict=strict, **options)
+    named = {name: flag for name, flag in options.items() if flag is not None}
     with _changing, contextlib.ExitStack() as stack:
-        entries = make_plan(model, include, exclude, options)
+        entries = make_plan(model, include, exclude, named)
         before = take_fusions_off(model.modules())
         stack.callback(restore, before)
         for entry in entries:

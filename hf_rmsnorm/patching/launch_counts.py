@@ -21,9 +21,8 @@ from ..ops.first_use import compared, summary
 from ..ops.limits import why_not
 from ..paths import fitted
 from .api import check_module
-from .layers.layer_class import layer_part
 from .report import alike, calls_not_fused, group_lines
-from .swap import why_not_run
+from .swap import layer_part, why_not_run
 
 NOT_CALLED = "not called from Python: not part of this forward, or inside torch.compile or a CUDA graph"
 UNKNOWN = "these inputs are computed one operator after the other"
@@ -60,8 +59,8 @@ class LaunchCount(Counter):
     def __init__(self, counts=()):
         super().__init__(counts)
         self._parts: dict[Module, str] = {}  # what `_parts_of` finds in the model
+        self._uncalled: dict[Module, str] = {}  # those of them that were not called
         self._noted: dict[tuple[str, str], Piece] = {}
-        self._called: set[Module] = set()
         self._launched_before = 0
 
     @property
@@ -70,12 +69,11 @@ class LaunchCount(Counter):
         were called, in the order of their calls; then those that were not.
         """
         uncalled = []
-        for part, path in self._parts.items():
-            if part not in self._called:
-                what, reason = watch.NORM, NOT_CALLED
-                if recipe_of(part) is None:
-                    what, reason = watch.ROTARY, _cpu_refusal(part) or NOT_CALLED
-                uncalled.append(Piece(path, what, reason=reason))
+        for part, path in self._uncalled.items():
+            what, reason = watch.NORM, NOT_CALLED
+            if recipe_of(part) is None:
+                what, reason = watch.ROTARY, _cpu_refusal(part) or NOT_CALLED
+            uncalled.append(Piece(path, what, reason=reason))
         return (*self._noted.values(), *uncalled)
 
     def note(
@@ -87,7 +85,8 @@ class LaunchCount(Counter):
         norms = [norm for norm in norms if norm in self._parts]
         if not norms:  # of another model
             return
-        self._called.update(norms)
+        for norm in norms:
+            self._uncalled.pop(norm, None)
         path = self._parts[norms[0]]
         if what == watch.QK:
             path = path.rpartition(".")[0]
@@ -155,6 +154,7 @@ def count_launches(model: Module | None = None) -> Iterator[LaunchCount]:
     with counting_into(launches), ExitStack() as stack:
         if model is not None:
             launches._parts = _parts_of(model)
+            launches._uncalled = dict(launches._parts)
             watch.watchers.append(launches.note)
             stack.callback(watch.watchers.remove, launches.note)
         yield launches
@@ -207,21 +207,21 @@ def _why_not_served(norm: Module, x: Tensor) -> str:
     """Why the kernels do not serve a norm of x; "" if they do, or its recipe does not."""
     patch = patch_of(norm)
     held = patch.held_by(norm)
-    call = None
-    if held is not None:
-        gate = None if patch.recipe.gate is None else x
-        call = call_of(patch, held, x, gate)
+    if held is None:
+        return ""
+    gate = None if patch.recipe.gate is None else x
+    call = call_of(patch, held, x, gate)
     if call is None:
         return ""
     launches, operands = call
-    reason = why_not(launches.spec, operands)
-    if reason or launches.suits is None:
-        return reason
     dtypes = {str(t.dtype) for t in present(*operands)}
-    if len(dtypes) > 1 and not launches.suits(*operands[:4]):
-        mixture = " and ".join(sorted(dtypes))
-        return f"x and its parameters are {mixture}, which is left to torch here"
-    return ""
+    reason = why_not(launches.spec, operands)
+    if reason or len(dtypes) == 1 or launches.suits is None:
+        return reason
+    if launches.suits(*operands[:4]):
+        return ""
+    mixture = " and ".join(sorted(dtypes))
+    return f"x and its parameters are {mixture}, which is left to torch here"
 
 
 def _lines(what: str, group: list[Piece]) -> list[str]:

@@ -68,42 +68,14 @@ class Entry:
         self.refusal = refusal
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of one call of `patch_model` that a norm keeps; None is an option
-    that the call does not name.
-    """
-
-    fuse_residual: bool | None = None
-    memory_efficient: bool | None = None
-
-    def applied(self, entry: Entry) -> Asked:
-        """The options of a norm after this call. Those that the call does not name
-        stay.
-        """
-        before = entry.asked
-        asked = replace(
-            before,
-            fuse_residual=_chosen(self.fuse_residual, before.fuse_residual),
-            memory_efficient=_chosen(self.memory_efficient, before.memory_efficient),
-            input_needed="",
-        )
-        if not asked.memory_efficient:
-            return asked
-        recipe = asked.of(entry.proven)
-        weight, bias = parameters_of(entry.module, recipe) or (None, None)
-        return replace(asked, input_needed=input_needed(weight, bias, recipe.spec))
-
-
-def _chosen(named, before):
-    return before if named is None else named
-
-
 def make_plan(
-    model: Module, include: Globs, exclude: Globs, options: Options
+    model: Module, include: Globs, exclude: Globs, options: dict
 ) -> list[Entry]:
     """The norms of a model in its order; each glob has to match the path of one.
     Nothing is changed.
+
+    Args:
+        options: the fields of `Asked` that a call names.
     """
     entries = list_norms(model)
     include = _globs("include", include, model, entries)
@@ -128,8 +100,7 @@ def _follow_conversion(model: Module, entries: list[Entry]) -> None:
         if recorded and not entry.excluded:
             entry.required = conversion.trained
             as_rms = _runs_as_rms(entry, conversion, recorded[0])
-            if as_rms != entry.asked.as_rms:
-                entry.asked = replace(entry.asked, as_rms=as_rms)
+            entry.asked = replace(entry.asked, as_rms=as_rms)
 
 
 def _runs_as_rms(entry: Entry, conversion: Recorded, path: str) -> bool:
@@ -162,9 +133,8 @@ def list_norms(model: Module) -> list[Entry]:
     for module, names in paths.items():
         patch = patch_of(module)
         if patch is not None:
-            entries.append(
-                Entry(module, names, patch.proven, asked=patch.asked, before=patch)
-            )
+            entry = Entry(module, names, patch.proven, asked=patch.asked, before=patch)
+            entries.append(entry)
             continue
         verdict = recognise(module)
         if verdict != NOT_A_NORM:
@@ -207,22 +177,24 @@ def _choose(entry: Entry, include: list[str] | None, exclude: list[str]) -> None
             return
     if include is None or any(_matches(entry, glob) for glob in include):
         return
-    if entry.before:
-        entry.stays = True
-    else:
+    entry.stays = entry.before is not None
+    if not entry.stays:
         entry.excluded = True
         entry.leave(Refusal("not in include"))
 
 
-def _settle(entry: Entry, options: Options) -> None:
+def _settle(entry: Entry, options: dict) -> None:
     """Apply the options to a norm, and see whether it would run the result."""
     if not entry.stays:
-        entry.asked = options.applied(entry)
+        entry.asked = replace(entry.asked, **options, input_needed="")
     recipe = entry.computed
+    if entry.asked.memory_efficient:
+        weight, bias = parameters_of(entry.module, recipe) or (None, None)
+        needed = input_needed(weight, bias, recipe.spec)
+        entry.asked = replace(entry.asked, input_needed=needed)
+    entry.formula = recipe.spec_of(entry.module)
     refusal = why_not_run(entry.module, recipe)
-    if refusal is None:
-        entry.formula = recipe.spec_of(entry.module)
-    else:
+    if refusal is not None:
         entry.leave(refusal)
 
 
@@ -239,6 +211,5 @@ def carry_out(entry: Entry) -> None:
         what = f"its class cannot be subclassed: {type(error).__name__}: {error}"
         cure = "let the class be subclassed; until then it runs its own forward"
         entry.leave(Refusal(what, cure))
-    patch = patch_of(entry.module)
-    if patch is not None:
-        patch.paths[entry.module] = entry.paths[0]
+    else:
+        patch_of(entry.module).paths[entry.module] = entry.paths[0]

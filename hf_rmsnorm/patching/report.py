@@ -123,7 +123,10 @@ class PatchReport:
         for (name, fused, text), records in groups:
             kind = "fused" if fused else "not fused"
             lines += group_lines(kind, name, text, records)
-        return fitted("\n".join(lines + self._runs_on()), 10)
+        lines += [f"  runs on   {place}" for place in self.places]
+        if any(record["backend"] == "triton" for record in self._now()):
+            lines.append(f"  compiled  {WHILE_COMPILING[settings.while_compiling]}")
+        return fitted("\n".join(lines), 10)
 
     @property
     def counts(self) -> str:
@@ -135,8 +138,10 @@ class PatchReport:
     @property
     def places(self) -> list[str]:
         """Where the norms run: a sentence for all devices where the same computes them."""
-        places = where_norms_run(self._now())
-        if self._backends() == {"cpu": "original"}:
+        records = self._now()
+        places = where_norms_run(records)
+        backends = [(record["device"], record["backend"]) for record in records]
+        if backends == [("cpu", "original")]:
             places[-1] += "; on an NVIDIA GPU the norms run fused"
         return places
 
@@ -144,17 +149,6 @@ class PatchReport:
     def in_one_line(self) -> str:
         """The counts, and where the norms run."""
         return "; ".join([self.counts, *[f"runs on {place}" for place in self.places]])
-
-    def _runs_on(self) -> list[str]:
-        """The lines that say where the norms run."""
-        lines = [f"  runs on   {place}" for place in self.places]
-        if "triton" in self._backends().values():
-            compiled = WHILE_COMPILING[settings.while_compiling]
-            lines.append(f"  compiled  {compiled}")
-        return lines
-
-    def _backends(self) -> dict[str, str]:
-        return {record["device"]: record["backend"] for record in self._now()}
 
     def _now(self) -> list[dict]:
         """The records of the devices as they are now: one may have been left since."""

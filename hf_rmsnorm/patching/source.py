@@ -16,19 +16,18 @@ import linecache
 import textwrap
 import threading
 from collections.abc import Callable, Mapping
-from types import CodeType
+from types import CodeType, FunctionType
 
 from ..fused.layer import GUARD
-from ..fused.subclass import is_of_library
 
 _FACTORY = "_hf_rmsnorm_make"
 # these would see the names that a rewritten forward has besides its own
-_LOOKS_AT_VARIABLES = {"locals", "eval", "exec", "currentframe", "_getframe"}
-_BUILTINS_THAT_LOOK = {
-    *_LOOKS_AT_VARIABLES,
-    "vars",
-    "dir",
-}  # as methods they are others
+_LOOK_AT_VARIABLES = {"locals", "eval", "exec", "vars", "dir"}
+# What these run for a new class or around a function concerns that one alone. Code of
+# others may keep account of it, as a registry of classes does.
+_LIBRARIES = {
+    "abc", "accelerate", "builtins", "diffusers", "torch", "transformers", "typing",
+}  # fmt: skip
 # Python 3.11 raises SystemError where two threads make syntax trees at once
 _syntax_trees = threading.Lock()
 
@@ -37,9 +36,15 @@ class CannotRewrite(Exception):
     """Why a forward cannot be compiled again from its source."""
 
 
-def forward_source(cls: type) -> tuple[ast.FunctionDef, str]:
-    """(the definition of the innermost function behind `cls.forward`, for the caller to
-    change; its first parameter, mostly "self", "" if it has none).
+def is_of_library(defined) -> bool:
+    """Whether a class or a function is torch's or Hugging Face's."""
+    module = getattr(defined, "__module__", None) or ""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def forward_source(cls: type) -> ast.FunctionDef:
+    """The definition of the innermost function behind `cls.forward`, for the caller to
+    change. In it `self` is the module.
 
     Raises:
         CannotRewrite: the source is not there, or does more than a function compiled
@@ -51,8 +56,14 @@ def forward_source(cls: type) -> tuple[ast.FunctionDef, str]:
     definition = definition_of(function.__code__)
     for decorator in definition.decorator_list:
         _check_repeatable(decorator, function.__globals__)
-    parameters = inspect.signature(function).parameters
-    return copy.deepcopy(definition), next(iter(parameters), "")
+    first, *_ = function.__code__.co_varnames or [""]
+    for node in ast.walk(definition):
+        match node:
+            case ast.Name("self", ast.Store()):
+                first = ""
+    if first != "self":
+        raise CannotRewrite("its forward does not name its module self throughout")
+    return copy.deepcopy(definition)
 
 
 def definition_of(code: CodeType) -> ast.FunctionDef:
@@ -79,7 +90,7 @@ def _parsed(code: CodeType, text: str) -> ast.FunctionDef:
         with _syntax_trees:
             tree = ast.parse(textwrap.dedent(text))
         lines = linecache.getlines(code.co_filename)
-        functions = _compiled("".join(lines))
+        functions = _functions_in("".join(lines))
     except SyntaxError as error:
         raise CannotRewrite("the source of its forward is not there") from error
     definition = tree.body[0] if len(tree.body) == 1 else None
@@ -88,8 +99,7 @@ def _parsed(code: CodeType, text: str) -> ast.FunctionDef:
     for node in ast.walk(definition):
         _check_name(node)
     _check_class(definition)
-    now = functions.get((code.co_name, code.co_firstlineno))
-    if now is None or _bytecode(now) != _bytecode(code):
+    if code not in functions:  # they compare by all but their files
         raise CannotRewrite(
             "the source of its forward has changed since it was imported"
         )
@@ -101,16 +111,11 @@ def _check_name(node: ast.AST) -> None:
     function by itself, or a function that shows its variables.
     """
     match node:
-        case ast.Name(used):
-            looks = used in _BUILTINS_THAT_LOOK
-        case ast.Attribute(_, used):
-            looks = used in _LOOKS_AT_VARIABLES
-        case _:
-            return
-    if looks:
-        raise CannotRewrite(f"its forward uses {used}(), which shows its variables")
-    if used.startswith("__") and not used.endswith("__"):
-        raise CannotRewrite(f"its forward uses the private name {used}")
+        case ast.Name(used) if used in _LOOK_AT_VARIABLES:
+            raise CannotRewrite(f"its forward uses {used}(), which shows its variables")
+        case ast.Name(used) | ast.Attribute(_, used):
+            if used.startswith("__") and not used.endswith("__"):
+                raise CannotRewrite(f"its forward uses the private name {used}")
 
 
 def _check_class(definition: ast.FunctionDef) -> None:
@@ -139,55 +144,35 @@ def _check_repeatable(decorator: ast.expr, namespace: dict) -> None:
     it is given.
     """
     named = decorator
+    arguments = []
     if isinstance(decorator, ast.Call):
-        keywords = [keyword.value for keyword in decorator.keywords]
-        for argument in decorator.args + keywords:
-            if not isinstance(argument, ast.Constant):
-                raise CannotRewrite(
-                    "its forward has a decorator that is made of more than names and constants"
-                )
         named = decorator.func
-    text = ast.unparse(named)
-    if not is_of_library(_value_of(named, namespace)):
+        keywords = [keyword.value for keyword in decorator.keywords]
+        arguments = decorator.args + keywords
+    name, *attributes = ast.unparse(named).split(".")
+    value = namespace.get(name)
+    for attribute in attributes:
+        value = getattr(value, attribute, None)
+    constant = all(isinstance(argument, ast.Constant) for argument in arguments)
+    if not (constant and is_of_library(value)):
+        text = ast.unparse(decorator)
         raise CannotRewrite(
             f"its forward has the decorator {text}, which may keep state"
         )
 
 
-def _value_of(named: ast.expr, namespace: dict):
-    """The value of a dotted name in a namespace; None if it has none."""
-    match named:
-        case ast.Name(name):
-            return namespace.get(name)
-        case ast.Attribute(owner, name):
-            return getattr(_value_of(owner, namespace), name, None)
-    return None
-
-
 @functools.lru_cache(maxsize=8)
-def _compiled(text: str) -> dict:
-    """The functions of a module's text by name and line. The whole is compiled: its
-    imports decide on some bytecode.
+def _functions_in(text: str) -> set[CodeType]:
+    """The code of all functions of a module's text. The whole is compiled: its imports
+    decide on some bytecode.
     """
-    functions = {}
+    functions = set()
     waiting = [compile(text, "", "exec", dont_inherit=True)]
     while waiting:
-        for const in waiting.pop().co_consts:
-            if isinstance(const, CodeType):
-                functions[const.co_name, const.co_firstlineno] = const
-                waiting.append(const)
+        inner = [c for c in waiting.pop().co_consts if isinstance(c, CodeType)]
+        functions.update(inner)
+        waiting += inner
     return functions
-
-
-def _bytecode(code: CodeType) -> tuple:
-    """The instructions of a function, without its file and lines."""
-    consts = []
-    for const in code.co_consts:
-        if isinstance(const, CodeType):
-            consts.append(_bytecode(const))
-        else:
-            consts.append(repr(const))
-    return code.co_code, code.co_names, code.co_varnames, consts
 
 
 def compiled_again(
@@ -196,14 +181,13 @@ def compiled_again(
     """`cls.forward`, compiled from a changed definition.
 
     Args:
-        definition: what `forward_source` gave, changed.
+        definition: what `forward_source` gave, changed; its defaults are taken out.
         helpers: functions that it calls now, by name.
 
     Raises:
         CannotRewrite: it cannot be compiled.
     """
     function = inspect.unwrap(cls.forward)
-    definition = copy.deepcopy(definition)
     # Defaults may use names of the class's body: the original's are set below, and so
     # are annotations, which this flag leaves alone.
     flags = __future__.annotations.compiler_flag
@@ -213,25 +197,17 @@ def compiled_again(
     parameters.kw_defaults = [d and ast.Constant(None) for d in defaults]
     # A function around it gives `super()` its class, and keeps the new names out of the
     # module's globals.
-    names = ["__class__", *helpers]
-    arguments = ast.arguments(
-        [], [ast.arg(name) for name in names], None, [], [], None, []
-    )
-    body = [definition, ast.Return(ast.Name(definition.name, ast.Load()))]
-    factory = ast.FunctionDef(
-        _FACTORY, arguments, body, decorator_list=[], type_params=[]
-    )
-    tree = ast.fix_missing_locations(ast.Module([factory], []))
-    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-    owner = cls
-    for ancestor in reversed(cls.__mro__):
-        if "forward" not in ancestor.__dict__:
-            continue
-        if inspect.unwrap(ancestor.forward) is function:
-            owner = ancestor
+    names = ", ".join(["__class__", *helpers])
+    text = f"def {_FACTORY}({names}): return {definition.name}"
+    owner = next(c for c in cls.__mro__ if _defines(c, function))
     made = {}
     try:
         with _syntax_trees:
+            tree = ast.parse(text)
+            tree.body[0].body.insert(0, definition)
+            ast.increment_lineno(
+                ast.fix_missing_locations(tree), function.__code__.co_firstlineno - 1
+            )
             code = compile(tree, function.__code__.co_filename, "exec", flags)
         exec(code, function.__globals__, made)
         forward = made[_FACTORY](owner, *helpers.values())
@@ -244,6 +220,11 @@ def compiled_again(
     for name in ("__defaults__", "__kwdefaults__", "__qualname__", "__annotations__"):
         setattr(inner, name, getattr(function, name))
     return forward
+
+
+def _defines(cls: type, function: FunctionType) -> bool:
+    """Whether a function is in the forward of a class's own body."""
+    return "forward" in vars(cls) and inspect.unwrap(cls.forward) is function
 
 
 def wrapper_codes(forward: Callable) -> list:

@@ -1,23 +1,167 @@
-"""Gives a module a fused class, and its original class back, with all attributes of the
-instance.
+"""Makes the classes of patched norms and layers; gives a module such a class, and its
+original class back, with all attributes of the instance.
 
-`plan.carry_out` swaps norms, and `layers.fusions` fuses layers. The classes are made by
-`fused.norm.fused_class` and `layers.layer_class.fused_layer_class`.
+`plan.carry_out` swaps norms, and `layers.fusions` fuses layers. A made class is a subclass
+of the module's class that overrides `forward`. So parameters, buffers, hooks, `isinstance`,
+`extra_repr` and saved bytes do not change; the `repr` of a norm shows that it is patched.
 """
 
+import copyreg
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch.nn import Module
 
 from ..fused.hooks import name_of
-from ..fused.norm import fused_class, fused_part, patch_of
+from ..fused.layer import guarded
+from ..fused.norm import NormPatch, forward_of, patch_of
 from ..fused.recipe import NOTHING, Asked, Recipe
-from ..fused.subclass import exchanged
 from . import registries
 from .formula.refusals import Refusal
-from .layers.layer_class import fused_layer_class, layer_part
+from .source import CannotRewrite, is_of_library, wrapper_codes
+
+
+def fused_class(base: type, proven: Recipe, asked: Asked = NOTHING) -> type:
+    """A subclass of base, with base's name and module, whose forward is the fused norm.
+
+    A call that the kernels do not serve runs ``base.forward``: another device or dtype,
+    an argument besides the input and a gate, or a weight that is absent, on meta or of
+    another shape. Where that forward computes something else than is asked, plain torch
+    computes the formula. The same arguments give the same class again.
+
+    Args:
+        base: the current class of the module, an `nn.Module` subclass.
+        proven: the formula it was recognised to compute.
+        asked: the patch's options for it.
+
+    Raises:
+        TypeError: base cannot be subclassed.
+    """
+    forward = base.forward
+    code = getattr(forward, "__code__", None)
+    return _made_norm(base, forward, code, proven, asked)
+
+
+@functools.cache
+def _made_norm(base: type, forward: Callable, code, proven, asked) -> type:
+    def __repr__(self):
+        return f"{base.__repr__(self)} [hf_rmsnorm]"
+
+    patch = NormPatch(base, forward, code, proven, asked)
+    marks = {"_hf_rmsnorm_patch": patch, "__repr__": __repr__}
+    return derive(base, forward_of(patch), marks, fused_class, proven, asked)
+
+
+def fused_layer_class(base: type, fusion) -> type:
+    """A subclass of base, with base's name and module, whose forward is base's own but
+    for a fusion.
+
+    Args:
+        fusion: hashable; its ``rewrite(base)`` makes the forward.
+
+    Raises:
+        CannotRewrite: the forward cannot be compiled again, or is wrapped by what its
+            source does not show.
+        TypeError: base cannot be subclassed.
+    """
+    return _made_layer(base, base.forward, fusion)
+
+
+@functools.cache
+def _made_layer(base: type, own: Callable, fusion) -> type:
+    owner: list[type] = []
+    forward = guarded(fusion.rewrite(base), base, owner)
+    marks = {"_hf_rmsnorm_fusion": fusion}
+    cls = derive(base, forward, marks, fused_layer_class, fusion)
+    owner.append(cls)
+    if wrapper_codes(cls.forward) != wrapper_codes(own):
+        raise CannotRewrite(
+            "something has wrapped its forward that its source does not show"
+        )
+    return cls
+
+
+def derive(
+    base: type, forward: Callable, marks: dict, make: Callable, *arguments
+) -> type:
+    """A subclass of base with base's name and module, that pickles.
+
+    Args:
+        forward: of the new class.
+        marks: class attributes by which the class is known.
+        make: ``make(base, *arguments)`` gives this class again; by name, for pickle.
+
+    Raises:
+        TypeError: base cannot be subclassed, or the user's code would run for that.
+    """
+    hearer = _hears_of_subclasses(base)
+    if hearer:
+        raise TypeError(f"{hearer} would run for the patched class too")
+    namespace = {"forward": forward, **marks}
+    for name in ("__module__", "__qualname__", "__doc__"):
+        namespace[name] = getattr(base, name)
+    cls = type(base)(base.__name__, (base,), namespace)
+
+    def __reduce_ex__(self, protocol):
+        # older ones ask for a class by name
+        reduced = super(cls, self).__reduce_ex__(max(protocol, 2))
+        # The class is made at run time, so pickle cannot find it by name: have it made
+        # again instead.
+        made, of_class, *state = reduced
+        if type(self) is cls and made is copyreg.__newobj__ and of_class == (cls,):
+            return _new, (make, base, *arguments), *state
+        return reduced
+
+    cls.__reduce_ex__ = __reduce_ex__
+    return cls
+
+
+def _hears_of_subclasses(base: type) -> str:
+    """The name of the user's code that runs for a new subclass; "" if there is none."""
+    for cls in base.__mro__:
+        if "__init_subclass__" in vars(cls) and not is_of_library(cls):
+            return f"{cls.__qualname__}.__init_subclass__"
+    for cls in type(base).__mro__:
+        if not is_of_library(cls):
+            return f"the metaclass {cls.__qualname__}"
+    return ""
+
+
+def _new(make: Callable, base: type, *arguments):
+    cls = make(base, *arguments)
+    return cls.__new__(cls)
+
+
+def _exchanged(cls: type, part: type, other: type) -> type:
+    """cls with `part` replaced by `other` among its ancestors; a new class only if
+    `part` has subclasses among them.
+    """
+    if cls is part:
+        return other
+    if part not in cls.__mro__:
+        return cls
+    namespace = dict(cls.__dict__)
+    namespace.pop("__dict__", None)
+    namespace.pop("__weakref__", None)
+    bases = tuple(_exchanged(base, part, other) for base in cls.__bases__)
+    return type(cls)(cls.__name__, bases, namespace)
+
+
+def fused_part(cls: type) -> type | None:
+    """The class in cls's ancestry that `fused_class` made, or None; it differs from cls
+    where others subclassed it.
+    """
+    return _marked(cls, "_hf_rmsnorm_patch")
+
+
+def layer_part(cls: type) -> type | None:
+    """The same of `fused_layer_class`."""
+    return _marked(cls, "_hf_rmsnorm_fusion")
+
+
+def _marked(cls: type, mark: str) -> type | None:
+    return next((part for part in cls.__mro__ if mark in vars(part)), None)
 
 
 def swap_norm(norm: Module, proven: Recipe, asked: Asked = NOTHING) -> None:
@@ -27,10 +171,9 @@ def swap_norm(norm: Module, proven: Recipe, asked: Asked = NOTHING) -> None:
     A class may refuse to be subclassed: then its error is raised, and the norm has its
     own class.
     """
-    part = fused_part(type(norm))
-    if part is not None:
-        has = part._hf_rmsnorm_patch
-        if (has.proven, has.asked) == (proven, asked):
+    patch = patch_of(norm)
+    if patch is not None:
+        if (patch.proven, patch.asked) == (proven, asked):
             return
         unswap_norm(norm)
     _put_on(norm, fused_class(type(norm), proven, asked))
@@ -42,7 +185,7 @@ def unswap_norm(norm: Module) -> None:
     """
     part = fused_part(type(norm))
     if part is not None:
-        _take_off(norm, part, part._hf_rmsnorm_base)
+        _take_off(norm, part)
 
 
 def unfuse(layer: Module):
@@ -51,7 +194,7 @@ def unfuse(layer: Module):
     if part is None:
         return None
     registries.remove(layer, part)
-    _take_off(layer, part, part._hf_rmsnorm_layer_base)
+    _take_off(layer, part)
     return part._hf_rmsnorm_fusion
 
 
@@ -124,8 +267,9 @@ def replaced_forward(module: Module) -> str:
     return name_of(stored)
 
 
-def _take_off(module: Module, part: type, base: type) -> None:
-    cls = exchanged(type(module), part, base)
+def _take_off(module: Module, part: type) -> None:
+    base = part.__base__
+    cls = _exchanged(type(module), part, base)
     _change_class(module, cls, part.forward, base.forward)
 
 

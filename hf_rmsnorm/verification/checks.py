@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formula import HALF_DTYPES
-from ..patching.layers.layer_class import layer_part
+from ..patching.swap import layer_part
 from ..paths import error_line
 from .calls import Call
 from .noise import NoiseFloor, noise_floor
@@ -161,7 +161,7 @@ def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
     if not differing:
         return Check(call.path, True, text, compared)
     fusion = layer_part(type(call.module))._hf_rmsnorm_fusion
-    if fusion.keeps_bits:
+    if not fusion.rotates_normed:
         with call.original() as original:
             again = _run(call, original)
         if not _differing(theirs, again):

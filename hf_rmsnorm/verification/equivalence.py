@@ -11,7 +11,7 @@ from torch import nn
 
 from ..ops import backend, chosen_backend
 from ..patching import count_launches, is_patched, patched
-from ..patching.layers.layer_class import layer_part
+from ..patching.swap import layer_part
 from .calls import keeps_formula, unpatched
 from .checks import Check, judge_layer, judge_norm
 from .context import evaluating, leaves_of

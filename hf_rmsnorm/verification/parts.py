@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..fused.norm import recipe_of
-from ..patching.layers.layer_class import layer_part
+from ..patching.swap import layer_part
 from .calls import Call, keeps_formula
 from .checks import NOT_COMPARED, Check, Judge, check_outputs, worst
 from .context import is_float

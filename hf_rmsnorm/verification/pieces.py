@@ -18,8 +18,8 @@ from ..fused.modulated import OnePlusScale
 from ..fused.norm import patch_of, recipe_of
 from ..ops import use_backend
 from ..patching.layers.calls import FUNCTIONS
-from ..patching.layers.layer_class import layer_part
 from ..patching.source import CannotRewrite
+from ..patching.swap import layer_part
 from .calls import Call, unpatched
 from .context import is_float
 
@@ -84,7 +84,7 @@ def pieces_of(call: Call) -> list[PieceCall]:
     functions = {}
     for name, function in FUNCTIONS.items():
         functions[name] = functools.partial(recorder.record, function)
-    base = part._hf_rmsnorm_layer_base
+    base = part.__base__
     try:
         forward = part._hf_rmsnorm_fusion.rewrite(base, functions)
     except CannotRewrite:  # its class has another forward now, which runs unfused

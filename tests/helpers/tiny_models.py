@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_rmsnorm import convert_checkpoint
-from hf_rmsnorm.fused.norm import fused_part
+from hf_rmsnorm.patching.swap import fused_part
 
 _TOKENS = {
     "vocab_size": 128,

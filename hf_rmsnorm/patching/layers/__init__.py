@@ -13,14 +13,13 @@ When the model is patched, of the source of a forward:
    `source.forward_source`, `source.wrapper_codes`; `test_source.py`, CLASSES and
    `test_wrappers_that_the_source_does_not_show`.
 3. No code of the user runs because there is a new class, as a registry of subclasses.
-   `fused.subclass.derive`; `test_subclass.py`.
+   `swap.derive`; `test_swap.py`.
 4. Nothing is moved over a call that could change its inputs. Between a sum and its
    norm stand only aliases (LLaMA: ``residual = h``), and assignments that compute with
    other variables (HunyuanVideo adds to two streams before it normalises them).
-   `sums._SumFuser._next_norm`, `statements.only_computes`. A sum is put on both ways of
-   an `if` only where neither it nor the condition calls anything: GPT-2, Whisper and
-   BART, whose decoders may have cross-attention. `statements.is_arithmetic`,
-   `statements.is_plain_test`; `test_sums.py`, REFUSED.
+   A sum is put on both ways of an `if` only where it and the condition compute alone:
+   GPT-2, Whisper and BART, whose decoders may have cross-attention.
+   `statements.may_pass`; `test_sums.py`, REFUSED.
 5. Where gradients are on, nothing else gets hold of the sum (MPT gives it to its MLP).
    A hook on it would see only a part of its gradient.
    `statements.only_adds_and_scales`, which sets ``shared``; `test_looked_at_sums.py`.

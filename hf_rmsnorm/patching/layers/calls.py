@@ -28,9 +28,9 @@ def call(function: Callable, where: ast.AST, *arguments) -> ast.Call:
     Args:
         arguments: nodes, the names of variables, or None.
     """
-    called = ast.Name(_PREFIX + function.__name__, ast.Load())
+    name = ast.Name(_PREFIX + function.__name__, ast.Load())
     nodes = list(map(_node, arguments))
-    return ast.copy_location(ast.Call(called, nodes, []), where)
+    return ast.copy_location(ast.Call(name, nodes, []), where)
 
 
 def _node(argument: ast.AST | str | None) -> ast.AST:
@@ -41,14 +41,9 @@ def _node(argument: ast.AST | str | None) -> ast.AST:
     return ast.Constant(argument)
 
 
-def is_modulated(node: ast.AST | None, or_later: bool = False) -> bool:
-    """Whether this is a call of a modulated norm, or else of one that waits for a
-    helper.
-    """
-    functions = [modulated.modulated]
-    if or_later:
-        functions.append(later.later_in)
+def called(node: ast.AST | None) -> Callable | None:
+    """The function of `FUNCTIONS` that a node calls; None of any other node."""
     match node:
         case ast.Call(ast.Name(name)):
-            return FUNCTIONS.get(name) in functions
-    return False
+            return FUNCTIONS.get(name)
+    return None

@@ -30,13 +30,6 @@ from .sums import fuse_sums
 NO_SUM = "no sum in its forward is followed directly by a patched norm of its own"
 
 
-class _Outcome(NamedTuple):
-    """The fusion that a module was given, and why it could not be given one."""
-
-    fusion: Fusion | None = None
-    reason: str = ""
-
-
 def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     """Fuse the layers of a model whose norms are patched: compile their forwards again
     where they show what surrounds a norm, or a rotation of q and k.
@@ -58,10 +51,17 @@ def fuse_layers(model: Module) -> tuple[FusedLayer, ...]:
     explained: list[str] = []  # the paths whose sums are listed
     for path, module in reversed(modules.items()):
         name = type(module).__name__
-        fusion, reason = _give_fusion(module, find)
+        reason = ""
+        try:
+            fusion = _give_fusion(module, find)
+        except CannotRewrite as error:
+            fusion, reason = None, str(error)
+        except Exception as error:
+            # whatever a user's class does, its norms are swapped
+            fusion, reason = None, f"{type(error).__name__}: {error}"
         if fusion is not None:
             records.append(FusedLayer(path, name, fusion.words))
-            if not fusion.rotates:
+            if not (fusion.rotates_normed or fusion.rotates_alone):
                 explained.append(path)
             continue
         why = _shared_norms(module)
@@ -80,10 +80,9 @@ def _why_not_fused(path: str, module: Module, explained: list[str], reason: str)
     _, *parts = module.modules()
     if not any(map(norm_asked_to_fuse, parts)):
         return ""
-    for other in explained:
-        if other.startswith(f"{path}."):
-            return reason
-    return reason or NO_SUM
+    if reason or any(other.startswith(f"{path}.") for other in explained):
+        return reason
+    return NO_SUM
 
 
 def _shared_norms(module: Module) -> str:
@@ -98,32 +97,31 @@ def _shared_norms(module: Module) -> str:
     return ""
 
 
-def _give_fusion(module: Module, find: Callable) -> _Outcome:
-    """Give a module the fusion that its forward shows, if it can have one."""
+def _give_fusion(module: Module, find: Callable) -> Fusion | None:
+    """Give a module the fusion that its forward shows; None where it shows none.
+
+    Raises:
+        CannotRewrite: why it cannot be given one.
+        Exception: whatever its class does.
+    """
     norms = _norms_of(module)
     if not any(norms) and not may_rotate(type(module)):
-        return _Outcome()
+        return None
     # Not of the wrappers around a norm or a layer: FSDP's forward would gather weights,
     # on one rank before another.
     if _inner(module) is not module:
-        return _Outcome()
+        return None
     other = replaced_forward(module)
     if other:
-        return _Outcome(reason=f"its forward was replaced on the instance by {other}")
+        raise CannotRewrite(f"its forward was replaced on the instance by {other}")
     if "parametrizations" in module._modules:
         # Removed, they take the class below the current one.
-        return _Outcome(reason="its own parameters are parametrized: patch before that")
-    try:
-        # the changed source is not kept: `Fusion.rewrite` finds it again
-        fusion, _ = find(type(module), norms)
-        if fusion is not None:
-            fuse(module, fusion)
-    except CannotRewrite as error:
-        return _Outcome(reason=str(error))
-    except Exception as error:
-        # whatever a user's class does, its norms are swapped
-        return _Outcome(reason=f"{type(error).__name__}: {error}")
-    return _Outcome(fusion)
+        raise CannotRewrite("its own parameters are parametrized: patch before that")
+    # the changed source is not kept: `Fusion.rewrite` finds it again
+    fusion, _ = find(type(module), norms)
+    if fusion is not None:
+        fuse(module, fusion)
+    return fusion
 
 
 class FusibleNorms(NamedTuple):
@@ -145,8 +143,8 @@ def _norms_of(module: Module) -> FusibleNorms:
         with_modulation.add(name)
         if patch.is_plain:
             with_sum.add(name)
-        if patch.is_plain and _is_of_heads(norm, patch.recipe):
-            with_rotation.add(name)
+            if _is_of_heads(norm, patch.recipe):
+                with_rotation.add(name)
     sets = with_sum, with_modulation, with_rotation
     return FusibleNorms(*map(frozenset, sets))
 
@@ -195,18 +193,17 @@ def find_fusion(
     Raises:
         CannotRewrite: the forward has no source that can be compiled again.
     """
-    definition, itself = forward_source(cls)
-    pieces = fuse_sums(definition, cls, itself, norms.with_sum, norms.with_modulation)
+    definition = forward_source(cls)
+    pieces = fuse_sums(definition, cls, norms.with_sum, norms.with_modulation)
     if pieces:
         is_modulated = any("*" in piece for piece in pieces)
         return Fusion(norms, _in_words(pieces, is_modulated)), definition
-    normed = fuse_qk(definition, cls, itself, norms.with_rotation)
-    alone = fuse_rotations(definition, cls, itself)
+    normed = fuse_qk(definition, cls, norms.with_rotation)
+    alone = fuse_rotations(definition, cls)
     pieces = normed + alone
     if not pieces:
         return None, definition
-    words = _in_words(pieces, True)
-    fusion = Fusion(norms, words, True, bool(alone), keeps_bits=not normed)
+    fusion = Fusion(norms, _in_words(pieces, True), bool(normed), bool(alone))
     return fusion, definition
 
 
@@ -226,16 +223,14 @@ class Fusion:
     Args:
         norms: those that may be.
         words: the norms that are, each with its operations.
-        rotates: it is a rotation; else sums and modulations.
-        rotates_alone: one without norms.
-        keeps_bits: the fusion changes no bit of the module's result.
+        rotates_normed: it rotates q and k with their norms, which may change bits.
+        rotates_alone: it rotates q and k without norms.
     """
 
     norms: FusibleNorms
     words: str
-    rotates: bool = False
+    rotates_normed: bool = False
     rotates_alone: bool = False
-    keeps_bits: bool = True
 
     def rewrite(self, base: type, functions: dict = FUNCTIONS) -> Callable:
         """The forward of a class with this fusion. It is found again in the class's source:

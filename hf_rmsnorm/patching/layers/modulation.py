@@ -12,18 +12,24 @@ of one forward.
 The factors may have any order, and the shift may be missing. x, scale and shift only
 compute, so it does not matter when, and neither do statements that only compute between
 a norm and its modulation. A function that only scales and shifts its argument is read
-too (`helpers`).
+too, as Qwen-Image's block calls one:
+
+    y, gate = self.scaled(self.norm(x), c)    ->    y, gate = self.scaled(later_in(self.scaled, self.norm, x), c)
+
+`later_in` returns an object that computes the norm when the helper adds the shift.
 """
 
 import ast
 import copy
+import inspect
 import itertools
 from collections.abc import Set
+from types import FunctionType
 
-from ...fused.later import later_in
+from ...fused.later import HELPERS, later_in
 from ...fused.modulated import OnePlusScale, modulated
-from .calls import call, is_modulated
-from .helpers import note_helper
+from ..source import CannotRewrite, definition_of
+from .calls import call, called
 from .statements import (
     Replace,
     Statements,
@@ -32,6 +38,7 @@ from .statements import (
     is_dead_behind,
     is_product,
     is_sum,
+    may_pass,
     names_in,
     norm_input,
     only_computes,
@@ -44,13 +51,11 @@ class Modulations(ast.NodeTransformer):
 
     Args:
         cls: whose forward it is.
-        itself: the forward's name for its module.
         norms: the names of the children that may be computed with a modulation.
     """
 
-    def __init__(self, cls: type, itself: str, norms: Set[str]):
+    def __init__(self, cls: type, norms: Set[str]):
         self.cls = cls
-        self.itself = itself
         self.norms = norms
         self.factors: set[str] = set()
 
@@ -61,15 +66,12 @@ class Modulations(ast.NodeTransformer):
         return self.generic_visit(definition)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """``self.norm(x) * (1 + scale) + shift`` in any order."""
+        """``self.norm(x) * (1 + scale) + shift``, its factors in any order."""
         product = node
         shift = []
         if is_sum(node):
             product = node.left
             shift = [node.right]
-            if not is_product(product):
-                product = node.right
-                shift = [node.left]
         if not is_product(product) or not all(map(only_computes, shift)):
             return self.generic_visit(node)
         for norm, factor in itertools.permutations((product.left, product.right)):
@@ -85,7 +87,7 @@ class Modulations(ast.NodeTransformer):
             return node
         norm, *others = node.args
         computes = all(map(only_computes, others + node.keywords))
-        if computes and note_helper(node.func, self.cls, self.itself):
+        if computes and _note_helper(node.func, self.cls):
             helper = copy.deepcopy(node.func)
             node.args[0] = call(later_in, norm, helper, norm.func, norm.args[0])
         return node
@@ -110,7 +112,7 @@ class Modulations(ast.NodeTransformer):
                 return
         for reader_at in range(at + 1, len(body)):
             reader = body[reader_at]
-            if self._may_pass(norm, name, reader):
+            if may_pass(reader, {name}) and not reads(norm, bound(reader)):
                 continue
             if is_dead_behind(reader, name, rest[reader_at - at :]):
                 joined = self._joined(reader, name, norm)
@@ -123,28 +125,19 @@ class Modulations(ast.NodeTransformer):
         """A statement with a norm in place of the variable that holds its result; None
         where it does not begin with a modulation of that.
         """
-        named = [mention for mention in names_in(reader) if mention.id == name]
-        read = [mention for mention in named if isinstance(mention.ctx, ast.Load)]
+        mentions = [mention for mention in names_in(reader) if mention.id == name]
+        read = [mention for mention in mentions if isinstance(mention.ctx, ast.Load)]
         if len(read) != 1:
             return None
         Replace(read[0], norm).visit(reader)
         joined = self.visit(copy.deepcopy(reader))
         Replace(norm, read[0]).visit(reader)
-        is_joined = is_modulated(first_effect(joined), or_later=True)
+        is_joined = called(first_effect(joined)) in (modulated, later_in)
         return joined if is_joined else None
 
-    def _may_pass(self, norm: ast.Call, name: str, statement: ast.stmt) -> bool:
-        """Whether a norm, assigned to this name, may be computed behind a statement."""
-        if reads(statement, {name}) or reads(norm, bound(statement)):
-            return False
-        return self._computes(statement)
-
     def _is_norm(self, node: ast.AST) -> bool:
-        rows = norm_input(node, self.itself, self.norms)
-        return rows is not None and self._computes(rows)
-
-    def _computes(self, node: ast.AST) -> bool:
-        return only_computes(node, self._is_norm)
+        rows = norm_input(node, self.norms)
+        return rows is not None and only_computes(rows)
 
     def _scale(self, factor: ast.expr) -> ast.expr | None:
         """The scale in ``1 + scale``; a `OnePlusScale` if it was computed before."""
@@ -174,3 +167,47 @@ def _scale_in(factor: ast.expr) -> ast.expr | None:
             scale = _scale_in(inner)
             return scale and ast.Subscript(scale, index, ast.Load())
     return None
+
+
+def _note_helper(node: ast.expr, cls: type) -> bool:
+    """Whether the function or method that a forward calls only scales and shifts its
+    first argument; then it is noted in `HELPERS`.
+
+    Args:
+        node: the callee in the forward.
+        cls: the class of the forward.
+    """
+    skipped = 0
+    match node:
+        case ast.Attribute(ast.Name("self"), name):
+            function, skipped = inspect.getattr_static(cls, name, None), 1
+        case ast.Name(name):
+            function = inspect.unwrap(cls.forward).__globals__.get(name)
+        case _:
+            return False
+    if not isinstance(function, FunctionType):
+        return False
+    try:
+        definition = definition_of(function.__code__)
+    except CannotRewrite:
+        return False
+    *body, last = definition.body
+    parameters = definition.args.args[skipped:]
+    if not parameters or not isinstance(last, ast.Return) or last.value is None:
+        return False
+    if not _is_only_scaled_and_shifted(parameters[0].arg, definition):
+        return False
+    if not all(map(only_computes, [*body, last.value])):
+        return False
+    HELPERS.add(function.__code__)
+    return True
+
+
+def _is_only_scaled_and_shifted(name: str, definition: ast.FunctionDef) -> bool:
+    """Whether ``name * factor + shift`` is the only mention of a parameter."""
+    mentions = [mention for mention in names_in(definition) if mention.id == name]
+    for node in ast.walk(definition):
+        match node:
+            case ast.BinOp(ast.BinOp(x, ast.Mult()), ast.Add()) if mentions == [x]:
+                return True
+    return False

@@ -48,27 +48,23 @@ from .statements import (
     FACTS,
     Replace,
     Statements,
-    is_plain_test,
+    may_pass,
     names_in,
     norm_input,
-    only_computes,
     reads,
 )
 
 
-def fuse_qk(
-    definition: ast.FunctionDef, cls: type, itself: str, norms: Set[str]
-) -> list[str]:
+def fuse_qk(definition: ast.FunctionDef, cls: type, norms: Set[str]) -> list[str]:
     """Put norms off to the function that rotates their results; returns these pieces
     in words. There are none where the forward does not rotate such results directly,
     or not by one function that the kernels compute.
 
     Args:
         definition: of the forward of a class; it is changed.
-        itself: the forward's name for its module.
         norms: the names of the children that one launch may compute with a rotation.
     """
-    search = _Search(definition, itself, norms)
+    search = _Search(definition, norms)
     rotations = list(search.rotations(definition.body))
     names = {rotation.call.func.id for rotation in rotations}
     is_pair = any(len(rotation.names) == 2 for rotation in rotations)
@@ -140,10 +136,9 @@ def _rotation(statement: ast.stmt) -> _Rotation | None:
 class _Search:
     """Finds the rotations of normalised tensors in a forward."""
 
-    def __init__(self, definition: ast.FunctionDef, itself: str, norms: Set[str]):
-        self.itself = itself
+    def __init__(self, definition: ast.FunctionDef, norms: Set[str]):
         self.norms = norms
-        self.inputs = _given_to_children_alone(definition, itself)
+        self.inputs = _given_to_children_alone(definition)
 
     def rotations(self, body: Statements) -> Iterator[_Rotation]:
         for at, statement in enumerate(body):
@@ -157,7 +152,6 @@ class _Search:
             if rotation is not None and None not in rotation.norms:
                 yield rotation
             elif is_branch:
-                yield from self.rotations(statement.body)
                 yield from self.rotations(statement.orelse)
 
     def _under(self, branch: ast.If) -> _Rotation | None:
@@ -166,8 +160,8 @@ class _Search:
         rotation = _rotation(last)
         if branch.orelse or rotation is None or len(rotation.names) == 1:
             return None
-        passing = all(self._may_pass(each, rotation.names) for each in before)
-        if not passing or not is_plain_test(branch.test, set(rotation.names)):
+        others = [branch.test, *before]
+        if not all(self._may_pass(each, rotation.names) for each in others):
             return None
         rotation.branch = branch
         return rotation
@@ -180,7 +174,7 @@ class _Search:
             match statement:
                 case ast.Assign([ast.Name(target)], value) if target == name:
                     value = _untransposed(value)
-                    if self._is_norm(value):
+                    if norm_input(value, self.norms) is not None:
                         return _Normed(value, statement)
                     if not isinstance(value, ast.Name) or value.id != name:
                         return None
@@ -190,29 +184,30 @@ class _Search:
                     return None
         return None
 
-    def _is_norm(self, node: ast.AST) -> bool:
-        return norm_input(node, self.itself, self.norms) is not None
-
-    def _may_pass(self, statement: ast.stmt, names: list[str]) -> bool:
-        """Whether a statement can neither read nor write the tensors with these names."""
-        return not reads(statement, names) and only_computes(statement, self._may_call)
+    def _may_pass(self, node: ast.AST, names: list[str]) -> bool:
+        """Whether a statement or a condition can neither read nor write the tensors with
+        these names.
+        """
+        return may_pass(node, set(names), self._may_call)
 
     def _may_call(self, node: ast.Call) -> bool:
         """Whether this is a norm, or another child that cannot get hold of q or k."""
         match node:
-            case ast.Call(ast.Attribute(ast.Name(self.itself)), [ast.Name(name)], []):
-                return name in self.inputs or self._is_norm(node)
-        return self._is_norm(node)
+            case ast.Call(ast.Attribute(ast.Name("self")), [ast.Name(name)], []) if (
+                name in self.inputs
+            ):
+                return True
+        return norm_input(node, self.norms) is not None
 
 
-def _given_to_children_alone(definition: ast.FunctionDef, itself: str) -> set[str]:
+def _given_to_children_alone(definition: ast.FunctionDef) -> set[str]:
     """The arguments of a forward that nothing but its children, and a question for a
     shape, gets hold of: no variable is a view of them.
     """
     passed = set()
     for node in ast.walk(definition):
         match node:
-            case ast.Call(ast.Attribute(ast.Name(owner))) if owner == itself:
+            case ast.Call(ast.Attribute(ast.Name("self"))):
                 passed.update(node.args)
                 passed.update(keyword.value for keyword in node.keywords)
             case ast.Attribute(value, name) if name in FACTS:

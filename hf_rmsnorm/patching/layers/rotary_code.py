@@ -33,7 +33,7 @@ _KEYWORDS = {"dim", "dtype"}
 _NODES = (
     *(ast.Assign, ast.Expr, ast.Return, ast.expr_context, ast.Constant),
     *(ast.Tuple, ast.List, ast.BinOp, ast.UnaryOp, ast.USub),
-    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv),
+    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv),
 )
 # of defaults, which nothing can change
 _CONSTANTS = int, float, str, bool, NoneType, torch.dtype
@@ -129,7 +129,7 @@ class _Reader:
                 return _arguments(node)
             case ast.Call(ast.Attribute(inner)) if _keeps_others(node):
                 return [inner, *_arguments(node)]
-            case ast.Attribute(inner) if _is_dtype(node):
+            case ast.Attribute(inner, "dtype"):
                 return [inner]
             case ast.Subscript(inner, index, ast.Load()):
                 return _parts_of_index(inner, index)
@@ -163,11 +163,6 @@ def _is_minus(number: int, node: ast.AST | None) -> bool:
         case ast.UnaryOp(ast.USub(), ast.Constant(value)):
             return value == number
     return False
-
-
-def _is_dtype(node: ast.Attribute) -> bool:
-    """Whether this is that of a tensor, or a name of torch."""
-    return node.attr == "dtype" or isinstance(getattr(torch, node.attr, 0), torch.dtype)
 
 
 def _parts_of_index(inner: ast.expr, index: ast.expr) -> list[ast.expr]:

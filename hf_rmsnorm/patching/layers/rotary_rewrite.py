@@ -31,12 +31,11 @@ def may_rotate(cls: type) -> bool:
     return FunctionType in map(type, named)
 
 
-def fuse_rotations(definition: ast.FunctionDef, cls: type, itself: str) -> list[str]:
+def fuse_rotations(definition: ast.FunctionDef, cls: type) -> list[str]:
     """Put each rotation of q and k in one launch; returns the functions that rotate.
 
     Args:
         definition: of the forward of a class; it is changed.
-        itself: the forward's name for its module.
     """
     functions = inspect.unwrap(cls.forward).__globals__
     names = []
@@ -45,26 +44,24 @@ def fuse_rotations(definition: ast.FunctionDef, cls: type, itself: str) -> list[
             case ast.Assign(
                 [ast.Tuple([ast.Name(q), ast.Name(k)])],
                 ast.Call(
-                    ast.Name(name), [ast.Name(of_q), ast.Name(of_k), _, _, *more]
+                    ast.Name(name), [ast.Name(of_q), ast.Name(of_k), _, _], keywords
                 ) as rotated,
             ) if (q, k) == (of_q, of_k):
-                called = _called(more, rotated.keywords)
+                called = _called(keywords)
                 if called is None or not may_be_rotary(functions.get(name), called):
                     continue
                 names.append(name)
-                operands = itself, rotated.func, *rotated.args
+                operands = "self", rotated.func, *rotated.args
                 node.value = call(rotate_together, rotated, *operands)
-                node.value.keywords = rotated.keywords
+                node.value.keywords = keywords
     return names
 
 
-def _called(more: list[ast.expr], keywords: list[ast.keyword]) -> RotaryCall | None:
-    """The integers that a rotary function gets besides; None if it gets other things."""
-    try:
-        values = tuple(map(ast.literal_eval, more))
-        named = [(keyword.arg, ast.literal_eval(keyword.value)) for keyword in keywords]
-    except ValueError:
-        return None
-    if not all(type(value) is int for value in (*values, *dict(named).values())):
-        return None
-    return RotaryCall(False, values, tuple(named))
+def _called(keywords: list[ast.keyword]) -> RotaryCall | None:
+    """The constants that a rotary function gets by name; None if it gets other things."""
+    named = []
+    for keyword in keywords:
+        if not isinstance(keyword.value, ast.Constant):
+            return None
+        named.append((keyword.arg, keyword.value.value))
+    return RotaryCall(named=tuple(named))

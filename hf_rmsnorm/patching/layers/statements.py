@@ -4,41 +4,25 @@ import ast
 import itertools
 from collections.abc import Callable, Iterable, Set
 
+from ...fused.later import later_in
+from ...fused.modulated import modulated
 from ..arithmetic import FACTS, OF_TENSORS, WRITING
-from .calls import is_modulated
+from .calls import called
 
 Statements = list[ast.stmt]
 
 # Nodes that are evaluated whole, and change nothing.
-ARITHMETIC = (
-    ast.Assign,
-    ast.Attribute,
-    ast.BinOp,
-    ast.Constant,
-    ast.Expr,
-    ast.List,
-    ast.Name,
-    ast.Slice,
-    ast.Starred,
-    ast.Subscript,
-    ast.Tuple,
-    ast.UnaryOp,
-    ast.expr_context,
-    ast.keyword,
-    ast.operator,
-    ast.unaryop,
+_ARITHMETIC = (
+    *(ast.Assign, ast.Attribute, ast.BinOp, ast.Constant, ast.Expr, ast.List, ast.Name),
+    *(ast.Slice, ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp),
+    *(ast.expr_context, ast.keyword, ast.operator, ast.unaryop),
 )
 _COMPUTING = (
-    *ARITHMETIC,
-    ast.BoolOp,
-    ast.Compare,
-    ast.GeneratorExp,
-    ast.If,
-    ast.boolop,
-    ast.cmpop,
-    ast.comprehension,
+    *_ARITHMETIC,
+    *(ast.BoolOp, ast.Compare, ast.GeneratorExp, ast.If),
+    *(ast.boolop, ast.cmpop, ast.comprehension),
 )
-_EVALUATED = *ARITHMETIC, ast.Call, ast.Return
+_EVALUATED = *_ARITHMETIC, ast.Call, ast.Return
 
 
 def is_sum(node: ast.AST) -> bool:
@@ -55,19 +39,15 @@ def is_product(node: ast.AST) -> bool:
     return False
 
 
-def is_arithmetic(node: ast.AST) -> bool:
-    """Whether an expression adds and scales variables and numbers, and calls nothing."""
-    plain = ast.Name, ast.Constant, ast.BinOp, ast.operator, ast.expr_context
-    return all(isinstance(part, plain) for part in ast.walk(node))
-
-
-def norm_input(node: ast.AST | None, itself: str, norms: Set[str]) -> ast.expr | None:
+def norm_input(node: ast.AST | None, norms: Set[str]) -> ast.expr | None:
     """The x in ``self.norm(x)``, a call of one of these child norms with one input; None
     of anything else.
     """
     match node:
-        case ast.Call(ast.Attribute(ast.Name(owner), name), [rows], []):
-            return rows if owner == itself and name in norms else None
+        case ast.Call(ast.Attribute(ast.Name("self"), name), [rows], []) if (
+            name in norms
+        ):
+            return rows
     return None
 
 
@@ -138,7 +118,7 @@ def first_effect(node: ast.AST) -> ast.AST | None:
     """The first call that a statement makes, where those in the operands of a modulated
     norm do not count; or what comes before it and is no plain arithmetic.
     """
-    if is_modulated(node, or_later=True) or not isinstance(node, _EVALUATED):
+    if called(node) in (modulated, later_in) or not isinstance(node, _EVALUATED):
         return node
     for child in ast.iter_child_nodes(node):
         effect = first_effect(child)
@@ -147,35 +127,29 @@ def first_effect(node: ast.AST) -> ast.AST | None:
     return node if isinstance(node, ast.Call) else None
 
 
-def is_plain_test(test: ast.expr, names: set[str]) -> bool:
-    """Whether a condition may be asked at another time: it calls nothing and does not
-    mention the names.
+def may_pass(
+    node: ast.AST, names: Set[str], may_call: Callable[[ast.Call], bool] | None = None
+) -> bool:
+    """Whether a statement or a condition may as well run at another time than what
+    reads and binds these variables: it computes without them.
+
+    Args:
+        may_call: as of `only_computes`.
     """
-    for node in ast.walk(test):
-        if isinstance(node, (ast.Call, ast.NamedExpr)):
-            return False
-    return not reads(test, names)
+    return not reads(node, names) and only_computes(node, may_call)
 
 
-def is_dead_behind(statement: ast.stmt, name: str, later: Statements) -> bool:
-    """Whether a statement binds a variable again, or the later ones do before any of
-    them reads it.
-    """
+def is_dead_behind(statement: ast.stmt, name: str, rest: Statements) -> bool:
+    """Whether a statement binds a variable again, or none behind it mentions that."""
     if name in bound(statement):
         return True
-    for other in later:
-        match other:
-            case ast.Assign([ast.Name(again)], value) if again == name:
-                return not reads(value, {name})
-        if reads(other, {name}):
-            return False
-    return True
+    return not any(reads(other, {name}) for other in rest)
 
 
 def only_adds_and_scales(statements: Statements, names: set[str]) -> bool:
     """Whether statements, the last of a forward, use a value only as an operand.
 
-    They do not return it, write to it or give it to a function, which could hook it.
+    They do not return it, or give it to a function, which could hook it.
 
     Args:
         names: the variables that hold it. A variable loses it where the forward itself,
@@ -183,45 +157,30 @@ def only_adds_and_scales(statements: Statements, names: set[str]) -> bool:
     """
     names = set(names)
     for statement in statements:
-        names |= _aliases(statement, names)
         if names & _other_uses(statement):
             return False
-        if isinstance(statement, ast.Assign) and not alias_of(statement, names):
+        alias = alias_of(statement, names)
+        if isinstance(statement, ast.Assign):
             names -= bound(statement)
+        names |= alias
     return True
 
 
-def _aliases(statement: ast.stmt, names: set[str]) -> set[str]:
-    """The names that a statement gives a value with these names, in any order: it may
-    be a loop.
-    """
-    assigned = list(ast.walk(statement))
-    found = set(names)
-    for _ in assigned:
-        before = len(found)
-        for node in assigned:
-            found |= alias_of(node, found)
-        if len(found) == before:
-            break
-    return found
-
-
 def _other_uses(statement: ast.stmt) -> set[str]:
-    """The variables that are read other than as an operand, or written to in place."""
+    """The variables that are read other than as an operand, or behind an alias that a
+    branch or a loop may give them.
+    """
     operands = set()
-    written = set()
     for node in ast.walk(statement):
         match node:
             case ast.BinOp(left, _, right):
                 operands |= {left, right}
             case ast.Attribute(value, name) if name in FACTS:
                 operands.add(value)
-            case ast.Assign([ast.Name()], value):
+            case ast.Assign([ast.Name()], value) if node is statement:
                 operands.add(value)
-            case ast.AugAssign(ast.Name(name)):
-                written.add(name)
     others = set(names_in(statement)) - operands
-    return written | {name.id for name in others if isinstance(name.ctx, ast.Load)}
+    return {name.id for name in others if isinstance(name.ctx, ast.Load)}
 
 
 class Replace(ast.NodeTransformer):

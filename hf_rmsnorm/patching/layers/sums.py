@@ -31,10 +31,11 @@ import inspect
 from collections.abc import Set
 from typing import NamedTuple
 
-from ...fused.modulated import add_and_modulate
-from ...fused.subclass import is_of_library
+from ...fused.later import later_in
+from ...fused.modulated import add_and_modulate, modulated
 from ...fused.sums import add_and_norm, norm_of_sum
-from .calls import call, is_modulated
+from ..source import is_of_library
+from .calls import call, called
 from .modulation import Modulations
 from .statements import (
     Replace,
@@ -42,11 +43,10 @@ from .statements import (
     alias_of,
     bound,
     first_effect,
-    is_arithmetic,
     is_dead_behind,
-    is_plain_test,
     is_product,
     is_sum,
+    may_pass,
     norm_input,
     only_adds_and_scales,
     only_computes,
@@ -55,46 +55,36 @@ from .statements import (
 
 
 def fuse_sums(
-    definition: ast.FunctionDef,
-    cls: type,
-    itself: str,
-    norms: Set[str],
-    modulated_norms: Set[str],
+    definition: ast.FunctionDef, cls: type, norms: Set[str], modulated_norms: Set[str]
 ) -> list[str]:
     """Compute norms with the sum before them or the modulation behind them; returns
     these pieces in words.
 
     Args:
         definition: of the forward of a class; it is changed.
-        itself: the forward's name for its module.
         norms: the names of the children that one launch may compute with a sum.
         modulated_norms: the names of those that it may compute with a modulation.
     """
     _, *inside = ast.walk(definition)
-    shows = ast.FunctionDef, ast.Global, ast.Lambda
-    if any(isinstance(node, shows) for node in inside):
-        return []  # other code may read any variable
-    if itself != "self" or itself in bound(*definition.body):
-        return []  # `only_computes` knows the module by its usual name
-    if _has_own_properties(inside, cls):
-        return []  # which run code where they are read
-    Modulations(cls, itself, modulated_norms).visit(definition)
-    fuser = _SumFuser(itself, norms)
+    if any(_hides_code(node, cls) for node in inside):
+        return []
+    Modulations(cls, modulated_norms).visit(definition)
+    fuser = _SumFuser(norms)
     fuser.fuse_block(definition.body, [])
     fuser.visit(definition)
     return list(dict.fromkeys(fuser.pieces))
 
 
-def _has_own_properties(nodes: list[ast.AST], cls: type) -> bool:
-    """Whether one of the nodes reads a property of a module of this class; those of a
-    library, as diffusers' `config`, change nothing.
+def _hides_code(node: ast.AST, cls: type) -> bool:
+    """Whether other code may read any variable, as an inner function does, or runs where
+    a property of this class is read. A library's, as diffusers' `config`, has no effect.
     """
-    for node in nodes:
-        match node:
-            case ast.Attribute(ast.Name("self"), name):
-                found = inspect.getattr_static(cls, name, None)
-                if isinstance(found, property) and not is_of_library(found.fget):
-                    return True
+    match node:
+        case ast.FunctionDef() | ast.Global() | ast.Lambda():
+            return True
+        case ast.Attribute(ast.Name("self"), name):
+            found = inspect.getattr_static(cls, name, None)
+            return isinstance(found, property) and not is_of_library(found.fget)
     return False
 
 
@@ -117,15 +107,13 @@ class _SumFuser(ast.NodeTransformer):
     `visit`.
 
     Args:
-        itself: the forward's name for its module.
         norms: the names of the children that may be computed with a sum.
 
     Attributes:
         pieces: the joined ones, in words.
     """
 
-    def __init__(self, itself: str, norms: Set[str]):
-        self.itself = itself
+    def __init__(self, norms: Set[str]):
         self.norms = norms
         self.pieces: list[str] = []
 
@@ -136,11 +124,11 @@ class _SumFuser(ast.NodeTransformer):
         if inputs and is_sum(inputs[0]):
             self._note(node, "+ ")
             total = inputs[0]
-            if not is_modulated(node):
+            if called(node) is not modulated:
                 return call(norm_of_sum, node, node.func, total.left, total.right)
             both = _add_and_norm(total, node)
             return ast.Subscript(both, ast.Constant(1), ast.Load())
-        if is_modulated(node, or_later=True):
+        if called(node) in (modulated, later_in):
             self._note(node, "")
         return node
 
@@ -166,7 +154,7 @@ class _SumFuser(ast.NodeTransformer):
         """Fuse ``h = a + b`` with the norm of h in a statement behind it."""
         norm = next_norm.call
         self._note(norm, "+ ")
-        if is_modulated(norm) and at:
+        if called(norm) is modulated and at:
             _take_product(body, at, after)
         adds = body[at]
         fused = _add_and_norm(adds.value, norm)
@@ -189,11 +177,13 @@ class _SumFuser(ast.NodeTransformer):
         if_at = at + 1 + next_norm.at
         head = body[at:if_at]
         match body[if_at:]:
-            case [ast.If(test, inside, []) as branch, *behind]:
+            case [ast.If(test, inside, []) as branch, *behind] if may_pass(
+                test, bound(*head)
+            ):
                 pass
             case _:
                 return
-        if not is_arithmetic(body[at].value) or not is_plain_test(test, bound(*head)):
+        if not only_computes(body[at].value):
             return
         names = next_norm.names
         following = self._next_norm(behind, names)
@@ -213,7 +203,7 @@ class _SumFuser(ast.NodeTransformer):
         changed = set(names)
         for at, statement in enumerate(statements):
             alias = alias_of(statement, names)
-            if not alias and not _computes_apart(statement, names):
+            if not alias and not may_pass(statement, names):
                 norm = self._norm_of(names, changed, statement)
                 return _NextNorm(at, names, norm)
             names |= alias
@@ -233,31 +223,23 @@ class _SumFuser(ast.NodeTransformer):
                     return effect
         return None
 
-    def _norm_inputs(self, node: ast.AST | None) -> list[ast.expr] | None:
-        """The operands of a norm: its input, and its scale and shift; None of another
+    def _norm_inputs(self, node: ast.AST | None) -> list[ast.expr]:
+        """The operands of a norm: its input, and its scale and shift; none of another
         call.
         """
-        if is_modulated(node):
+        if called(node) is modulated:
             return [node.args[0], *node.args[2:]]
-        rows = norm_input(node, self.itself, self.norms)
-        return None if rows is None else [rows]
+        rows = norm_input(node, self.norms)
+        return [] if rows is None else [rows]
 
     def _note(self, norm: ast.Call, before: str) -> None:
         """Note a norm in words."""
         child = norm.func
         behind = ""
-        if is_modulated(norm, or_later=True):
+        if called(norm) in (modulated, later_in):
             child = norm.args[1]
             behind = " * (1 + scale) + shift"
         self.pieces.append(f"{before}{child.attr}{behind}")
-
-
-def _computes_apart(statement: ast.stmt, names: set[str]) -> bool:
-    """Whether a statement assigns a value that only other variables enter."""
-    match statement:
-        case ast.Assign([ast.Name()], value):
-            return not reads(statement, names) and only_computes(value)
-    return False
 
 
 def _take_product(body: Statements, at: int, after: Statements) -> None:
@@ -278,7 +260,7 @@ def _take_product(body: Statements, at: int, after: Statements) -> None:
 def _add_and_norm(total: ast.BinOp, norm: ast.Call) -> ast.Call:
     """``(a + b, norm(a + b))`` in one call, of a norm that may be modulated."""
     right = total.right
-    if not is_modulated(norm):
+    if called(norm) is not modulated:
         return call(add_and_norm, total, total.left, right, norm.func)
     factors = [right, None]
     if is_product(right):

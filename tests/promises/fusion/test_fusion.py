@@ -14,7 +14,7 @@ from fusion_models import IDS, INSIDE, build, layers_of
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_rmsnorm import count_launches, patch_model, patched, unpatch_model, use_backend
-from hf_rmsnorm.patching.layers.layer_class import layer_part
+from hf_rmsnorm.patching.swap import layer_part
 
 QK = "q_norm, k_norm, apply_rotary_pos_emb in one launch"
 APART = "no sum in its forward is followed directly by a patched norm of its own"

@@ -41,7 +41,7 @@ class InSeveralStatements(Block):
         inner = gate * inner
         x = x + inner
         y = self.norm(x)
-        z = shift + (scale + 1.0) * y
+        z = (scale + 1.0) * y + shift
         return z
 
 
@@ -124,6 +124,15 @@ class KeepsTheProduct(Block):
         return y + inner.sum()
 
 
+class AddsTheProductToItself(Block):
+    products = 1
+
+    def forward(self, x, gate, scale, shift):
+        inner = gate * self.inner(x)
+        x = inner + inner
+        return self.norm(x) * (1 + scale) + shift
+
+
 class TheNormIsWrittenTo(Block):
     products = 1
 
@@ -156,7 +165,7 @@ class AnOperandIsWrittenTo(Block):
 
 
 class TheSumIsWrittenTo(Block):
-    products = 2
+    products = 1
 
     def forward(self, x, gate, scale, shift):
         x = x + gate * self.inner(x)

@@ -33,10 +33,6 @@ class Doubles(AlignDevicesHook):
         return 2 * output
 
 
-class WithoutGradients(ModelHook):
-    no_grad = True
-
-
 def hooked(*hooks):
     def put(norm):
         for hook in hooks:
@@ -79,26 +75,20 @@ HARMLESS = {
     "aligns devices": hooked(align),
     "a torch.device": hooked(lambda: AlignDevicesHook(torch.device("cpu"))),
     "output to where its input was": hooked(lambda: align(io_same_device=True)),
-    "does nothing": hooked(ModelHook),
-    "one after the other": hooked(align, ModelHook, align),
     "taken off again": hook_taken_off,
     "tensor parallel, without gradients": sums_gradients,
     "tensor parallel and a hook": lambda norm: (sums_gradients(norm), hooked(align)(norm)),
 }  # fmt: skip
 ACTING = {
     "offloads": (hooked(lambda: align(offload=True)), "AlignDevicesHook, which loads"),
-    "one of several offloads": (
-        hooked(ModelHook, lambda: align(offload=True)),
-        "AlignDevicesHook, which loads",
-    ),
+    "several": (hooked(ModelHook, align), "hooks.SequentialHook"),
     "subclass": (hooked(lambda: Doubles("cpu")), "test_hooks.Doubles"),
-    "without gradients": (hooked(WithoutGradients), "switches gradients off"),
     "loads the module": (hooked(lambda: CpuOffload("cpu")), "hooks.CpuOffload"),
     "casts": (
         hooked(lambda: LayerwiseCastingHook(torch.bfloat16, torch.float32, False)),
         "hooks.LayerwiseCastingHook",
     ),
-    "diffusers": (hooked_by_diffusers, "hooks.ModelHook"),
+    "diffusers": (hooked_by_diffusers, "diffusers.hooks.hooks"),
     "a user's wrapper": (wrapped_by_a_user, "twice"),
     "tensor parallel": (plain_tensor_parallel, "TensorParallelLayer.install_forward"),
 }

@@ -11,12 +11,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from hf_rmsnorm import count_launches, patch_model, use_backend
 from hf_rmsnorm.formula import NormSpec
-from hf_rmsnorm.fused.norm import fused_class, patch_of
+from hf_rmsnorm.fused.norm import patch_of
 from hf_rmsnorm.fused.recipe import Recipe
 from hf_rmsnorm.operands import of_norm
 from hf_rmsnorm.ops import first_use
 from hf_rmsnorm.ops.launches import Launches
 from hf_rmsnorm.ops.norm_kinds import NormForwardKind
+from hf_rmsnorm.patching.swap import fused_class
 
 D = 16
 GATED = Recipe(NormSpec(False, 1e-6, rounding="before_weight", gate="silu_after"), weight="weight",
@@ -197,13 +198,3 @@ def test_nested_tensors_run_the_modules_own_forward(layout):
             norm(x)
         found = norm(x).unbind()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("norm", (nn.LayerNorm, nn.RMSNorm))
-def test_a_weight_of_two_dimensions_is_refused_as_unpatched(norm):
-    module = norm(D, bias=False) if norm is nn.LayerNorm else norm(D)
-    model = nn.Sequential(module)
-    patch_model(model)
-    module.weight = nn.Parameter(torch.ones(4, D))
-    with pytest.raises(RuntimeError, match="same shape as normalized_shape"):
-        model(torch.rand(2, 3, 4, D))

@@ -34,12 +34,6 @@ def test_a_setting_that_has_changed_and_a_parameter_that_has_come_are_named():
     assert recipe.changes(norm) == ["mode is now b", "it has a bias now"]
 
 
-def test_a_norm_of_a_gate_or_of_groups_is_none_of_whole_rows():
-    assert RECIPE.is_of_rows
-    assert not Recipe(SPEC, gate="gate").is_of_rows
-    assert not Recipe(NormSpec(False, 1e-6, group_size=4)).is_of_rows
-
-
 X, HALF = torch.ones(2, 3, 4), torch.ones(2, 3, 4, dtype=torch.bfloat16)
 ONES = torch.ones(4)
 LAYER = NormSpec(True, 1e-5, functional=True)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_rmsnorm import HfRmsNormCallback, patch_model, use_backend
-from hf_rmsnorm.fused.norm import fused_part
+from hf_rmsnorm.patching.swap import fused_part
 
 STEPS = 4
 

@@ -124,8 +124,8 @@ class BySteps(Attention):
         return q @ k.mT
 
 
-LAUNCHED = {ByName: 1, ByPosition: 1, OnACondition: 1, Twice: 2}
-APART = [TurnsOneBack, ByAVariable, OfVision]
+LAUNCHED = {ByName: 1, OnACondition: 1, Twice: 2}
+APART = [ByPosition, TurnsOneBack, ByAVariable, OfVision]
 
 
 def run(model):
