@@ -16,16 +16,16 @@ import hf_rmsnorm
 from scripts import tables
 
 
-@pytest.fixture
-def norm() -> tuple[LlamaRMSNorm, torch.Tensor]:
-    torch.manual_seed(0)
-    module = LlamaRMSNorm(512)
+def made(kind, size, dtype):
+    """A norm with weights of any size."""
+    module = kind(size)
     torch.nn.init.normal_(module.weight)
-    return module.to(torch.bfloat16), torch.randn(64, 512).to(torch.bfloat16)
+    return module.to(dtype)
 
 
-def test_share_of_equal_elements_is_the_one_given(norm):
-    module, x = norm
+def test_share_of_equal_elements_is_the_one_given():
+    module = made(LlamaRMSNorm, 512, torch.bfloat16)
+    x = torch.randn(64, 512).to(torch.bfloat16)
     with torch.no_grad(), hf_rmsnorm.use_backend("triton"):
         expected = module(x)
         fused = hf_rmsnorm.rms_norm(x, module.weight, module.variance_epsilon)
@@ -47,15 +47,13 @@ def saved(value):
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, torch.nn.LayerNorm])
 def test_ties_in_rounding_are_as_rare_as_the_page_says(kind, column, dtype):
     """Of fewer elements than were counted for the page, so within a factor of 4."""
-    module = kind(768)
-    torch.nn.init.normal_(module.weight)
-    module = module.to(dtype)
+    module = made(kind, 768, dtype)
     x = torch.randn(512, 768).to(dtype)
     with torch.no_grad(), hf_rmsnorm.use_backend("triton"):
         expected = module(x)
         hf_rmsnorm.patch_model(module)
         differing = (module(x) != expected).sum().item()
-    name = "LayerNorm" if kind is torch.nn.LayerNorm else "RMSNorm"
+    name = kind.__name__.removeprefix("Llama")
     cell = pages.row("docs/correctness.md", name)[column]
     least = int(re.search(r"1 in ([\d,]+) to", cell)[1].replace(",", ""))
     assert differing <= max(4, 4 * x.numel() / least)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from computed import compute_norm, run_kind
 from heads import fused_qk_norm
+from torch.utils._pytree import tree_map_only
 
 from benchmarks.ptx import Fault, Kernel
 from hf_rmsnorm import NormSpec, use_backend
@@ -81,10 +82,7 @@ def launch_of(driver, name):
     with use_backend("triton"):
         run_heads()
         run_rows()
-    launches = {}
-    for launch in driver.launches:
-        kernel, *_ = launch
-        launches[kernel.name] = launch
+    launches = {launch[0].name: launch for launch in driver.launches}
     kernel, grid, shared, arguments = launches[name]
     if name == "reduce_partials":  # of as many programs as a large chip runs
         arguments[0] = torch.randn(2, 792, 96)
@@ -95,11 +93,7 @@ def launch_of(driver, name):
 
 def noticed(driver, launch, text):
     kernel, grid, shared, arguments, written = launch
-    copies = []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            argument = argument.clone()
-        copies.append(argument)
+    copies = tree_map_only(torch.Tensor, torch.clone, list(arguments))
     for number in written:
         copies[number].fill_(torch.nan)
     try:
@@ -115,10 +109,8 @@ def broken(text, kind):
     do no harm.
     """
     if kind in TOGETHER:
-        pattern, replacement = TOGETHER[kind]
-        if re.search(pattern, text):
-            return [re.sub(pattern, replacement, text)]
-        return []
+        new = re.sub(*TOGETHER[kind], text)
+        return [new] if new != text else []
     pattern, replacement = ALONE[kind]
     sites = list(re.finditer(pattern, text))
     step = max(1, -(-len(sites) // MOST))

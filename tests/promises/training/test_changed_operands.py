@@ -5,6 +5,8 @@ Offloading by hand does it, and so does a ZeRO-3 whose weights are not gathered 
 backward.
 """
 
+import re
+
 import pytest
 import torch
 from add_norm import fused_add_norm
@@ -22,11 +24,7 @@ LLAMA = NormSpec(False, 1e-6, rounding="before_weight")
 def tensors(*shapes):
     """Results of an operator, as activations are."""
     torch.manual_seed(0)
-    made = []
-    for shape in shapes:
-        leaf = torch.randn(shape).requires_grad_()
-        made.append(leaf * 1)
-    return made
+    return [torch.randn(shape).requires_grad_() * 1 for shape in shapes]
 
 
 def norm(module=None):
@@ -75,10 +73,7 @@ def step(kind, name="", change=None):
     """
     with use_backend("triton"):
         operands, y = kind()
-        leaves = []
-        for t in operands.values():
-            if t.requires_grad:
-                leaves.append(t)
+        leaves = [t for t in operands.values() if t.requires_grad]
         if change is not None:
             changed = operands[name]
             changed.data = change(changed.detach())
@@ -99,17 +94,11 @@ CHANGED = [
 @pytest.mark.parametrize(("kind", "name", "change"), CHANGED)
 def test_an_operand_of_another_shape_is_named(kind, name, change):
     step(kind)  # whose launch is kept
-    message = f"^{name} changed between forward and backward"
-    with pytest.raises(RuntimeError, match=message) as error:
-        step(kind, name, change)
-    assert "\n" not in str(error.value)
-    step(kind)  # nor is the call after it any other
-
-
-def test_the_error_says_what_was_expected_and_what_is_there():
     with pytest.raises(RuntimeError) as error:
-        step(norm, "x", short)
-    assert str(error.value) == (
-        "x changed between forward and backward: the backward expects shape (6, 64) on cpu, and finds (1, 64) on cpu; "
-        "keep what a forward has read as it is until its backward has run"
+        step(kind, name, change)
+    message = (
+        rf"{name} changed between forward and backward: the backward expects shape "
+        r"\(.*\) on cpu, and finds \(.*\) on cpu; keep what a forward has read .*"
     )
+    assert re.fullmatch(message, str(error.value))
+    step(kind)  # nor is the call after it any other
