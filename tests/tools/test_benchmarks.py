@@ -94,34 +94,36 @@ def test_the_gate_refuses_a_wrong_peer_and_marks_its_ratio():
     assert "FAILED: AttributeError" in shown and "no_such_method" in str(entries)
 
 
-def test_the_variants_of_a_model_take_turns_and_a_failing_peer_drops_out():
+class Turn(SimpleNamespace):
+    """A variant that notes its turns, and raises where it fails."""
+
+    @contextmanager
+    def of(self, model):
+        self.turns.append(self.name)
+        if self.name == self.failing:
+            raise RuntimeError("no such kernel")
+        yield SimpleNamespace(swapped=[])
+
+
+@pytest.mark.parametrize("failing", [variants.LIGER, variants.BOTH])
+def test_the_variants_of_a_model_take_turns_and_a_failing_peer_drops_out(failing):
     """Liger's own failure is named; that it fails together with this package alone
     makes the run fail.
     """
     turns = []
-
-    class Turns(variants.Variant):
-        @contextmanager
-        def of(self, model):
-            name = next(name for name, other in made.items() if other is self)
-            turns.append(name)
-            if name == failing:
-                raise RuntimeError("no such kernel")
-            yield SimpleNamespace(swapped=[])
-
-    made = {name: Turns(v.ours, v.liger) for name, v in variants.TIMED.items()}
-    work = SimpleNamespace(sizes={"rounds": 2}, model=None)
-    work.prefill = lambda: {"ms": float(len(turns))}
-    for failing in (variants.LIGER, variants.BOTH):
-        turns.clear()
-        entries = models.measure(work, made, "prefill")
-        rest = [name for name in made if name != failing]
-        assert turns == [*made, *rest, *rest]
-        assert entries[failing] == {"error": "RuntimeError: no such kernel"}
-        failures = models.broken_together("prefill", entries)
-        assert len(failures) == (failing == variants.BOTH)
-        shown = "\n".join(tables.phase("prefill", entries))
-        assert "no such kernel" in shown and " to " in shown
+    made = {}
+    for name, variant in variants.TIMED.items():
+        made[name] = Turn(name=name, turns=turns, failing=failing, **vars(variant))
+    prefill = {"ms": 1.0}
+    work = SimpleNamespace(sizes={"rounds": 2}, model=None, prefill=lambda: prefill)
+    entries = models.measure(work, made, "prefill")
+    rest = [name for name in made if name != failing]
+    assert turns == [*made, *rest, *rest]
+    assert entries[failing] == {"error": "RuntimeError: no such kernel"}
+    failures = models.broken_together("prefill", entries)
+    assert len(failures) == (failing == variants.BOTH)
+    shown = "\n".join(tables.phase("prefill", entries))
+    assert "no such kernel" in shown and " to " in shown
 
 
 def test_training_runs_that_time_does_not_allow_are_named(monkeypatch):

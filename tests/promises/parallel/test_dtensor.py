@@ -86,23 +86,23 @@ def norms(mesh):
         assert launches["norm_forward"] == launches["norm_backward"] == 2
 
 
+X = normal(4, 6, 64)
+WEIGHT = normal(64, seed=2)
+
+
 def a_split_hidden_size_is_gathered(mesh):
-    x = normal(2, 4, 64)
-    weight = normal(64, seed=2)
-    parts = distributed(mesh, [x, weight], [Shard(2), WHOLE])
+    parts = distributed(mesh, [X, WEIGHT], [Shard(2), WHOLE])
     with CommDebugMode() as sent:
         y = rms_norm(*parts)
     assert sent.get_total_counts() > 0
-    assert torch.equal(y.full_tensor(), rms_norm(x, weight))
+    assert torch.equal(y.full_tensor(), rms_norm(X, WEIGHT))
 
 
 def a_gradient_in_another_placement_moves(mesh):
-    x = normal(4, 6, 64)
-    weight = normal(64, seed=2)
     dy = normal(4, 6, 64, seed=1)
-    _, expected = step(rms_norm, [x, weight], dy)
+    _, expected = step(rms_norm, [X, WEIGHT], dy)
     placements = Shard(0), WHOLE, Shard(1)
-    *parts, dy = distributed(mesh, [x, weight, dy], placements)
+    *parts, dy = distributed(mesh, [X, WEIGHT, dy], placements)
     _, gradients = step(rms_norm, parts, dy)
     torch.testing.assert_close(whole(gradients), expected, rtol=1e-5, atol=1e-5)
 
@@ -120,11 +120,8 @@ def grouped(x, weight):
 
 
 def gates_heads_and_groups(mesh):
-    x = normal(2, 4, 64)
-    gate = normal(2, 4, 64, seed=1)
-    weight = normal(64, seed=3)
     rows = Shard(1)
-    operands = [x, weight, gate]
+    operands = [X, WEIGHT, normal(4, 6, 64, seed=1)]
     of_gradients = [rows, Partial(), rows]
     check(mesh, gated, operands, [rows, WHOLE, rows], of_gradients)
     operands = [normal(2, 3, 4, 16), normal(4, 16, seed=2), normal(4, 16, seed=3)]
@@ -132,26 +129,19 @@ def gates_heads_and_groups(mesh):
     check(mesh, per_head, operands, heads, heads)
     # Groups are rows of their own: a hidden size split between them is not gathered.
     groups = [Shard(2), Shard(0)]
-    check(mesh, grouped, [x, weight], groups, groups)
+    check(mesh, grouped, [X, WEIGHT], groups, groups)
 
 
-def two_dimensions_of_a_mesh():
-    """(data, sequence): each dimension of the mesh splits one of the rows'."""
-    mesh = init_device_mesh("cpu", (2, 1))
-    x = normal(4, 6, 64)
-    weight = torch.full((64,), 0.7)
-    split = Shard(0), Shard(1)
-    y = rms_norm(distribute_tensor(x, mesh, split), distribute_tensor(weight, mesh))
-    assert y.placements == split
-    assert torch.equal(y.full_tensor(), rms_norm(x, weight))
-
-
-def compiled(mesh):
-    operands = [normal(2, 4, 64), torch.full((64,), 0.7)]
-    function = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
-    y = function(*distributed(mesh, operands, [Shard(1), WHOLE]))
-    assert y.placements == (Shard(1),)
-    assert torch.equal(y.full_tensor(), rms_norm(*operands))
+def an_output_lies_as_its_rows(mesh):
+    """Compiled, and where each of two dimensions of a mesh splits one of the rows'."""
+    compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    two = init_device_mesh("cpu", (2, 1))
+    ways = (compiled, mesh, (Shard(1),)), (rms_norm, two, (Shard(0), Shard(1)))
+    for function, mesh, split in ways:
+        rows = distribute_tensor(X, mesh, split)
+        y = function(rows, distribute_tensor(WEIGHT, mesh))
+        assert y.placements == split
+        assert torch.equal(y.full_tensor(), rms_norm(X, WEIGHT))
 
 
 def work(rank):
@@ -161,8 +151,7 @@ def work(rank):
         a_split_hidden_size_is_gathered(mesh)
         a_gradient_in_another_placement_moves(mesh)
         gates_heads_and_groups(mesh)
-        two_dimensions_of_a_mesh()
-        compiled(mesh)
+        an_output_lies_as_its_rows(mesh)
 
 
 def test_rows_stay_split_and_gradients_of_parameters_are_partial_sums(
