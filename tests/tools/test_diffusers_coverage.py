@@ -49,15 +49,12 @@ def test_a_sample_of_the_table_made_anew(name):
     assert not launches.print_falls({name: before}, {name: now})
 
 
-def test_fewer_launches_than_in_the_table_fail(monkeypatch, tmp_path, capsys):
+def test_fewer_launches_than_in_the_table_fail(monkeypatch, capsys):
     name = SAMPLE[0]
-    entry = {"type": name, "norms": 1, "alone": 0, "differing": 0, "verified": "PASS"}
-    before = entry | {"launched": {"bfloat16": {"norms": 4}, "float32": {"norms": 4}}}
-    now = entry | {"launched": {"bfloat16": {"norms": 3}, "float32": {"norms": 4}}}
-    table = tmp_path / "table.json"
-    table.write_text(json.dumps({"types": [before]}))
-    run = ["diffusers", "--only", name, "--check", str(table)]
-    for result, code in ((before, 0), (now, 1)):
-        monkeypatch.setattr(coverage, "take", lambda *args, result=result: [result])
-        assert main(run) == code
-    assert f"{name}: bfloat16 norms 4 -> 3" in capsys.readouterr().err
+    entry = entries()[name]
+    monkeypatch.setattr(coverage, "take", lambda *args: [entry])
+    run = ["diffusers", "--only", name, "--check", str(COMMITTED)]
+    assert main(run) == 0
+    entry["launched"]["bfloat16"]["norms"] -= 1
+    assert main(run) == 1
+    assert f"{name}: bfloat16 norms " in capsys.readouterr().err

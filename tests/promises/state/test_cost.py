@@ -1,7 +1,8 @@
 """What a patch costs: recognition once per formula, bookkeeping for the rest."""
 
+import sys
+
 import pytest
-from reports import calls_of
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -25,8 +26,17 @@ def test_an_80_layer_model_is_examined_as_often_as_a_2_layer_one(base):
                 return super().forward(x)
 
         model = layered(layers, Spied)
-        with calls_of(Spied.forward) as calls:
+        calls = []
+
+        def note(frame, event, argument):
+            if event == "call" and frame.f_code is Spied.forward.__code__:
+                calls.append(frame)
+
+        sys.setprofile(note)
+        try:
             assert len(patch_model(model, strict=True).swapped) == 2 * layers + 1
+        finally:
+            sys.setprofile(None)
         return len(calls)
 
     assert examinations(80) == examinations(2) > 0

@@ -13,9 +13,7 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from places import EXAMPLES
 
 from hf_rmsnorm.demo import demo_path
@@ -281,17 +279,3 @@ def test_another_launch_than_was_asked_for_is_refused(
 def test_a_launch_as_it_was_asked_for_trains(train, monkeypatch):
     launch(monkeypatch, f"{CPU} --num_processes 1 f.py")
     assert len(losses(train("out", "--max-steps", 1))) == 1
-
-
-CONFIGURED = {
-    "one_process": (DistributedType.NO, 1),
-    "ddp": (DistributedType.MULTI_GPU, 2),
-    "fsdp2": (DistributedType.FSDP, 2),
-    "zero3": (DistributedType.DEEPSPEED, 2),
-}
-
-
-@pytest.mark.parametrize("name", CONFIGURED)
-def test_accelerate_reads_the_config_files(name):
-    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
-    assert (config.distributed_type, config.num_processes) == CONFIGURED[name]

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+from transformers.models.llama import modeling_llama
 
 from hf_rmsnorm import count_launches, patch_model, unpatch_model, use_backend
 
@@ -30,7 +31,28 @@ MODELS = {
     "q and k": ("qwen3", {}),
     "layer norm, sum": ("gpt2", {}),
     "output kept": ("gpt2", {"memory_efficient": True}),
+    "modulation": ("llama", {}),
 }
+
+
+class Modulated(modeling_llama.LlamaDecoderLayer):
+    """A layer that scales, shifts and gates, as those of diffusion models do."""
+
+    def forward(self, x, **kwargs):
+        mean = x.mean(1, keepdim=True)
+        scale, shift, gate = mean.sin(), mean.cos(), mean.tanh()
+        x = x + gate * self.mlp(x)
+        y = self.post_attention_layernorm(x) * (1 + scale) + shift
+        return x + y
+
+
+def built(pieces):
+    family, _ = MODELS[pieces]
+    model = tiny_models.build(family, **DROPOUT)
+    if pieces == "modulation":
+        for layer in model.model.layers:
+            layer.__class__ = Modulated
+    return model
 
 
 class Logits(nn.Module):
@@ -225,10 +247,9 @@ CASES = [c for c in itertools.product(MODELS, REGIMES) if c not in IMPOSSIBLE]
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("pieces", "regime"), CASES)
 def test_a_patched_model_is_the_unpatched_one(pieces, regime):
-    family, options = MODELS[pieces]
-    plain = tiny_models.build(family, **DROPOUT)
+    plain = built(pieces)
     model = copy.deepcopy(plain)
-    patch_model(model, strict=True, **options)
+    patch_model(model, strict=True, **MODELS[pieces][1])
     expected = REGIMES[regime](plain)
     with use_backend("triton"), count_launches() as launches:
         found = REGIMES[regime](model)
