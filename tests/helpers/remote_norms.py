@@ -76,42 +76,28 @@ class OlmoRMSLayerNorm(ScaledNorm):
         return self.weight * x
 
 
-def fast_layer_norm(x, normalized_shape, weight, bias, eps):
+def fast_layer_norm(x, *arguments):
     if torch.jit.is_scripting():
-        return F.layer_norm(x, normalized_shape, weight, bias, eps)
-    if has_apex:
-        return fused_layer_norm_affine(x, weight, bias, normalized_shape, eps)  # noqa: F821
-    if torch.is_autocast_enabled(x.device.type):
-        dt = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dt), weight.to(dt), bias.to(dt)
+        return F.layer_norm(x, *arguments)
+    dt = torch.get_autocast_dtype(x.device.type)
     with torch.amp.autocast(device_type=x.device.type, enabled=False):
-        return F.layer_norm(x, normalized_shape, weight, bias, eps)
-
-
-has_apex = False
+        return F.layer_norm(x.to(dt), arguments[0]).to(dt)
 
 
 class TimmLayerNorm(nn.LayerNorm):
-    def __init__(self, fast=False):
+    def __init__(self):
         super().__init__(SIZE)
-        self._fast_norm = fast
+        self._fast_norm = False
 
     def forward(self, x):
         if self._fast_norm:
-            x = fast_layer_norm(
-                x, self.normalized_shape, self.weight, self.bias, self.eps
-            )
+            x = fast_layer_norm(x, self.normalized_shape)
         else:
             x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return x
 
 
-class TimmFastLayerNorm(TimmLayerNorm):
-    def __init__(self):
-        super().__init__(fast=True)
-
-
-CAST_THEMSELVES = (MptLPLayerNorm, TimmFastLayerNorm)
+CAST_THEMSELVES = (MptLPLayerNorm,)
 ALL = (
     InternLM2RMSNorm, BaichuanRMSNorm, OlmoRMSLayerNorm, TimmLayerNorm,
     *CAST_THEMSELVES,

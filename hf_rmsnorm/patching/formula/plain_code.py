@@ -10,7 +10,6 @@ word that is not on them is refused, and the word is the reason in the report.
 import ast
 import inspect
 import itertools
-import re
 from collections.abc import Iterable
 from types import FunctionType, MappingProxyType
 from typing import NamedTuple
@@ -32,31 +31,29 @@ TORCH_FUNCTIONS = [
     for place in PLACES
     for name in SAME_STEPS.intersection(dir(place))
 ]
-TAKE_SHAPES = ("view", "reshape", "expand")  # they may be given any size of the input
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 READ_BY_TORCH = {"normalized_shape", "weight", "bias", "eps"}
-LIBRARY_FLAG = re.compile(r"has_\w+|\w+_available", re.IGNORECASE)
-# Answered for all types of device, or for one, by functions of torch; some files wrap
-# them under the same names.
-AUTOCAST_QUESTIONS = ("is_autocast_enabled", "is_autocast_cpu_enabled")
 AUTOCASTS = (("torch", "autocast"), ("transformers", "maybe_autocast"))  # make one
+# May be given any size of the input: in each place, or in their second alone.
+TAKE_SIZES = ("view", "reshape", "expand")
+TAKE_SHAPE = ("layer_norm", "rms_norm")
+COMPUTES = "computes with a size of its input:"
 
 
 # The kinds of an expression: what its value depends on.
 CONSTANT = 0  # dtypes, numbers of dimensions, plain attributes: may decide a branch
-LENGTH = 1  # of the rows: a number to compute with
-SHAPE = 2  # any sizes of the input: only for the calls of TAKE_SHAPES, and guards
-TENSOR = 3  # or a device: may decide no branch
-# Those of the attributes of an input, and of its device.
-KIND_OF_ATTRIBUTE = {
-    "shape": SHAPE,
+SIZE = 1  # sizes of the input, numbers made of them: may decide whether it raises
+TENSOR = 2  # or a device: may decide no branch
+# Those of the attributes and the questions of an input, and of its device.
+KIND_OF_FACT = {
+    "shape": SIZE,
+    "size": SIZE,
     "dtype": CONSTANT,
     "ndim": CONSTANT,
+    "dim": CONSTANT,
     "device": TENSOR,
     "type": TENSOR,
 }
-# The kinds of ``x.dim()`` and ``x.size(-1)``; another call of `size` is a `SHAPE`.
-SIZES = {"dim()": CONSTANT, "size(-1)": LENGTH}
 
 
 class Read(NamedTuple):
@@ -186,16 +183,17 @@ class Code:
         """
         self.attributes.add(name)
         of_class = self.look_up(type(self.module), name)
-        value = own_values(self.module).get(name, of_class)
-        is_other = value is None and getattr(self.module, name, None) is not None
-        if isinstance(value, Tensor) and of_class is None:
-            return TENSOR
+        values = own_values(self.module)
+        value = values.get(name, of_class)
         # a property of its class comes before its own attribute
-        if is_other or not (is_plain(value) and is_plain(of_class)):
-            raise NotPlain(
-                f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
-            )
-        return CONSTANT
+        if is_plain(of_class) and (name in values or of_class is not None):
+            if is_plain(value):
+                return CONSTANT
+            if of_class is None:
+                return TENSOR
+        raise NotPlain(
+            f"its forward reads self.{name}, which is neither a tensor of its own nor a plain value"
+        )
 
 
 class _Body(ast.NodeVisitor):
@@ -245,7 +243,7 @@ class _Body(ast.NodeVisitor):
         answer = self._answer(node.test)
         if answer is None:
             is_guard = isinstance(node.body[0], ast.Raise)
-            self._check_condition(node.test, SHAPE if is_guard else CONSTANT)
+            self._check_condition(node.test, SIZE if is_guard else CONSTANT)
         if answer is not False:
             self.read(node.body)
         if answer is not True:
@@ -253,8 +251,7 @@ class _Body(ast.NodeVisitor):
 
     def visit_With(self, node: ast.With) -> None:
         for item in node.items:
-            is_off = self._is_autocast_off(item.context_expr)
-            if not is_off or item.optional_vars is not None:
+            if not self._is_autocast_off(item.context_expr):
                 raise _refusal("enters", item.context_expr)
         self.read(node.body)
 
@@ -265,19 +262,11 @@ class _Body(ast.NodeVisitor):
         if not isinstance(context, ast.Call):
             return False
         called = self._resolve(context.func)
-        if not _is_autocast(called):
+        package, _, _ = str(getattr(called, "__module__", "")).partition(".")
+        if (package, getattr(called, "__name__", "")) not in AUTOCASTS:
             return False
-        named = {keyword.arg: keyword.value for keyword in context.keywords}
-        if None in named:
-            return False
-        signature = inspect.signature(called)
-        given = signature.bind_partial(*context.args, **named).arguments
-        enabled = given.pop("enabled", None)
-        self._visit_all(given.values())
-        return isinstance(enabled, ast.Constant) and enabled.value is False
-
-    def visit_Assert(self, node: ast.Assert) -> None:
-        self._check_condition(node.test, SHAPE)
+        self._visit_all(_arguments(context))
+        return "enabled=False" in map(ast.unparse, context.keywords)
 
     def visit_Raise(self, node: ast.Raise) -> None:
         pass  # what an error says is no part of a result
@@ -292,12 +281,9 @@ class _Body(ast.NodeVisitor):
             case ast.Name(name) | ast.Starred(ast.Name(name)):
                 before = self.local.get(name, kind)
                 self.local[name] = max(kind, before)
-            case ast.Tuple([*leading, last]):
-                for element in leading:
+            case ast.Tuple(elements):
+                for element in elements:
                     self._store(element, kind)
-                if kind == SHAPE and isinstance(last, ast.Name):
-                    kind = LENGTH  # `batch, length, size = x.shape`
-                self._store(last, kind)
             case _:
                 raise _refusal("writes", target)
 
@@ -315,8 +301,6 @@ class _Body(ast.NodeVisitor):
         kind = self._visit_all(operands)
         if kind == TENSOR:
             raise _refusal("branches on", node)
-        if kind == LENGTH:
-            return SHAPE  # it is no number to compute with any more
         return kind
 
     def visit_Compare(self, node: ast.Compare) -> int:
@@ -330,18 +314,15 @@ class _Body(ast.NodeVisitor):
         return self._visit_condition(node, node.values)
 
     def visit_IfExp(self, node: ast.IfExp) -> int:
-        answer = self._answer(node.test)
-        if answer is None:
-            self._check_condition(node.test)
-            return self._visit_all((node.body, node.orelse))
-        return self.visit(node.body if answer else node.orelse)
+        self._check_condition(node.test)
+        return self._visit_all((node.body, node.orelse))
 
     def _answer(self, test: ast.expr) -> bool | None:
         """The value of a condition for every input; None if it is not known here."""
-        answer = None
         match test:
-            case ast.BoolOp():
-                return self._answer_of_parts(test)
+            case ast.BoolOp(operator, parts):
+                deciding = isinstance(operator, ast.Or)
+                return deciding if deciding in map(self._answer, parts) else None
             case ast.UnaryOp(ast.Not(), operand):
                 answer = self._answer(operand)
                 return None if answer is None else not answer
@@ -350,32 +331,20 @@ class _Body(ast.NodeVisitor):
             case ast.Attribute(ast.Name(self.itself), name):
                 self.code.read_attribute(name)
                 answer = getattr(self.code.module, name, None)
-            case ast.Name(name) if LIBRARY_FLAG.match(name):
-                answer = self._resolve(test)  # `has_apex`
-        return answer if isinstance(answer, bool) else None
-
-    def _answer_of_parts(self, test: ast.BoolOp) -> bool | None:
-        """That of ``a and b``, or of ``a or b``."""
-        answers = set(map(self._answer, test.values))
-        deciding = isinstance(test.op, ast.Or)
-        if deciding in answers:
-            return deciding
-        return None if None in answers else not deciding
+                return answer if isinstance(answer, bool) else None
+        return None
 
     def _answer_of_call(self, test: ast.Call) -> bool | None:
-        """That of a function of torch, or of one that asks for a library, as
-        `is_torch_npu_available()` does.
+        """That of a question for autocast, or for a library, as
+        `is_torch_npu_available()` is.
         """
         called = self._resolve(test.func)
         if called is None:
             return None
-        _, _, name = ast.unparse(test.func).rpartition(".")
-        if name in AUTOCAST_QUESTIONS:
+        text = ast.unparse(test)
+        if "is_autocast_enabled(" in text:  # some files wrap torch's under its name
             self.code.asks_autocast = True
             return False
-        if called is torch.jit.is_scripting:
-            return False
-        text = ast.unparse(test)
         if text.startswith("is_") and text.endswith("_available()"):
             return bool(called())
         return None
@@ -395,19 +364,14 @@ class _Body(ast.NodeVisitor):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> int:
         if isinstance(node.op, ast.Not):
             return self._visit_condition(node, [node.operand])
-        return self._number(node.operand)
+        return self.visit(node.operand)
 
     def visit_BinOp(self, node: ast.BinOp) -> int:
-        return max(self._number(node.left), self._number(node.right))
-
-    def _number(self, node: ast.expr) -> int:
-        """The kind of an operand; refuse sizes other than the length of the rows."""
-        kind = self.visit(node)
-        if kind == SHAPE:
-            raise NotPlain(
-                f"its forward computes with {ast.unparse(node)}, a size of its input"
-            )
-        return kind
+        left = self.visit(node.left)
+        right = self.visit(node.right)
+        if {left, right} == {SIZE, TENSOR}:
+            raise _refusal(COMPUTES, node)
+        return max(left, right)
 
     def visit_Name(self, node: ast.Name) -> int:
         if node.id == self.itself or node.id not in self.local:
@@ -421,19 +385,15 @@ class _Body(ast.NodeVisitor):
             return self.code.read_attribute(node.attr)
         if isinstance(self._resolve(node), torch.dtype):
             return CONSTANT
-        if node.attr not in KIND_OF_ATTRIBUTE:
+        if node.attr not in KIND_OF_FACT:
             raise _refusal("reads", node)
         self.visit(node.value)
-        return KIND_OF_ATTRIBUTE[node.attr]
+        return KIND_OF_FACT[node.attr]
 
     def visit_Subscript(self, node: ast.Subscript) -> int:
-        kind = self.visit(node.value)
-        index = ast.unparse(node.slice)
-        if kind == SHAPE and index in ("-1", "-1:"):
-            return LENGTH
-        if kind == TENSOR and set(index) - set("(None.:, )"):
+        if self.visit(node.value) != SIZE:
             raise _refusal("reads", node)
-        return kind
+        return SIZE
 
     # Calls
 
@@ -445,16 +405,16 @@ class _Body(ast.NodeVisitor):
             return self._visit_number(node, arguments)
         if isinstance(node.func, ast.Attribute) and EFFECTS.get(name) == QUESTION:
             self._visit_all((node.func.value, *arguments))
-            _, _, question = ast.unparse(node).rpartition(".")
-            return SIZES.get(question, SHAPE)
-        owner = None
-        if node.args and self._is_self(node.args[0]):
-            owner = type(self.code.module)  # `nn.LayerNorm.forward(self, x)`
-            del arguments[0]
-        self._check_function(node.func, text, owner)
-        visit = self.visit if name in TAKE_SHAPES else self._number
+            return KIND_OF_FACT[name]
+        self._check_function(node.func, text)
+        sizes = []
+        if name in TAKE_SIZES:
+            sizes = arguments
+        elif name in TAKE_SHAPE:
+            sizes = node.args[1:2]
         for argument in arguments:
-            visit(argument)
+            if self.visit(argument) == SIZE and argument not in sizes:
+                raise _refusal(COMPUTES, argument)
         return TENSOR
 
     def _visit_number(self, node: ast.Call, arguments: list[ast.expr]) -> int:
@@ -464,17 +424,15 @@ class _Body(ast.NodeVisitor):
             raise _refusal("calls", node)
         return CONSTANT if ast.unparse(node.func) == "len" else kind
 
-    def _check_function(
-        self, function: ast.expr, text: str, owner: type | None
-    ) -> None:
+    def _check_function(self, function: ast.expr, text: str) -> None:
         """Refuse a function unless it is one of torch's in the list, or a helper that
-        is plain itself; with an owner, it is given the module first.
+        is plain itself.
         """
         called = self._resolve(function)
         if called in TORCH_FUNCTIONS:
             return
         if called is not None:
-            self.code.read_function(called, text, owner)
+            self.code.read_function(called, text)
             return
         match function:
             case ast.Attribute(ast.Call(ast.Name("super"), []), name) if self.owner:
@@ -484,7 +442,7 @@ class _Body(ast.NodeVisitor):
             case ast.Attribute(ast.Name(self.itself), name):
                 self.code.read_method(name, type(self.code.module).__mro__)
             case ast.Attribute(value, name) if name in SAME_STEPS:
-                self._number(value)
+                self.visit(value)
             case ast.Subscript(ast.Name("ACT2FN") as table, key):
                 # Transformers' table of gates, of which the module names one
                 self._resolve(table)
@@ -517,12 +475,6 @@ def _arguments(node: ast.Call) -> list[ast.expr]:
             raise NotPlain(f"its forward calls {text} with {ast.unparse(keyword)}")
         arguments.append(keyword.value)
     return arguments
-
-
-def _is_autocast(called) -> bool:
-    """Whether this is torch's autocast, or Transformers' function that makes one."""
-    package, _, _ = str(getattr(called, "__module__", "")).partition(".")
-    return (package, getattr(called, "__name__", "")) in AUTOCASTS
 
 
 def _refusal(does: str, node: ast.AST) -> NotPlain:

@@ -31,7 +31,6 @@ CALLS = {"all": 0}
 TICKS = itertools.count()
 TENSOR = torch.ones(32)
 FACTOR = 1.0
-has_fast_norm = False
 fast_norm = None
 
 
@@ -46,10 +45,6 @@ def is_long(x):
 
 def longer(x):
     return 2 * x if is_long(x) else x
-
-
-def gain_of(module):
-    return module.gain
 
 
 def by_keyword(x, *, eps=1e-6):
@@ -87,6 +82,7 @@ class Base(nn.LayerNorm):
     def __init__(self):
         super().__init__(32, eps=1e-6)
         self.gain, self.upcast, self.activation, self.groups = 1.0, True, "silu", 4
+        self.sizes = (1.0, 1.0, 2.0)
         self.table, self.post = {"scale": 1.0}, rms
         self.register_buffer("steps", torch.ones((), dtype=torch.int64))
 
@@ -104,11 +100,12 @@ REFUSED = {
     "branches on is_long(x)": "return longer(self.norm(x))",
     "calls x.numel": "return self.norm(x) * (1 + x.numel() // 1000000)",
     "calls np.prod": "return self.norm(x) * (1 + np.prod(x.shape) // 1000000)",
-    "computes with x.size(0)": "return self.norm(x) * (1 + x.size(0) // 512)",
+    "computes with a size of its input: self.norm(x) * (1 + x.size(0) // 512)":
+        "return self.norm(x) * (1 + x.size(0) // 512)",
+    "computes with a size of its input: x.shape[0]": "return F.layer_norm(x, (32,), eps=x.shape[0])",
     "calls int(x.sum())": "return self.norm(x) * int(x.sum())",
     "calls len(x)": "return self.norm(x) * (1 + len(x) // 512)",
-    "computes with x.shape[-2]": "return self.norm(x) * (1 + x.shape[-2] // 512)",
-    "computes with rows": "rows, size = x.shape\nreturn self.norm(x) * (1 + rows // 512)",
+    "computes with a size of its input: self.norm(x) * rows": "rows, size = x.shape\nreturn self.norm(x) * rows",
     "calls x.stride": "return self.norm(x) * (1 + x.stride(0) // 1000)",
     "calls {600: 2.0}.get": "return self.norm(x) * {600: 2.0}.get(x.shape[0], 1.0)",
     "uses match": "match self.gain:\n    case _:\n        return self.norm(x)",
@@ -116,6 +113,8 @@ REFUSED = {
     "calls torch.arange": "return self.norm(x) * torch.arange(x.size(-1))",
     "uses listcomp": "return torch.stack([self.norm(row) for row in x])",
     "reads x[:512]": "return self.norm(x[:512])",
+    "reads self.sizes[x.size(0)]": "return self.norm(x) * self.sizes[x.size(0)]",
+    "uses assert": "assert x.ndim > 0\nreturn self.norm(x)",
     # Values
     "calls x.abs().max": "return 2 * self.norm(x) if x.abs().max() > 1e18 else self.norm(x)",
     "branches on x < 3": "return self.norm(x * (x < 3))",
@@ -143,6 +142,7 @@ REFUSED = {
     "reads fast_norm": "return 2 * self.norm(x) if fast_norm == None else self.norm(x)",
     "calls torch.get_autocast_dtype": "return self.norm(x).to(torch.get_autocast_dtype('cpu'))",
     "calls torch.is_autocast_enabled": "return self.norm(x) if torch.is_autocast_enabled() == self.upcast else x",
+    "calls torch.jit.is_scripting": "if torch.jit.is_scripting():\n    x = fast_norm(x)\nreturn self.norm(x)",
     # What outlives the call
     "writes self.calls": "self.calls = 1\nreturn self.norm(x)",
     "writes self.steps in place": "self.steps += 1\nreturn self.norm(x)",
@@ -164,7 +164,7 @@ REFUSED = {
     "reads self.steps": "return self.norm(x) * self.steps",
     "reads TENSOR": "return self.norm(x) * TENSOR",
     "reads FACTOR": "return self.norm(x) * FACTOR",
-    "reads module.gain": "gain = gain_of(module=self)\nreturn self.norm(x) * gain",
+    "reads self, which": "return nn.LayerNorm.forward(self, x)",
     "calls PARTIAL": "return self.norm(PARTIAL(x))",
     # Gradients
     "calls x.register_hook": "x.register_hook(print)\nreturn self.norm(x)",
@@ -181,37 +181,30 @@ CLASSES_REFUSED = {
 }
 ACCEPTED = {
     "a helper of its class": "return self.norm(x)",
-    "a helper that is given the module": "return self.norm(x) * gain_of(self)",
     "torch's own forward": "return super().forward(x)",
-    "torch's own forward by name": "return nn.LayerNorm.forward(self, x)",
     "torch's own function": "return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)",
+    "torch's own function with the weight's shape":
+        "return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)",
     "its own mean": "h = x - x.mean(-1, keepdim=True)\nreturn self.weight * rms(h) + self.bias",
-    "a sum over the size": "return self.weight * x * torch.rsqrt(x.square().sum(-1, keepdim=True) / x.size(-1) + 1e-6)",
     "a division by a root": "return self.weight * (x / (x * x).mean(-1, keepdim=True).add(1e-6).sqrt())",
     "plain attributes that decide": "return self.norm(x) if self.upcast and self.gain is not None else x.sum()",
     "a number of its own": "return self.norm(x) * self.gain",
     "dtypes that decide": "d, y = x.dtype, self.norm(x)\nreturn y if x.dtype == torch.float32 else y.to(d)",
     "dimensions that decide":
-        "n = len(x.shape)\nx = x[None] if n == 1 else x\ny = self.norm(x)\nreturn y.squeeze(0) if n == 1 else y",
+        "n = len(x.shape)\nx = x.unsqueeze(0) if n == 1 else x\ny = self.norm(x)\nreturn y.squeeze(0) if n == 1 else y",
     "a guard of a size by its name": "n = x.shape[-1]\nif n != 32:\n    raise ValueError(n)\nreturn self.norm(x)",
-    "guards of the size":
-        "assert x.ndim > 0\nif x.shape[-1] != 32:\n    raise ValueError(f'{x.shape}')\nreturn self.norm(x)",
     "groups":
         "*lead, n = x.shape\nx = x.view(*lead, self.groups, n // self.groups)\nreturn self.weight * rms(x).flatten(-2)",
     "a library that is not there":
         "if is_absent_available():\n    import absent\n    x = absent.norm(x)\nreturn self.norm(x)",
-    "a flag of a library that is not there": "return fast_norm(x) if has_fast_norm else self.norm(x)",
-    "a flag of its own": "return self.norm(x) if self.upcast else fast_norm(x)",
-    "code for TorchScript": "if torch.jit.is_scripting():\n    x = fast_norm(x)\nreturn self.norm(x)",
+    "a flag of its own": "if not self.upcast:\n    x = fast_norm(x)\nreturn self.norm(x)",
     "a cast to its own device": "return self.norm(x).to(x.device)",
     "autocast switched off": "with torch.autocast(x.device.type, enabled=False):\n    return self.norm(x)",
-    "autocast switched off for one type of device":
-        "with torch.amp.autocast('cuda', torch.float16, False):\n    return self.norm(x)",
     "autocast switched off in older code": "with torch.cuda.amp.autocast(enabled=False):\n    return self.norm(x)",
     "autocast switched off, and what follows":
         "with torch.autocast('cuda', enabled=False):\n    x = rms(x, self.eps).to(x.dtype)\nreturn self.weight * x",
     "autocast asked for by a helper of that name":
-        "return self.norm(x.half() if is_autocast_enabled(x.device.type) else x)",
+        "if is_autocast_enabled(x.device.type):\n    x = x.half()\nreturn self.norm(x)",
     "a gate by its name": ("x, gate", "return self.norm(x) * ACT2FN[self.activation](gate)"),
 }
 # fmt: on
@@ -333,9 +326,9 @@ EDITS = {
     "a helper's defaults": (BY_HELPER, hold("rms", __defaults__=(0.5,))),
     "a helper's keywords": ("return by_keyword(x)", another_keyword),
     "a helper's helper": ("return by_keyword(x)", hold("", rms=centred)),
-    "a flag of the file": (
-        "return centred(x) if has_fast_norm else rms(x)",
-        hold("", has_fast_norm=True, centred=centred),
+    "a question for a library": (
+        "if is_absent_available():\n    return centred(x)\nreturn rms(x)",
+        hold("", is_absent_available=lambda: True, centred=centred),
     ),
     "a method of its base": (
         "return self.norm(x)",
