@@ -37,7 +37,6 @@ class Recipe:
             of them it computes another norm.
         gate: name of the forward's argument that is the gate.
         gate_optional: without a gate, the module computes the same formula ungated.
-        one_gate_dtype: proven only for gates of x's dtype.
         only_float32: in half precision the module rounds in an order that no `NormSpec`
             has, as where it does not cast to float32.
         asks_autocast: while autocast is on it may compute something else, as
@@ -57,7 +56,6 @@ class Recipe:
     absent: tuple[str, ...] = ()
     gate: str | None = None
     gate_optional: bool = False
-    one_gate_dtype: bool = False
     only_float32: bool = False
     asks_autocast: bool = False
     row_major: bool = False
@@ -101,15 +99,13 @@ class Recipe:
     def fits(self, x: Tensor, weight, bias, gate=None) -> bool:
         """Whether the module computes the formula for these tensors."""
         fits = shapes_fit(x, weight, bias, gate)
-        return fits and self.suits(x, weight, bias, gate)
+        return fits and self.suits(x, weight, bias)
 
-    def suits(self, x: Tensor, weight, bias, gate=None) -> bool:
+    def suits(self, x: Tensor, weight, bias) -> bool:
         """Whether the module computes the formula of tensors of these dtypes, in rows
         of this size.
         """
         if self.only_float32 and x.dtype != torch.float32:
-            return False
-        if self.one_gate_dtype and gate is not None and gate.dtype != x.dtype:
             return False
         if self.hidden_size is not None and x.shape[-1:] != (self.hidden_size,):
             return False

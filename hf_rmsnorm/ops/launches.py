@@ -130,7 +130,7 @@ class Launches:
     Args:
         spec: the formula, with or without a residual sum, a gate or a modulation; None
             of a rotary embedding alone.
-        suits: ``suits(x, weight, bias, gate)`` says whether the formula is what such
+        suits: ``suits(x, weight, bias)`` says whether the formula is what such
             tensors are to be computed by; asked once for each key.
         modulation: what becomes of the scale of a modulation: `ONE_PLUS` or `ALONE`.
         keeps_output: the backward shall read the output, not x, where

@@ -97,7 +97,7 @@ def run_by_operator_or_formula(
             the call.
     """
     x, weight, bias, gate, scale, shift, multiplier, residual = operands
-    if suits is not None and not suits(x, weight, bias, gate):
+    if suits is not None and not suits(x, weight, bias):
         return None
     if chosen.backend == "reference":
         if not shapes_fit(x, weight, bias, gate):

@@ -39,11 +39,11 @@ class NormForwardKind(namedtuple("NormForwardKind", "stats"), Kind):
         spec = launches.spec
         if why_not(spec, operands):
             return None
-        x, weight, bias, gate, *_, residual = operands
+        x, weight, bias, *_, residual = operands
         total = x
         if residual is not None and residual.element_size() > x.element_size():
             total = residual
-        if launches.suits is not None and not launches.suits(total, weight, bias, gate):
+        if launches.suits is not None and not launches.suits(total, weight, bias):
             return None
         make = kernels().NormForward
         return make(spec, operands, aligned, self.stats, launches.modulation)

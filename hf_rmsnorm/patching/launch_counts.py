@@ -218,7 +218,7 @@ def _why_not_served(norm: Module, x: Tensor) -> str:
     reason = why_not(launches.spec, operands)
     if reason or len(dtypes) == 1 or launches.suits is None:
         return reason
-    if launches.suits(*operands[:4]):
+    if launches.suits(*operands[:3]):
         return ""
     mixture = " and ".join(sorted(dtypes))
     return f"x and its parameters are {mixture}, which is left to torch here"

@@ -4,10 +4,10 @@
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import permutations, product
 
 import torch
 from torch import Tensor
@@ -47,13 +47,13 @@ class Fit(Trial):
                 "it normalises over more than the last dimension, or a part of it"
             )
         recipe = self._first_that_agrees(calls_norm)
-        recipe = replace(recipe, hidden_size=self._fixed_size(recipe))
-        if recipe.gate is None and self.gate is not None:
-            recipe = self._find_optional_gate(recipe)
-        if recipe.gate is not None:
-            takes_both = self._agrees_in(recipe, MIXED_GATES)
-            recipe = replace(recipe, one_gate_dtype=not takes_both)
-        recipe = replace(recipe, asks_autocast=self._asks_autocast(recipe))
+        if recipe.gate_optional:
+            self._check_ungated(recipe)
+        recipe = replace(
+            recipe,
+            hidden_size=self._fixed_size(recipe),
+            asks_autocast=self._asks_autocast(recipe),
+        )
         recipe = self._with_settings(recipe)
         recipe = prove_layouts(self, recipe)
         if self.head_dim is not None:
@@ -74,14 +74,14 @@ class Fit(Trial):
             orders += _rounding_orders(with_spec(near, functional=False))
             elements = 16_384  # few of which tell it from torch's own norm
         for recipe in orders:
-            dtypes = SAME_DTYPES + _mixed_dtypes(recipe)
-            if not self._agrees_in_float32(recipe):
-                continue
-            if self._agrees_in(recipe, dtypes, elements):
+            dtypes = [*SAME_DTYPES, *_mixed_dtypes(recipe)]
+            if self._agrees_in_float32(recipe) and self._agrees_in(
+                recipe, dtypes, elements
+            ):
                 return recipe
         recipe = orders[0]
-        # x has to be float32 then, but the weight need not
-        dtypes = _mixed_dtypes(recipe)[:1]
+        # x has to be float32 then, but its weight and gate need not
+        dtypes = [dtypes for dtypes in _mixed_dtypes(recipe) if dtypes.x == FP32]
         if self._agrees_in_float32(recipe) and self._agrees_in(recipe, dtypes):
             return replace(recipe, only_float32=True)
         raise NotInFamily(
@@ -96,7 +96,7 @@ class Fit(Trial):
         tensors = dict(self.tensors)
         x = self.rows(512)
         gate = None
-        if self.gate_required:
+        if self.gate is not None:
             gate = self.gates(x)
         y = self.run(x, gate)
         for recipe in self._candidates(functional):
@@ -106,7 +106,7 @@ class Fit(Trial):
             if self._is_eps(plainest):
                 return recipe
         reason = "its formula is not one that this package knows"
-        if self.gate_required:
+        if self.gate is not None:
             reason = f"its second input, {self.gate!r}, is no gate that this package knows, or {reason}"
         raise NotInFamily(reason)
 
@@ -117,35 +117,35 @@ class Fit(Trial):
         group_size = None
         if self.group != self.size:
             group_size = self.group
-        gates = (None,)
-        if self.gate_required:
-            gates = GATES
-        for (weight, bias), (name, eps) in itertools.product(
-            self._operands(), self._eps_values()
+        for (weight, bias), (name, eps), outside, centered, offset, gate in product(
+            self._operands(),
+            self._eps_values(),
+            (False, True),
+            (False, True),
+            (0.0, 1.0),
+            (None,) if self.gate is None else GATES,
         ):
-            spec = NormSpec(
-                centered=False,
-                eps=float(eps),
-                has_weight=weight is not None,
-                has_bias=bias is not None,
-                functional=functional,
-                group_size=group_size,
-            )
-            recipe = Recipe(spec, weight, bias)
-            if name is not None:
-                recipe = replace(recipe, eps=name, eps_value=eps)
-            if self.gate_required:
-                recipe = replace(recipe, gate=self.gate)
-            fields = itertools.product((False, True), (False, True), (0.0, 1.0), gates)
-            for outside, centered, offset, gate in fields:
-                with contextlib.suppress(ValueError):  # some exclude each other
-                    yield with_spec(
-                        recipe,
-                        eps_outside=outside,
-                        centered=centered,
-                        weight_offset=offset,
-                        gate=gate,
-                    )
+            with contextlib.suppress(ValueError):  # some exclude each other
+                spec = NormSpec(
+                    centered=centered,
+                    eps=float(eps),
+                    has_weight=weight is not None,
+                    has_bias=bias is not None,
+                    weight_offset=offset,
+                    functional=functional,
+                    eps_outside=outside,
+                    gate=gate,
+                    group_size=group_size,
+                )
+                yield Recipe(
+                    spec,
+                    weight,
+                    bias,
+                    eps=name,
+                    eps_value=eps,
+                    gate=self.gate,
+                    gate_optional=self.gate is not None and not self.gate_required,
+                )
 
     def _operands(self) -> list[tuple[str | None, str | None]]:
         """Every (weight, bias) among the tensors that its forward reads."""
@@ -153,7 +153,7 @@ class Fit(Trial):
         for name, tensor in self.tensors.items():
             if name in self.attributes and len(tensor) == self.size:
                 rows.append(name)
-        return [*itertools.permutations((*rows, None), 2), (None, None)]
+        return [*permutations((*rows, None), 2), (None, None)]
 
     def _eps_values(self) -> list[tuple[str | None, float]]:
         """Every eps, as (name of its attribute or None, value)."""
@@ -207,19 +207,13 @@ class Fit(Trial):
                 return self.size
         return None
 
-    def _find_optional_gate(self, recipe: Recipe) -> Recipe:
-        """The recipe with the gate that a second input is, which need not be given."""
-        dtypes = [ALL_FP32]
-        if not recipe.only_float32:
-            dtypes += [*SAME_DTYPES, *MIXED_DTYPES]
-        for kind in GATES:
-            gated = with_spec(recipe, gate=kind)
-            gated = replace(gated, gate=self.gate, gate_optional=True)
-            if self._agrees_in(gated, dtypes):
-                return gated
-        raise NotInFamily(
-            f"its second input, {self.gate!r}, is no gate that this package knows"
-        )
+    def _check_ungated(self, recipe: Recipe) -> None:
+        """Refuse a module that computes another formula without its gate."""
+        ungated = replace(with_spec(recipe, gate=None), gate=None)
+        if not self._agrees_in(ungated, _dtypes(recipe)):
+            raise NotInFamily(
+                f"without its second input, {self.gate!r}, it computes another formula"
+            )
 
     def _asks_autocast(self, recipe: Recipe) -> bool:
         """Whether the module may compute something else while autocast is on.
@@ -231,22 +225,21 @@ class Fit(Trial):
             return False
         if self.code.asks_autocast or not recipe.spec.functional:
             return self.code.asks_autocast
-        dtypes = [ALL_FP32] if recipe.only_float32 else [ALL_FP32, *SAME_DTYPES]
         with autocast("cuda", BF16), OnDevice("cuda"):
-            return not self._agrees_in(recipe, dtypes)
+            return not self._agrees_in(recipe, _dtypes(recipe))
 
     def _with_settings(self, recipe: Recipe) -> Recipe:
         """The recipe with what else the forward reads of the module: plain values,
         without which it may be another.
         """
-        module = self.module
         settings = ()
-        recipe = replace(recipe, absent=self.absent)
-        known = {recipe.weight, recipe.bias, recipe.eps, *self.absent}
+        held = self.code.module._parameters.items()
+        absent = tuple(name for name, value in held if value is None)
+        known = {recipe.weight, recipe.bias, recipe.eps, *absent}
         for name in self.attributes:
-            if name in known or not hasattr(module, name):
+            if name in known or not hasattr(self.module, name):
                 continue
-            value = getattr(module, name)
+            value = getattr(self.module, name)
             if isinstance(value, Tensor):
                 raise NotInFamily(
                     f"its forward reads its attribute {name!r}, which no formula here has"
@@ -258,7 +251,7 @@ class Fit(Trial):
                 case () | (*_, self.size | self.head_dim):
                     continue  # a shape of its rows
             settings += ((name, value),)
-        return replace(recipe, settings=settings)
+        return replace(recipe, settings=settings, absent=absent)
 
 
 def with_spec(recipe: Recipe, **changes) -> Recipe:
@@ -281,8 +274,18 @@ def _rounding_orders(recipe: Recipe) -> list[Recipe]:
     return orders
 
 
-def _mixed_dtypes(recipe: Recipe) -> tuple[Dtypes, ...]:
-    """Those of x and weight that the module has to take."""
-    if recipe.weight is None or recipe.spec.functional:
-        return ()
-    return MIXED_DTYPES
+def _dtypes(recipe: Recipe) -> list[Dtypes]:
+    """Those in which the module may be called, but for mixtures."""
+    if recipe.only_float32:
+        return [ALL_FP32]
+    return [ALL_FP32, *SAME_DTYPES]
+
+
+def _mixed_dtypes(recipe: Recipe) -> list[Dtypes]:
+    """Mixtures that the module has to take."""
+    mixed = []
+    if recipe.weight is not None and not recipe.spec.functional:
+        mixed += MIXED_DTYPES
+    if recipe.gate is not None:
+        mixed += MIXED_GATES
+    return mixed

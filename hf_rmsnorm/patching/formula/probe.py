@@ -33,10 +33,10 @@ class Probe:
     Attributes:
         shapes: those of the module's tensors. A tensor of (heads, head_dim) counts and
             is set as one row; if there is one, the module gets (..., heads, head_dim).
-        absent: parameters that the module has a place for and does not hold.
         gate: name of the forward's second input, None if it has none.
         gate_required: whether that must be given; it is open in a run that names none.
-        layout, dims: how rows are put to the module, and in how many dimensions.
+        row_dim, dims: the dimension in which rows are put to the module, and how many
+            there are.
     """
 
     def __init__(self, module: Module):
@@ -49,10 +49,8 @@ class Probe:
                 self.head_dim = value.shape[1]
             if dims in (1, 2):
                 self.shapes[name] = value.shape
-        held = module._parameters.items()
-        self.absent = tuple(name for name, value in held if value is None)
         self.gate, self.gate_required = second_input(type(module))
-        self.layout = "last"
+        self.row_dim = -1
         self.dims = 3
 
     def set(self, **values) -> None:
@@ -74,9 +72,7 @@ class Probe:
         y = self.call(rows, gate)
         if not isinstance(y, Tensor) or y.shape != rows.shape:
             raise Unusable("it does not return one tensor of its input's shape")
-        if self.layout == "channels_first":
-            y = y.movedim(1, -1)
-        return y.reshape(x.shape)
+        return y.movedim(self.row_dim, -1).reshape(x.shape)
 
     def call(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """The module's own output for an input of the shape and strides that it is
@@ -101,10 +97,7 @@ class Probe:
         leading = [min(2, len(rows))] * (self.dims - len(row))
         if leading:
             leading[0] = -1
-        x = rows.reshape(*leading, *row)
-        if self.layout == "channels_first":
-            x = x.movedim(-1, 1)
-        return x
+        return rows.reshape(*leading, *row).movedim(-1, self.row_dim)
 
 
 class OnDevice(TorchFunctionMode):

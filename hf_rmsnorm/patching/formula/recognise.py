@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HIDDEN_SIZE
-from ..source import CannotRewrite
 from .fit import Fit
 from .plain_code import MODULE_STATE, Code, Read, own_values
 from .probe import neutral_modes, true_shape
@@ -58,9 +57,20 @@ def recognise(module: Module) -> Verdict:
     if verdict is not None and all(read.still_holds() for read in reads):
         return verdict
     code = Code(module)
-    verdict, is_proven = _examine(module, code, is_named)
-    if is_proven:
-        _known[key] = verdict, code.reads
+    try:
+        with neutral_modes():
+            verdict = Verdict(Fit(module, code).recipe())
+    except Refused as error:
+        is_norm = is_named or _normalises(module, error)
+        refusal = Refusal(str(error), error.cure)
+        verdict = Verdict(None, refusal) if is_norm else NOT_A_NORM
+    except Exception as error:
+        # Whatever a user's class does, the other norms are still to be served; another
+        # try may give something else.
+        reason = f"it could not be examined: {type(error).__name__}: {error}"
+        refusal = Refusal(reason, NotInFamily.cure)
+        return Verdict(None, refusal) if is_named else NOT_A_NORM
+    _known[key] = verdict, code.reads
     return verdict
 
 
@@ -69,33 +79,10 @@ def class_name(module: Module) -> str:
     return getattr(module, "original_name", type(module).__name__)
 
 
-def _examine(module: Module, code: Code, is_named: bool) -> tuple[Verdict, bool]:
-    """(the verdict, whether another try would give the same). An exception that is not
-    this package's may have a reason that passes.
-    """
-    is_norm = is_named
-    try:
-        with neutral_modes():
-            return Verdict(Fit(module, code).recipe()), True
-    except Refused as error:
-        cause = error
-        refusal = Refusal(str(error), error.cure)
-        if isinstance(error, NotPlain):
-            is_norm = is_named or _takes_root(module)
-        elif isinstance(error, NotInFamily):
-            is_norm = True
-    except Exception as error:
-        # Whatever a user's class does, the other norms are still to be served.
-        cause = error
-        reason = f"it could not be examined: {type(error).__name__}: {error}"
-        refusal = Refusal(reason, NotInFamily.cure)
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    is_proven = isinstance(cause, (Refused, CannotRewrite))
-    return Verdict(None, refusal) if is_norm else NOT_A_NORM, is_proven
-
-
-def _takes_root(module: Module) -> bool:
+def _normalises(module: Module, error: Refused) -> bool:
+    """Whether a module that was refused for this is a norm, whatever its name."""
+    if not isinstance(error, NotPlain):
+        return isinstance(error, NotInFamily)
     code = getattr(type(module).forward, "__code__", None)
     return code is not None and not ROOTS.isdisjoint(code.co_names)
 

@@ -72,25 +72,9 @@ def to_the_gates_dtype(self, x, gate):
     return y.to(gate.dtype)
 
 
-def torch_norm(self, x, gate):
-    weight = self.weight.to(x.dtype)
-    y = F.rms_norm(x, x.shape[-1:], weight, self.eps)
-    return y * F.silu(gate)
-
-
-DTYPES = [
-    (HALF, torch.float32),
-    (torch.float32, HALF),
-    (HALF, HALF),
-]
-
-
-@pytest.mark.parametrize("x_dtype, gate_dtype", DTYPES)
-@pytest.mark.parametrize("forward", [to_the_gates_dtype, torch_norm])
-def test_gates_of_another_dtype(forward, x_dtype, gate_dtype):
-    x = x_of(3, N, dtype=x_dtype)
-    gate = x_of(3, N, dtype=gate_dtype)
-    same(make(forward), x, gate)
+def test_a_norm_that_gates_another_dtype_otherwise_is_left_alone():
+    (record,) = report_on(make(to_the_gates_dtype)).skipped
+    assert "rounds to half precision in an order of its own" in record.reason
 
 
 def with_bias(self, x):
