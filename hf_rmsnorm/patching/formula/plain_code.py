@@ -12,7 +12,6 @@ import inspect
 import itertools
 from collections.abc import Iterable
 from types import FunctionType, MappingProxyType
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +36,6 @@ AUTOCASTS = (("torch", "autocast"), ("transformers", "maybe_autocast"))  # make 
 # May be given any size of the input: in each place, or in their second alone.
 TAKE_SIZES = ("view", "reshape", "expand")
 TAKE_SHAPE = ("layer_norm", "rms_norm")
-COMPUTES = "computes with a size of its input:"
 
 
 # The kinds of an expression: what its value depends on.
@@ -56,23 +54,10 @@ KIND_OF_FACT = {
 }
 
 
-class Read(NamedTuple):
-    """The value of a name, found while a forward was read.
-
-    Args:
-        place: a namespace, a class with its bases, a function or a module.
-    """
-
-    place: object
-    name: str
-    value: object
-
-    def still_holds(self) -> bool:
-        return look_up(self.place, self.name) is self.value
-
-
 def look_up(place, name: str):
-    """The value of a name in a place; None if it has none."""
+    """The value of a name in a namespace, a class with its bases, a function or a
+    module; None if it has none.
+    """
     if isinstance(place, (dict, MappingProxyType)):
         return place.get(name)
     if isinstance(place, type):
@@ -107,9 +92,9 @@ class Code:
     calls.
 
     Attributes:
-        reads: all that was looked up, in this order, without the attributes of the
-            module's instance. While it holds, the forward is plain arithmetic, or is
-            not for the same reason.
+        reads: all that was looked up, as (place, name, value), without the attributes
+            of the module's instance. While these are the values, the forward is plain
+            arithmetic, or is not for the same reason.
         attributes: names of the module's attributes that it reads; they hold its own
             tensors and plain values.
         numbers: those from 0 on that its source and its defaults have, in order.
@@ -119,7 +104,7 @@ class Code:
 
     def __init__(self, module: Module):
         self.module = module
-        self.reads: list[Read] = []
+        self.reads: list[tuple] = []
         self.attributes: set[str] = set()
         self.numbers: dict[float, None] = {}
         self.asks_autocast = False
@@ -135,7 +120,7 @@ class Code:
     def look_up(self, place, name: str):
         """The value of a name in a place, which is noted; None if it has none."""
         value = look_up(place, name)
-        self.reads.append(Read(place, name, value))
+        self.reads.append((place, name, value))
         return value
 
     def read_method(self, name: str, classes: Iterable[type]) -> None:
@@ -159,19 +144,16 @@ class Code:
         if not is_python or function.__module__.startswith("torch."):
             raise NotPlain(f"its forward calls {text}")
         code = self.look_up(function, "__code__")
-        self._read_defaults(function)
+        defaults = self.look_up(function, "__defaults__") or ()
+        named = self.look_up(function, "__kwdefaults__") or {}
+        for value in (*defaults, *[self.look_up(named, name) for name in named]):
+            self.note_number(value)
         try:
             definition = definition_of(code)
         except CannotRewrite as error:
             raise NotPlain(f"{error}: {function.__name__}") from error
         body = _Body(self, function, definition.args, owner)
         body.read(definition.body)
-
-    def _read_defaults(self, function: FunctionType) -> None:
-        defaults = self.look_up(function, "__defaults__") or ()
-        named = self.look_up(function, "__kwdefaults__") or {}
-        for value in (*defaults, *[self.look_up(named, name) for name in named]):
-            self.note_number(value)
 
     def note_number(self, value) -> None:
         if type(value) in (int, float) and value >= 0:
@@ -370,7 +352,7 @@ class _Body(ast.NodeVisitor):
         left = self.visit(node.left)
         right = self.visit(node.right)
         if {left, right} == {SIZE, TENSOR}:
-            raise _refusal(COMPUTES, node)
+            raise _uses_size(node.left if left == SIZE else node.right)
         return max(left, right)
 
     def visit_Name(self, node: ast.Name) -> int:
@@ -381,7 +363,7 @@ class _Body(ast.NodeVisitor):
         return self.local[node.id]
 
     def visit_Attribute(self, node: ast.Attribute) -> int:
-        if self._is_self(node.value):
+        if isinstance(node.value, ast.Name) and node.value.id == self.itself:
             return self.code.read_attribute(node.attr)
         if isinstance(self._resolve(node), torch.dtype):
             return CONSTANT
@@ -414,7 +396,7 @@ class _Body(ast.NodeVisitor):
             sizes = node.args[1:2]
         for argument in arguments:
             if self.visit(argument) == SIZE and argument not in sizes:
-                raise _refusal(COMPUTES, argument)
+                raise _uses_size(argument)
         return TENSOR
 
     def _visit_number(self, node: ast.Call, arguments: list[ast.expr]) -> int:
@@ -462,9 +444,6 @@ class _Body(ast.NodeVisitor):
                 return self.code.look_up(self.function.__globals__, name)
         return None
 
-    def _is_self(self, node: ast.expr) -> bool:
-        return isinstance(node, ast.Name) and node.id == self.itself
-
 
 def _arguments(node: ast.Call) -> list[ast.expr]:
     """Those of a call, by place and by name."""
@@ -480,3 +459,9 @@ def _arguments(node: ast.Call) -> list[ast.expr]:
 def _refusal(does: str, node: ast.AST) -> NotPlain:
     """The refusal of a forward for a piece of its source."""
     return NotPlain(f"its forward {does} {ast.unparse(node)}")
+
+
+def _uses_size(node: ast.expr) -> NotPlain:
+    return NotPlain(
+        f"its forward computes with {ast.unparse(node)}, a size of its input"
+    )

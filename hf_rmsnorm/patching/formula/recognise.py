@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ...fused.recipe import Recipe
 from ...kernels.sizes import MAX_HIDDEN_SIZE
 from .fit import Fit
-from .plain_code import MODULE_STATE, Code, Read, own_values
+from .plain_code import MODULE_STATE, Code, look_up, own_values
 from .probe import neutral_modes, true_shape
 from .refusals import NotInFamily, NotPlain, Refusal, Refused
 
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
 
 NOT_A_NORM = Verdict()
 # verdicts on modules with equal signatures, each with all that was read for it
-_known: dict[tuple, tuple[Verdict, list[Read]]] = {}
+_known: dict[tuple, tuple[Verdict, list[tuple]]] = {}
 
 
 def recognise(module: Module) -> Verdict:
@@ -54,7 +54,7 @@ def recognise(module: Module) -> Verdict:
         return Verdict(None, refusal) if is_norm else NOT_A_NORM
     key = _signature(module, values)
     verdict, reads = _known.get(key, (None, ()))
-    if verdict is not None and all(read.still_holds() for read in reads):
+    if verdict is not None and all(look_up(p, name) is v for p, name, v in reads):
         return verdict
     code = Code(module)
     try:

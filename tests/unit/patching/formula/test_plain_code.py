@@ -100,12 +100,11 @@ REFUSED = {
     "branches on is_long(x)": "return longer(self.norm(x))",
     "calls x.numel": "return self.norm(x) * (1 + x.numel() // 1000000)",
     "calls np.prod": "return self.norm(x) * (1 + np.prod(x.shape) // 1000000)",
-    "computes with a size of its input: self.norm(x) * (1 + x.size(0) // 512)":
-        "return self.norm(x) * (1 + x.size(0) // 512)",
-    "computes with a size of its input: x.shape[0]": "return F.layer_norm(x, (32,), eps=x.shape[0])",
+    "computes with 1 + x.size(0) // 512": "return self.norm(x) * (1 + x.size(0) // 512)",
+    "computes with x.shape[0]": "return F.layer_norm(x, (32,), eps=x.shape[0])",
     "calls int(x.sum())": "return self.norm(x) * int(x.sum())",
     "calls len(x)": "return self.norm(x) * (1 + len(x) // 512)",
-    "computes with a size of its input: self.norm(x) * rows": "rows, size = x.shape\nreturn self.norm(x) * rows",
+    "computes with rows": "rows, size = x.shape\nreturn self.norm(x) * rows",
     "calls x.stride": "return self.norm(x) * (1 + x.stride(0) // 1000)",
     "calls {600: 2.0}.get": "return self.norm(x) * {600: 2.0}.get(x.shape[0], 1.0)",
     "uses match": "match self.gain:\n    case _:\n        return self.norm(x)",
@@ -205,7 +204,7 @@ ACCEPTED = {
         "with torch.autocast('cuda', enabled=False):\n    x = rms(x, self.eps).to(x.dtype)\nreturn self.weight * x",
     "autocast asked for by a helper of that name":
         "if is_autocast_enabled(x.device.type):\n    x = x.half()\nreturn self.norm(x)",
-    "a gate by its name": ("x, gate", "return self.norm(x) * ACT2FN[self.activation](gate)"),
+    "a gate by its name": ("x, gate", "return (self.norm(x) * ACT2FN[self.activation](gate.float())).to(x.dtype)"),
 }
 # fmt: on
 
