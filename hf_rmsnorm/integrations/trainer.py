@@ -76,7 +76,10 @@ class HfRmsNormCallback(TrainerCallback):
                     "HfRmsNormCallback takes the arguments of patch_model, and there is "
                     f"no {name!r}{did_you_mean(name, OPTIONS)}"
                 )
-        check_options(recentre=recentre, train_as_rms=train_as_rms, **options)
+        flags = dict(options, recentre=recentre, train_as_rms=train_as_rms)
+        for name in ("include", "exclude"):
+            flags.pop(name, None)
+        check_options(**flags)
         self.report: PatchReport | None = None
         self._recentre_wanted = recentre
         self._trained_as_rms = train_as_rms

@@ -197,7 +197,7 @@ def _no_change(model: Module, entries: list[Entry]) -> str:
     return f"patch_model changed no norm of this {type(model).__name__}: {why}"
 
 
-def check_options(include=None, exclude=None, **flags) -> None:
+def check_options(**flags) -> None:
     """Raise the errors of `patch_model` that do not depend on the model."""
     for name, flag in flags.items():
         if not isinstance(flag, bool) and (flag is not None or name == "strict"):

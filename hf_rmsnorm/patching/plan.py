@@ -38,7 +38,7 @@ class Entry:
         stays: it was swapped, and this call does not name it.
         excluded: its own forward runs, as the globs say.
         required: it may not run its own forward.
-        formula: of the swapped norm.
+        formula: that of the recipe, with the eps that the module has now.
     """
 
     module: Module
@@ -58,8 +58,10 @@ class Entry:
         return class_name(self.module)
 
     @property
-    def computed(self) -> Recipe:
-        """The recipe with the options; only if its own forward does not run."""
+    def recipe(self) -> Recipe:
+        """What is computed: the proven recipe with the options. Only if its own forward
+        does not run.
+        """
         return self.asked.of(self.proven)
 
     def leave(self, refusal: Refusal) -> None:
@@ -97,29 +99,25 @@ def _follow_conversion(model: Module, entries: list[Entry]) -> None:
         return
     for entry in entries:
         recorded = [path for path in entry.paths if path in conversion.norms]
-        if recorded and not entry.excluded:
-            entry.required = conversion.trained
-            as_rms = _runs_as_rms(entry, conversion, recorded[0])
-            entry.asked = replace(entry.asked, as_rms=as_rms)
+        if not recorded or entry.excluded:
+            continue
+        entry.required = conversion.trained
+        as_rms = entry.proven is not None and entry.proven.spec.centered
+        if as_rms:
+            # also of a norm that stays: its weights may have moved since
+            why_not = _why_not_as_rms(entry, conversion, recorded[0])
+            as_rms = not why_not
+            entry.note = why_not or (TRAINED if conversion.trained else "")
+        entry.asked = replace(entry.asked, as_rms=as_rms)
 
 
-def _runs_as_rms(entry: Entry, conversion: Recorded, path: str) -> bool:
-    """Whether a norm runs as the RMSNorm that is recorded for its path; with a note on
-    the norm.
-    """
-    if entry.proven is None or not entry.proven.spec.centered:
-        return False
+def _why_not_as_rms(entry: Entry, conversion: Recorded, path: str) -> str:
+    """Why a LayerNorm does not run as the RMSNorm that is recorded for its path."""
     eps = entry.proven.spec.eps
     recorded = conversion.norms[path]
-    # also of a norm that stays: its weights may have moved since
-    entry.note = conversion.why_not
-    if not entry.note and eps != recorded:
-        entry.note = f"{STAYS}its eps is {eps:g}, the record says {recorded:g}"
-    if entry.note:
-        return False
-    if conversion.trained:
-        entry.note = TRAINED
-    return True
+    if not conversion.why_not and eps != recorded:
+        return f"{STAYS}its eps is {eps:g}, the record says {recorded:g}"
+    return conversion.why_not
 
 
 def list_norms(model: Module) -> list[Entry]:
@@ -187,7 +185,7 @@ def _settle(entry: Entry, options: dict) -> None:
     """Apply the options to a norm, and see whether it would run the result."""
     if not entry.stays:
         entry.asked = replace(entry.asked, **options, input_needed="")
-    recipe = entry.computed
+    recipe = entry.recipe
     if entry.asked.memory_efficient:
         weight, bias = parameters_of(entry.module, recipe) or (None, None)
         needed = input_needed(weight, bias, recipe.spec)

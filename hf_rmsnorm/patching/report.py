@@ -201,7 +201,7 @@ def saved_for_backward(asked: Asked) -> str:
 
 
 def _notes(entry: Entry) -> str:
-    notes = [calls_not_fused(entry.computed)]
+    notes = [calls_not_fused(entry.recipe)]
     if entry.asked.as_rms:
         notes.append("as the converted checkpoint says")
     notes.append(saved_for_backward(entry.asked))

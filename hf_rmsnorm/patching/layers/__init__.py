@@ -12,14 +12,19 @@ When the model is patched, of the source of a forward:
    wrapper is around it that may keep state, or that the source does not show.
    `source.forward_source`, `source.wrapper_codes`; `test_source.py`, CLASSES and
    `test_wrappers_that_the_source_does_not_show`.
+   Nor does it ask for its exact class. `source._check_class`; `test_sums.py`, REFUSED.
 3. No code of the user runs because there is a new class, as a registry of subclasses.
    `swap.derive`; `test_swap.py`.
 4. Nothing is moved over a call that could change its inputs. Between a sum and its
-   norm stand only aliases (LLaMA: ``residual = h``), and assignments that compute with
-   other variables (HunyuanVideo adds to two streams before it normalises them).
-   A sum is put on both ways of an `if` only where it and the condition compute alone:
-   GPT-2, Whisper and BART, whose decoders may have cross-attention.
-   `statements.may_pass`; `test_sums.py`, REFUSED.
+   norm stand only aliases (LLaMA: ``residual = h``), and what computes with other
+   variables (HunyuanVideo adds to two streams before it normalises them). A sum is put on both ways of an
+   `if` only where it and the condition compute alone: GPT-2, Whisper and BART, whose
+   decoders may have cross-attention. `statements.may_pass`; `test_sums.py`, REFUSED.
+   No inner function, and no property of the class, may read or change a variable.
+   `sums._hides_code`; `test_sums.py`, REFUSED. Between a norm of q or k and the rotation
+   nothing gets hold of its rows. `qk._given_to_children_alone`; `test_qk.py`, APART.
+   A helper only scales and shifts the norm. `modulation._helper_of`;
+   `test_modulation.py`, OTHERS.
 5. Where gradients are on, nothing else gets hold of the sum (MPT gives it to its MLP).
    A hook on it would see only a part of its gradient.
    `statements.only_adds_and_scales`, which sets ``shared``; `test_looked_at_sums.py`.

@@ -24,7 +24,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Set
-from types import FunctionType
+from types import CodeType, FunctionType
 
 from ...fused.later import HELPERS, later_in
 from ...fused.modulated import OnePlusScale, modulated
@@ -36,8 +36,6 @@ from .statements import (
     bound,
     first_effect,
     is_dead_behind,
-    is_product,
-    is_sum,
     may_pass,
     names_in,
     norm_input,
@@ -67,17 +65,19 @@ class Modulations(ast.NodeTransformer):
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         """``self.norm(x) * (1 + scale) + shift``, its factors in any order."""
-        product = node
-        shift = []
-        if is_sum(node):
-            product = node.left
-            shift = [node.right]
-        if not is_product(product) or not all(map(only_computes, shift)):
-            return self.generic_visit(node)
-        for norm, factor in itertools.permutations((product.left, product.right)):
+        match node:
+            case ast.BinOp(ast.BinOp(left, ast.Mult(), right), ast.Add(), shift) if (
+                only_computes(shift)
+            ):
+                shifts = [shift]
+            case ast.BinOp(left, ast.Mult(), right):
+                shifts = []
+            case _:
+                return self.generic_visit(node)
+        for norm, factor in itertools.permutations((left, right)):
             scale = self._scale(factor)
             if scale is not None and self._is_norm(norm):
-                return call(modulated, norm, norm.args[0], norm.func, scale, *shift)
+                return call(modulated, norm, norm.args[0], norm.func, scale, *shifts)
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
@@ -86,8 +86,9 @@ class Modulations(ast.NodeTransformer):
         if not node.args or not self._is_norm(node.args[0]):
             return node
         norm, *others = node.args
-        computes = all(map(only_computes, others + node.keywords))
-        if computes and _note_helper(node.func, self.cls):
+        code = _helper_of(node.func, self.cls)
+        if code is not None and all(map(only_computes, others + node.keywords)):
+            HELPERS.add(code)
             helper = copy.deepcopy(node.func)
             node.args[0] = call(later_in, norm, helper, norm.func, norm.args[0])
         return node
@@ -169,13 +170,11 @@ def _scale_in(factor: ast.expr) -> ast.expr | None:
     return None
 
 
-def _note_helper(node: ast.expr, cls: type) -> bool:
-    """Whether the function or method that a forward calls only scales and shifts its
-    first argument; then it is noted in `HELPERS`.
+def _helper_of(node: ast.expr, cls: type) -> CodeType | None:
+    """The code of a function or method, if it only scales and shifts its first argument.
 
     Args:
-        node: the callee in the forward.
-        cls: the class of the forward.
+        node: the callee in the forward of the class.
     """
     skipped = 0
     match node:
@@ -184,26 +183,26 @@ def _note_helper(node: ast.expr, cls: type) -> bool:
         case ast.Name(name):
             function = inspect.unwrap(cls.forward).__globals__.get(name)
         case _:
-            return False
+            return None
     if not isinstance(function, FunctionType):
-        return False
+        return None
     try:
         definition = definition_of(function.__code__)
     except CannotRewrite:
-        return False
-    *body, last = definition.body
+        return None
     parameters = definition.args.args[skipped:]
-    if not parameters or not isinstance(last, ast.Return) or last.value is None:
-        return False
-    if not _is_only_scaled_and_shifted(parameters[0].arg, definition):
-        return False
-    if not all(map(only_computes, [*body, last.value])):
-        return False
-    HELPERS.add(function.__code__)
-    return True
+    match definition.body:
+        case [*body, ast.Return(ast.expr() as value)] if parameters:
+            parts = [*body, value]
+        case _:
+            return None
+    name = parameters[0].arg
+    if not all(map(only_computes, parts)) or not _scales_and_shifts(definition, name):
+        return None
+    return function.__code__
 
 
-def _is_only_scaled_and_shifted(name: str, definition: ast.FunctionDef) -> bool:
+def _scales_and_shifts(definition: ast.FunctionDef, name: str) -> bool:
     """Whether ``name * factor + shift`` is the only mention of a parameter."""
     mentions = [mention for mention in names_in(definition) if mention.id == name]
     for node in ast.walk(definition):

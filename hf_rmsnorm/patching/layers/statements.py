@@ -25,20 +25,6 @@ _COMPUTING = (
 _EVALUATED = *_ARITHMETIC, ast.Call, ast.Return
 
 
-def is_sum(node: ast.AST) -> bool:
-    match node:
-        case ast.BinOp(_, ast.Add()):
-            return True
-    return False
-
-
-def is_product(node: ast.AST) -> bool:
-    match node:
-        case ast.BinOp(_, ast.Mult()):
-            return True
-    return False
-
-
 def norm_input(node: ast.AST | None, norms: Set[str]) -> ast.expr | None:
     """The x in ``self.norm(x)``, a call of one of these child norms with one input; None
     of anything else.

@@ -7,14 +7,12 @@ computed with that norm.
 
     self.norm(a + b)      ->    norm_of_sum(self.norm, a, b)
 
-Two kinds of assignments may stand between the two: such an alias (LLaMA), and those
-that only compute with other variables (HunyuanVideo adds to two streams before it
-normalises them). A norm that runs only on a condition is left alone. One `if` without
-`else` may stand between, if neither its condition nor the sum calls anything: sum and
-norm are then put on both of its ways (GPT-2, Whisper and BART, whose decoders may have
-cross-attention). What scales and
-shifts the norm's result (`modulation`) is computed with it, and so is a gate of one
-summand (diffusers):
+Between the two may stand such an alias (LLaMA), and what only computes with other
+variables (HunyuanVideo adds to two streams before it normalises them). A norm that runs
+only on a condition is left alone. One `if` without `else` may stand between, if its condition and
+the sum only compute: sum and norm are then put on both of its ways (GPT-2, Whisper and
+BART, whose decoders may have cross-attention). What scales and shifts the norm's result
+(`modulation`) is computed with it, and so is a gate of one summand (diffusers):
 
     y = gate * y                h, y = add_and_modulate(h, gate, y, self.norm, scale, shift)
     h = h + y             ->
@@ -44,8 +42,6 @@ from .statements import (
     bound,
     first_effect,
     is_dead_behind,
-    is_product,
-    is_sum,
     may_pass,
     norm_input,
     only_adds_and_scales,
@@ -92,12 +88,12 @@ class _NextNorm(NamedTuple):
     """What follows a sum.
 
     Args:
-        at: how many statements stand between.
-        names: the names that the sum has there.
+        passed: how many statements do not read the sum, or give it another name.
+        names: the names that it has behind them.
         call: that of the norm of the sum, if the statement begins with it.
     """
 
-    at: int
+    passed: int
     names: set[str]
     call: ast.Call | None
 
@@ -120,14 +116,13 @@ class _SumFuser(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """``self.norm(a + b)``, and modulations without a sum."""
         self.generic_visit(node)
-        inputs = self._norm_inputs(node)
-        if inputs and is_sum(inputs[0]):
-            self._note(node, "+ ")
-            total = inputs[0]
-            if called(node) is not modulated:
-                return call(norm_of_sum, node, node.func, total.left, total.right)
-            both = _add_and_norm(total, node)
-            return ast.Subscript(both, ast.Constant(1), ast.Load())
+        match self._norm_inputs(node):
+            case [ast.BinOp(left, ast.Add(), right) as total, *_]:
+                self._note(node, "+ ")
+                if called(node) is not modulated:
+                    return call(norm_of_sum, node, node.func, left, right)
+                both = _add_and_norm(total, node)
+                return ast.Subscript(both, ast.Constant(1), ast.Load())
         if called(node) in (modulated, later_in):
             self._note(node, "")
         return node
@@ -136,7 +131,7 @@ class _SumFuser(ast.NodeTransformer):
         """Fuse the sums in a list of statements; `after` are those that follow it."""
         for at, statement in enumerate(body):  # which may get shorter behind
             match statement:
-                case ast.Assign([ast.Name(name)], total) if is_sum(total):
+                case ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Add())):
                     next_norm = self._next_norm(body[at + 1 :], {name})
                     if next_norm.call is not None:
                         self._fuse(body, at, next_norm, after)
@@ -159,7 +154,7 @@ class _SumFuser(ast.NodeTransformer):
         adds = body[at]
         fused = _add_and_norm(adds.value, norm)
         normed = f"_hf_rmsnorm_normed_{len(self.pieces)}"
-        reader_at = at + 1 + next_norm.at
+        reader_at = at + 1 + next_norm.passed
         use = ast.Name(normed, ast.Load())
         body[reader_at] = Replace(norm, use).visit(body[reader_at])
         if not only_adds_and_scales([*body[reader_at:], *after], next_norm.names):
@@ -174,7 +169,7 @@ class _SumFuser(ast.NodeTransformer):
         """Put a sum on both ways of the `if` that follows it, and the norm too if that
         comes behind, to be fused there.
         """
-        if_at = at + 1 + next_norm.at
+        if_at = at + 1 + next_norm.passed
         head = body[at:if_at]
         match body[if_at:]:
             case [ast.If(test, inside, []) as branch, *behind] if may_pass(
@@ -187,7 +182,7 @@ class _SumFuser(ast.NodeTransformer):
             return
         names = next_norm.names
         following = self._next_norm(behind, names)
-        count = 0 if following.call is None else following.at + 1
+        count = 0 if following.call is None else following.passed + 1
         if not count and self._next_norm(inside, names).call is None:
             return
         tail = behind[:count]
@@ -201,17 +196,17 @@ class _SumFuser(ast.NodeTransformer):
         """
         names = set(names)
         changed = set(names)
-        for at, statement in enumerate(statements):
+        for passed, statement in enumerate(statements):
             alias = alias_of(statement, names)
             if not alias and not may_pass(statement, names):
-                norm = self._norm_of(names, changed, statement)
-                return _NextNorm(at, names, norm)
+                norm = self._first_norm(statement, names, changed)
+                return _NextNorm(passed, names, norm)
             names |= alias
             changed |= bound(statement)
         return _NextNorm(len(statements), names, None)
 
-    def _norm_of(
-        self, names: set[str], changed: set[str], statement: ast.stmt
+    def _first_norm(
+        self, statement: ast.stmt, names: set[str], changed: set[str]
     ) -> ast.Call | None:
         """The norm of one of these names, where a statement calls that first, with a
         scale and shift that are not changed before.
@@ -249,9 +244,9 @@ def _take_product(body: Statements, at: int, after: Statements) -> None:
     total = body[at].value
     match body[at - 1], total:
         case (
-            ast.Assign([ast.Name(name)], product),
+            ast.Assign([ast.Name(name)], ast.BinOp(op=ast.Mult()) as product),
             ast.BinOp(ast.Name(left), _, ast.Name(right)),
-        ) if is_product(product) and left != name == right:
+        ) if left != name == right:
             if is_dead_behind(body[at], name, [*body[at + 1 :], *after]):
                 total.right = product
                 body[at - 1] = ast.Pass()
@@ -259,10 +254,10 @@ def _take_product(body: Statements, at: int, after: Statements) -> None:
 
 def _add_and_norm(total: ast.BinOp, norm: ast.Call) -> ast.Call:
     """``(a + b, norm(a + b))`` in one call, of a norm that may be modulated."""
-    right = total.right
     if called(norm) is not modulated:
-        return call(add_and_norm, total, total.left, right, norm.func)
-    factors = [right, None]
-    if is_product(right):
-        factors = [right.left, right.right]
+        return call(add_and_norm, total, total.left, total.right, norm.func)
+    factors = [total.right, None]
+    match total.right:
+        case ast.BinOp(left, ast.Mult(), right):
+            factors = [left, right]
     return call(add_and_modulate, total, total.left, *factors, *norm.args[1:])
