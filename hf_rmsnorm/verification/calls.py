@@ -103,5 +103,5 @@ def keeps_formula(norm: nn.Module) -> bool:
     """Whether this is a patched norm that computes what its own class does; a converted
     checkpoint's does not.
     """
-    patched = patch_of(norm)
-    return patched is not None and not patched.asked.as_rms
+    patch = patch_of(norm)
+    return patch is not None and not patch.asked.as_rms

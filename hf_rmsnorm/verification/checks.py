@@ -5,7 +5,6 @@ The comparison does not depend on how a layer is fused. Unfused, the layer has i
 original class, and its norms stay patched.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from ..formula import HALF_DTYPES
 from ..patching.swap import layer_part
 from ..paths import error_line
 from .calls import Call
-from .noise import NoiseFloor, noise_floor
+from .noise import noise_floor
 from .quantised import quantised_modules
 from .tolerance import ulp
 
@@ -56,21 +55,20 @@ class Check:
 
 
 Outputs = list[torch.Tensor]
-Judge = Callable[[Call, Outputs, Outputs], Check]
 
 
-def check_outputs(call: Call, judge: Judge) -> Check:
+def check_outputs(call: Call) -> Check:
     """Compare a module's outputs with the original's, without gradients and with them;
     returns the worse.
     """
     checks = []
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
-            checks.append(_check(call, judge))
+            checks.append(_check(call))
     return worst(checks)
 
 
-def _check(call: Call, judge: Judge) -> Check:
+def _check(call: Call) -> Check:
     try:
         ours = _run(call, call.module)
         with call.original() as original:
@@ -81,7 +79,9 @@ def _check(call: Call, judge: Judge) -> Check:
     if _kinds(ours) != _kinds(theirs):
         kinds = f"returns {_kinds(ours)}, the original {_kinds(theirs)}"
         return Check(call.path, False, kinds)
-    return judge(call, ours, theirs)
+    if layer_part(type(call.module)) is None:
+        return judge_norm(call, ours, theirs)
+    return judge_layer(call, ours, theirs)
 
 
 def worst(checks: list[Check]) -> Check:
@@ -166,7 +166,10 @@ def judge_layer(call: Call, ours: Outputs, theirs: Outputs) -> Check:
             again = _run(call, original)
         if not _differing(theirs, again):
             return Check(call.path, False, text, compared, differing)
-    floor = _noise_floor(call, ours, theirs)
+    with call.exactly() as again:
+        exact = again.outputs(call.module, {}, {})
+    quantised = bool(quantised_modules(call.module))
+    floor = noise_floor(theirs, ours, exact, quantised)
     return Check(call.path, floor.passed, floor.text, compared, differing)
 
 
@@ -179,10 +182,3 @@ def _differing(ours: Outputs, theirs: Outputs) -> int:
     """How many elements are not equal."""
     pairs = zip(ours, theirs, strict=True)
     return sum(_unequal(y, expected).sum().item() for y, expected in pairs)
-
-
-def _noise_floor(call: Call, ours: Outputs, theirs: Outputs) -> NoiseFloor:
-    """Both against the original in float64."""
-    with call.exactly() as again:
-        exact = again.outputs(call.module, {}, {})
-    return noise_floor(theirs, ours, exact, bool(quantised_modules(call.module)))

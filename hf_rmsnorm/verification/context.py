@@ -125,8 +125,7 @@ def _random(config, name: str, size: tuple[int, int]) -> torch.Tensor:
     if name.endswith("input_ids"):
         return _random_ids(config, size)
     if name == "pixel_values":
-        channels = first_number(config, "num_channels", "in_channels", default=3)
-        shape = channels, *picture_size(config, default=64)
+        shape = picture_shape(config, 64)
     elif name == "input_features":
         names = "num_mel_bins", "input_feat_per_channel"
         frames = 2 * first_number(config, "max_source_positions", default=50)
@@ -136,10 +135,14 @@ def _random(config, name: str, size: tuple[int, int]) -> torch.Tensor:
     return torch.randn(size[0], *shape, dtype=torch.float64)
 
 
-def picture_size(config, default: int) -> tuple[int, int]:
-    """The height and width, in pixels, that the config, or a part of it, names."""
+def picture_shape(config, default: int) -> tuple[int, int, int]:
+    """The channels, height and width that the config, or a part of it, names; the
+    default is of height and width.
+    """
+    names = "num_channels", "in_channels", "in_chans"
+    channels = first_number(config, *names, default=3)
     sizes = _first_numbers(config, "image_size", "img_size", default=default)
-    return sizes[0], sizes[-1]
+    return channels, sizes[0], sizes[-1]
 
 
 def first_number(config, *keys: str, default: int) -> int:

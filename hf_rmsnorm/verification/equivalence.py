@@ -13,12 +13,12 @@ from ..ops import backend, chosen_backend
 from ..patching import count_launches, is_patched, patched
 from ..patching.swap import layer_part
 from .calls import keeps_formula, unpatched
-from .checks import Check, judge_layer, judge_norm
+from .checks import Check
 from .context import evaluating, leaves_of
 from .float64 import in_float64
 from .inputs import checked_inputs, device_of
 from .noise import NoiseFloor, noise_floor
-from .parts import Pair, Parts
+from .parts import Modules, Parts
 from .quantised import first_dtype, quantised_modules
 from .report import EquivalenceReport
 from .runs import compare_greedy, generate, outputs_of, why_not_generate
@@ -99,11 +99,13 @@ def verify_equivalence(
     reference = reference_model
     candidate = reference if candidate_model is None else candidate_model
     batches = checked_inputs(reference, candidate, inputs, max_new_tokens)
-    if backward:
-        _check_has_gradients(reference, candidate)
+    if backward and candidate is not reference and not is_patched(candidate):
+        raise ValueError(
+            "backward=True compares the gradients of patched norms, and the candidate "
+            "has none: patch it, or compare its outputs by backward=False"
+        )
     why_no_text = why_not_generate(reference, batches, max_new_tokens)
-    if why_no_text:
-        max_new_tokens = 0
+    prompts = [] if why_no_text else batches
     with ExitStack() as stack:
         for model in {reference, candidate}:
             stack.enter_context(evaluating(model))
@@ -111,15 +113,15 @@ def verify_equivalence(
             stack.enter_context(unpatched(*reference.modules()))
         elif not is_patched(reference):
             stack.enter_context(patched(reference))
-        leaves = _norms(reference, candidate) if norms else {}
+        leaves, originals = _norms(reference, candidate) if norms else ({}, {})
         layers = _fused_layers(candidate) if norms else {}
-        by_norm = Parts(leaves, judge_norm, backward)
-        by_layer = Parts(layers, judge_layer, backward)
+        by_norm = Parts(leaves, originals, backward)
+        by_layer = Parts(layers, {}, backward)
         progress("patched model")
         with count_launches() as launches:
             with by_layer.watched():
                 outputs = outputs_of(candidate, batches)
-                texts = generate(candidate, batches, max_new_tokens)
+                texts = generate(candidate, prompts, max_new_tokens)
             progress("norms")
             if leaves:
                 # a norm with a hook is not fused with its surroundings
@@ -132,7 +134,7 @@ def verify_equivalence(
         stack.enter_context(unpatched(*reference.modules()))
         progress("original")
         own_outputs = outputs_of(reference, batches)
-        own_texts = generate(reference, batches, max_new_tokens)
+        own_texts = generate(reference, prompts, max_new_tokens)
         progress("float64")
         with in_float64(reference):
             exact = outputs_of(reference, batches)
@@ -156,22 +158,13 @@ def verify_equivalence(
     )
 
 
-def _check_has_gradients(reference: nn.Module, candidate: nn.Module) -> None:
-    """Refuse a candidate without a patched norm, of which no gradient is compared."""
-    if candidate is not reference and not is_patched(candidate):
-        raise ValueError(
-            "backward=True compares the gradients of patched norms, and the candidate "
-            "has none: patch it, or compare its outputs by backward=False"
-        )
-
-
-def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, Pair]:
+def _norms(reference: nn.Module, candidate: nn.Module) -> tuple[Modules, Modules]:
     """The patched norms of the candidate, by path. If the reference is another model:
-    all leaf modules, paired with its own.
+    all leaf modules, and those of the reference.
     """
     if candidate is reference:
         modules = candidate.named_modules()
-        return {path: Pair(norm) for path, norm in modules if keeps_formula(norm)}
+        return {path: norm for path, norm in modules if keeps_formula(norm)}, {}
     leaves = leaves_of(candidate)
     others = leaves_of(reference)
     alone = sorted(leaves.keys() ^ others.keys())
@@ -180,16 +173,16 @@ def _norms(reference: nn.Module, candidate: nn.Module) -> dict[str, Pair]:
             f"the architectures differ: one of the models has no {alone[0]}; pass "
             "norms=False to compare outputs alone"
         )
-    return {path: Pair(module, others[path]) for path, module in leaves.items()}
+    return leaves, others
 
 
-def _fused_layers(model: nn.Module) -> dict[str, Pair]:
+def _fused_layers(model: nn.Module) -> Modules:
     """The layers that are fused, by path and fused pieces."""
     layers = {}
     for path, module in model.named_modules():
         part = layer_part(type(module))
         if part is not None:
-            layers[f"{path}: {part._hf_rmsnorm_fusion.words}"] = Pair(module)
+            layers[f"{path}: {part._hf_rmsnorm_fusion.words}"] = module
     return layers
 
 

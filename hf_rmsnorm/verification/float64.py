@@ -51,13 +51,9 @@ def widen(value):
     """
     if isinstance(value, torch.dtype):
         return _WIDE.get(value, value)
-    if _is_narrow(value):
+    if isinstance(value, torch.Tensor) and value.dtype in _WIDE:
         return value.to(_WIDE[value.dtype])
     return value
-
-
-def _is_narrow(value) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in _WIDE
 
 
 def _narrow(dtype: torch.dtype, value):
@@ -154,7 +150,7 @@ class Float64Mode(TorchDispatchMode):
             written = kwargs.get("out")
             if written is None:
                 written = args[0]
-            if _is_narrow(written):
+            if getattr(written, "dtype", None) in _WIDE:
                 self._keep(written, func, *args)
                 return func(*args, **kwargs)
         if func.overloadpacket not in _GATHERS:

@@ -8,6 +8,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
+from ..patching.api import check_module
 from .context import default_inputs, evaluating, in_dtype_of
 from .pictures import with_picture
 
@@ -22,10 +23,7 @@ def checked_inputs(
         TypeError, ValueError: as `verify_equivalence`.
     """
     for model in (reference, candidate):
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"verify_equivalence needs loaded models, got {type(model).__name__}"
-            )
+        check_module("verify_equivalence", model)
         device = device_of(model)
     vocabulary = _vocabulary_of(reference)
     others = _vocabulary_of(candidate)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from accelerate.utils import send_to_device
 
-from .context import first_number, in_dtype_of, output_tensors, picture_size
+from .context import first_number, in_dtype_of, output_tensors, picture_shape
 
 GRID = 4  # patches of a picture along each side, where a model takes them one by one
 
@@ -20,20 +20,16 @@ def with_picture(model, text: dict) -> dict | None:
         text: what `default_inputs` returns.
     """
     vision = getattr(model.config, "vision_config", None)
-    made = [] if vision is None else random_pictures(vision)
-    choices = (
-        send_to_device(in_dtype_of(model, one), text["input_ids"].device)
-        for one in made
-    )
-    runs_on = None
-    for inputs in with_features(model, text, "image", choices):
+    if vision is None:
+        return None
+    for inputs in with_features(model, text, "image", random_pictures(vision)):
         try:
             model(**inputs)
         except Exception:
             # a model that lays pictures out in its own way is compared on text
             continue
-        runs_on = inputs  # the last one names the types of tokens, where a model asks
-    return runs_on
+        return inputs
+    return None
 
 
 def with_features(
@@ -46,14 +42,14 @@ def with_features(
     token = getattr(model.config, f"{kind}_token_id", None)
     token = getattr(model.config, f"{kind}_token_index", token)
     method = f"get_{kind}_features"
-    owner = model if hasattr(model, method) else getattr(model, "base_model", None)
-    features = getattr(owner, method, None)
+    features = getattr(model, method, None) or getattr(model.base_model, method, None)
     if token is None or features is None or "input_ids" not in inputs:
         return
     row = inputs["input_ids"].flatten()
     row = row[row != token]
     for values in choices:
         taken = {name: value for name, value in values.items() if name in names}
+        taken = send_to_device(in_dtype_of(model, taken), row.device)
         try:
             count = _count_features(features, taken)
         except Exception:  # of sizes that do not suit it a tower may raise anything
@@ -62,18 +58,17 @@ def with_features(
             continue
         ids = torch.cat([row[:2], row.new_full((count,), token), row[2:]])[None]
         filled = {**inputs, **taken, "input_ids": ids}
-        yield filled
         if "mm_token_type_ids" in names:
-            yield {**filled, "mm_token_type_ids": (ids == token).long()}
+            filled["mm_token_type_ids"] = (ids == token).long()
+        yield filled
 
 
 def random_pictures(vision) -> Iterator[dict]:
     """Arguments for one picture, of the sizes in the config of a tower: whole, and as
     patches in a grid, as the Qwen-VL and GLM-V families read them.
     """
-    names = "num_channels", "in_channels", "in_chans"
-    channels = first_number(vision, *names, default=3)
-    picture = normal(1, channels, *picture_size(vision, default=GRID * 8))
+    channels, *size = picture_shape(vision, GRID * 8)
+    picture = normal(1, channels, *size)
     yield {"pixel_values": picture}
     yield {"pixel_values": picture[None]}
     patch = first_number(vision, "patch_size", default=8)

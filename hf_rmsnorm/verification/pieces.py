@@ -24,7 +24,7 @@ from .calls import Call, unpatched
 from .context import is_float
 
 
-class Piece(nn.Module):
+class FusedPiece(nn.Module):
     """A function that a fused layer calls, as a module of the patched norms that it
     gets.
 
@@ -57,7 +57,7 @@ class Piece(nn.Module):
 
 
 class PieceCall(Call):
-    """A call of a `Piece`; the arguments are the tensors that ask for gradients."""
+    """A call of a `FusedPiece`; the arguments are the tensors that ask for gradients."""
 
     def name_of(self, place: int | str) -> str:
         return str(place)
@@ -80,10 +80,10 @@ def pieces_of(call: Call) -> list[PieceCall]:
     part = layer_part(type(module))
     if part is None or "forward" in vars(module):
         return []
-    recorder = Recorder(call.path)
+    calls: list[PieceCall] = []
     functions = {}
     for name, function in FUNCTIONS.items():
-        functions[name] = functools.partial(recorder.record, function)
+        functions[name] = functools.partial(_record, calls, call.path, function)
     base = part.__base__
     try:
         forward = part._hf_rmsnorm_fusion.rewrite(base, functions)
@@ -100,37 +100,25 @@ def pieces_of(call: Call) -> list[PieceCall]:
             call.again().outputs(module, {call.place: x}, parameters)
     finally:
         del vars(module)["forward"]
-    return recorder.calls
+    return calls
 
 
-class Recorder:
-    """Keeps the calls of functions that return new tensors.
-
-    Attributes:
-        path: of the layer.
-        calls: without autograd's graph.
+def _record(calls: list[PieceCall], path: str, function: Callable, *args, **kwargs):
+    """The result of a function in the layer at a path; its call is kept if the function
+    returns new tensors.
     """
-
-    def __init__(self, path: str):
-        self.path = path
-        self.calls: list[PieceCall] = []
-
-    def record(self, function: Callable, *args, **kwargs):
-        """The function's result; its call is kept."""
-        returned = function(*args, **kwargs)
-        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-        given = set(map(id, arguments.values()))
-        for y in tree_leaves(returned):
-            if not is_float(y) or id(y) in given:
-                return returned
-        tensors = _without_graph(arguments)
-        if tensors:
-            number = len(self.calls) + 1
-            path = f"{self.path}, {function.__name__} {number}"
-            piece = Piece(function, arguments)
-            first = next(iter(tensors))
-            self.calls.append(PieceCall(path, piece, None, tensors, first))
-        return returned
+    returned = function(*args, **kwargs)
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    given = set(map(id, arguments.values()))
+    for y in tree_leaves(returned):
+        if not is_float(y) or id(y) in given:
+            return returned
+    tensors = _without_graph(arguments)
+    if tensors:
+        path = f"{path}, {function.__name__} {len(calls) + 1}"
+        piece = FusedPiece(function, arguments)
+        calls.append(PieceCall(path, piece, None, tensors, next(iter(tensors))))
+    return returned
 
 
 def _without_graph(arguments: dict) -> dict[str, torch.Tensor]:

@@ -28,25 +28,22 @@ def holds_codes(value) -> bool:
     return dispatch is not torch.Tensor.__torch_dispatch__ and not is_dtensor(value)
 
 
-def is_quantised(module: nn.Module) -> bool:
-    """Whether the module itself, and none of its children, has a weight of codes."""
-    weights = *module._parameters.values(), module._buffers.get("weight")
-    if any(map(holds_codes, weights)):
-        return True
-    if callable(getattr(type(module), "weight", None)):
-        # torch.ao packs a weight away, and unpacks it by a method
-        return True
+def _weights_of(module: nn.Module) -> list:
+    """What may be a weight of the module itself: any parameter, a buffer of that name,
+    and where no child has weights also other buffers and attributes.
+    """
+    weights = [*module._parameters.values(), module._buffers.get("weight")]
     for child in module.children():
         if [*child.parameters(), *child.buffers()]:
             # an attention, say, whose buffer of small integers is a mask
-            return False
-    values = [*module._buffers.values(), *vars(module).values()]
-    return any(map(holds_codes, values))
+            return weights
+    return [*weights, *module._buffers.values(), *vars(module).values()]
 
 
 def quantised_modules(model: nn.Module) -> list[nn.Module]:
     """The model's modules with quantised weights."""
-    return [module for module in model.modules() if is_quantised(module)]
+    modules = model.modules()
+    return [module for module in modules if any(map(holds_codes, _weights_of(module)))]
 
 
 def first_dtype(model: nn.Module) -> torch.dtype:

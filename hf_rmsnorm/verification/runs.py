@@ -61,10 +61,10 @@ def generate(
     model: nn.Module, batches: list[dict], max_new_tokens: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each batch, new tokens (rows, steps) and the logits behind them (rows, steps,
-    vocabulary); nothing for 0 new tokens.
+    vocabulary).
     """
     texts = []
-    for batch in batches if max_new_tokens else ():
+    for batch in batches:
         ids = batch["input_ids"]
         most = max_positions(model.config) - ids.shape[1]
         out = model.generate(
@@ -89,19 +89,17 @@ def compare_greedy(reference: list, candidate: list, tie_margin: float) -> Check
     count = sum(tokens.numel() for tokens, _ in reference)
     checks = [Check("", True, f"{count} tokens, all equal", count)]
     for (tokens, logits), (others, _) in zip(reference, candidate, strict=True):
-        # one that stops before the other has another token there
-        length = min(tokens.shape[1], others.shape[1])
-        unequal = tokens[:, :length] != others[:, :length]
-        for row in unequal.any(1).nonzero().flatten().tolist():
-            is_other = unequal[row].tolist()
-            step = is_other.index(True)  # behind it the texts differ anyway
-            token = tokens[row, step].item()
-            other = others[row, step].item()
-            scores = logits[row, step].double()
-            lead = (scores[token] - scores[other]).item()
-            text = (
-                f"row {row}, new token {step}: {other} instead of {token}, whose logit "
-                f"leads by {lead:.3g} (rounding explains {tie_margin:.3g})"
-            )
-            checks.append(Check("", lead <= tie_margin, text, count, 1))
+        for row, texts in enumerate(zip(tokens.tolist(), others.tolist(), strict=True)):
+            # one that stops before the other has another token there
+            for step, (token, other) in enumerate(zip(*texts, strict=False)):
+                if token == other:
+                    continue
+                scores = logits[row, step].double()
+                lead = (scores[token] - scores[other]).item()
+                text = (
+                    f"row {row}, new token {step}: {other} instead of {token}, whose "
+                    f"logit leads by {lead:.3g} (rounding explains {tie_margin:.3g})"
+                )
+                checks.append(Check("", lead <= tie_margin, text, count, 1))
+                break  # behind it the texts differ anyway
     return worst(checks)

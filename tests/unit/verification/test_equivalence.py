@@ -116,20 +116,6 @@ def test_no_more_is_generated_than_the_model_has_positions():
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_identical_models_pass_with_zero_differences(dtype):
-    model = tiny_models.build("llama", dtype)
-    candidate = copy.deepcopy(model)
-    report = compare(model, candidate, IDS, 4)
-    assert report.passed
-    assert not report.greedy.differing
-    assert report.norms == ()
-    floor = report.noise_floor
-    assert floor.difference == 0
-    assert floor.rows == IDS.numel()
-    assert 0 < floor.reference_max == floor.candidate_max
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt2"])
 def test_patched_models_pass(family, backend, dtype):
@@ -256,12 +242,6 @@ def test_wrong_output_dtype_fails_norm_by_norm():
     assert report.noise_floor.passed
 
 
-def exchange(norm):
-    with torch.no_grad():
-        first = norm.weight[:2]
-        norm.weight[:2] = first.flip(0)
-
-
 def scale_an_element(norm):
     with torch.no_grad():
         norm.weight[3] *= 1.05
@@ -282,12 +262,9 @@ def pre_hook(norm):
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
-@pytest.mark.parametrize("change", [exchange, scale_an_element, hook, pre_hook])
+@pytest.mark.parametrize("change", [scale_an_element, hook, pre_hook])
 def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
     model = tiny_models.build("llama", BF16)
-    with torch.no_grad():
-        weight = model.model.layers[1].input_layernorm.weight
-        weight[:2] = torch.tensor([0.5, 1.5])
     candidate = copy.deepcopy(model)
     change(candidate.model.layers[1].input_layernorm)
     if offloaded:
@@ -298,15 +275,6 @@ def test_a_changed_weight_or_hook_of_one_norm_is_found(change, offloaded):
     assert norm.path == "model.layers.1.input_layernorm"
     assert not norm.passed
     assert not report.passed
-
-
-def test_weights_of_another_dtype_fail_norm_by_norm():
-    model = tiny_models.build("llama", BF16)
-    candidate = copy.deepcopy(model).float()
-    report = compare(model, candidate)
-    assert not report.passed
-    texts = [norm.text for norm in report.norms]
-    assert "raises RuntimeError" in str(texts)
 
 
 def test_tie_between_words_is_not_a_failure():
@@ -401,6 +369,7 @@ def test_training_flags_and_hooks_are_restored_and_dropout_is_off():
     candidate = copy.deepcopy(model)
     report = compare(model, candidate, IDS, 2)
     assert report.passed
+    assert report.norms == ()
     assert report.noise_floor.difference == 0
     assert modes_of(model) == before
     for module in model.modules():

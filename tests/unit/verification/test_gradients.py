@@ -83,9 +83,13 @@ def verified(build, dtype):
     for name, x in inputs.items():
         inputs[name] = x.to(dtype) if x.is_floating_point() else x
     with use_backend("triton"):
-        return verify_equivalence(
+        report = verify_equivalence(
             model.to(dtype), inputs=inputs, max_new_tokens=0, backward=True
         )
+    for parameter in model.parameters():
+        assert parameter.requires_grad
+        assert parameter.grad is None
+    return report
 
 
 def off_by_2_percent(function, place, monkeypatch):
