@@ -59,18 +59,23 @@ def run(args) -> Result:
             "patch_model from Python"
         )
     where = runs_on(device)
-    if device.type == "cpu" and args.device is None:
-        return _nothing_to_measure(source.name, where)
-    length = min(args.length, max_positions(model.config))
-    ids = models.tokens(model, source, length)
     data = {
         "model": source.name,
         "device": str(device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "backend": where["backend"],
         "backend_reason": where["reason"],
-        "swapped": len(patch_model(model).swapped),
     }
+    if device.type == "cpu" and args.device is None:
+        text = (
+            f"{source.name}: nothing to measure: there is no GPU here, and on a CPU a "
+            "patched model runs the code of the original. To time it all the same: "
+            "--device cpu"
+        )
+        return Result(data, fitted(text))
+    length = min(args.length, max_positions(model.config))
+    ids = models.tokens(model, source, length)
+    data["swapped"] = len(patch_model(model).swapped)
     times = {}  # in milliseconds, by phase
     if model.can_generate() and not model.config.is_encoder_decoder:
         data |= _generate(model, ids, args.new_tokens)
@@ -81,16 +86,6 @@ def run(args) -> Result:
     if args.plot:
         draw_times(args.plot, f"{source.name}, {data['dtype']} on {device}", times)
     return Result(data, _text(data))
-
-
-def _nothing_to_measure(name: str, where: dict) -> Result:
-    data = {"model": name, "device": "cpu", "backend": where["backend"]}
-    data["backend_reason"] = where["reason"]
-    text = (
-        f"{name}: nothing to measure: there is no GPU here, and on a CPU a patched model "
-        "runs the code of the original. To time it all the same: --device cpu"
-    )
-    return Result(data, fitted(text))
 
 
 def greedy(model, ids, count: int) -> list[int]:

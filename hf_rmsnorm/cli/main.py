@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from .. import __version__
-from ..paths import did_you_mean
 from . import bench, convert, env, report, run, verify
 from .common import CliError, one_line, say
 
@@ -33,18 +32,9 @@ class Parser(argparse.ArgumentParser):
             parsed, unknown = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._mixed = False
-        for argument in unknown:
-            near = did_you_mean(argument, self._option_string_actions)
-            if near and argument.startswith("--"):
-                self.error(f"there is no option {argument}{near}")
+        if unknown:  # said here, where the help of the subcommand is named
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
-
-    def _check_value(self, action, value):
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            error.message += did_you_mean(str(value), map(str, action.choices))
-            raise
 
     def error(self, message: str):
         self.exit(
@@ -152,11 +142,10 @@ def _run(program: str, args) -> int:
         kind = "" if ours else f"{type(error).__name__}: "
         print(f"{program}: error: {kind}{one_line(error)}", file=sys.stderr)
         return 2
-    say(_as_json(result.data) if args.json else result.text)
+    text = result.text
+    if args.json:
+        from ..verification.report import plain
+
+        text = json.dumps(plain(result.data), indent=2)
+    say(text)
     return result.code
-
-
-def _as_json(data: dict) -> str:
-    from ..verification.report import plain
-
-    return json.dumps(plain(data), indent=2)

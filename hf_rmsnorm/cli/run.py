@@ -11,6 +11,7 @@ import runpy
 import shutil
 import sys
 import sysconfig
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from types import ModuleType
@@ -78,20 +79,13 @@ def find(program: list[str]) -> str:
         raise CliError(
             f"{name} starts other processes, in which nothing would be patched: {launcher}"
         )
-    if is_module:
-        sys.path[0] = os.getcwd()  # as for Python's own -m
-        _check_module(name)
-        return name
-    return _path_of(name)
-
-
-def _check_module(name: str) -> None:
-    try:
-        spec = find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise CliError(f"there is no module {name!r}: {KINDS}")
+    if not is_module:
+        return _path_of(name)
+    sys.path[0] = os.getcwd()  # as for Python's own -m
+    with suppress(ImportError, ValueError):
+        if find_spec(name) is not None:
+            return name
+    raise CliError(f"there is no module {name!r}: {KINDS}")
 
 
 def _path_of(name: str) -> str:

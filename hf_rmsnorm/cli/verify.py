@@ -69,13 +69,18 @@ def run(args) -> Result:
     source = find(args.model, args.trust_remote_code)
     device = pick_device(args.device)
     interpret_on_cpu(device)
-    _choose_counts(args, on_cpu=device.type == "cpu")
+    if args.max_tokens is None:
+        args.max_tokens = 16 if device.type == "cpu" else 64
+    if args.max_new_tokens is None:
+        args.max_new_tokens = 4 if device.type == "cpu" else 32
     models.quieten()
     from ..ops.backend import runs_on, where_norms_run
 
     where = runs_on(device)
     records, texts, layers = [], [], {}
-    dtypes = _dtypes(args)
+    dtypes = [DTYPES.get(args.dtype, "auto")]  # as stored
+    if args.dtype == "all":
+        dtypes = ["float32", "bfloat16"]
     with progress_bar(STEPS * len(dtypes), "loading") as bar:
         for dtype in dtypes:
             report, errors, said = _verify(args, source, dtype, device, bar)
@@ -98,21 +103,6 @@ def run(args) -> Result:
         "runs": records,
     }
     return Result(data, fitted(text), int(not passed))
-
-
-def _choose_counts(args, on_cpu: bool) -> None:
-    """Set the numbers of tokens that were left out: fewer for Triton's interpreter."""
-    if args.max_tokens is None:
-        args.max_tokens = 16 if on_cpu else 64
-    if args.max_new_tokens is None:
-        args.max_new_tokens = 4 if on_cpu else 32
-
-
-def _dtypes(args) -> list[str]:
-    """The dtypes to verify in, one after the other; "auto": as stored."""
-    if args.dtype == "all":
-        return ["float32", "bfloat16"]
-    return [DTYPES.get(args.dtype, "auto")]
 
 
 def _verify(args, source, dtype: str, device, bar) -> tuple:

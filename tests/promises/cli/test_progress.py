@@ -3,24 +3,12 @@ asked to.
 """
 
 import io
-import os
 import sys
-from unittest import mock
 
 import pytest
 
 from hf_rmsnorm.cli import common, plot
-from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.verification.noise import NoiseFloor
-
-
-def run(capsys, *argv) -> tuple[int, str, str]:
-    with mock.patch.dict(os.environ):
-        try:
-            code = main([str(arg) for arg in argv])
-        except SystemExit as stop:  # how argparse leaves
-            code = stop.code
-    return code, *capsys.readouterr()
 
 
 class Terminal(io.StringIO):
@@ -49,16 +37,16 @@ def test_elsewhere_short_work_says_nothing_and_long_work_a_line(monkeypatch):
 SHORT = ("bench", "demo:llama", "--device", "cpu", "--new-tokens", 1, "--length", 2)
 
 
-def test_bench_draws_its_times_and_prints_as_without(capsys, tmp_path):
+def test_bench_draws_its_times_and_prints_as_without(run, tmp_path):
     pytest.importorskip("matplotlib", reason="the extra 'plot'")
     file = tmp_path / "times.svg"
-    code, out, err = run(capsys, *SHORT, "--plot", file)
+    code, out, err = run(*SHORT, "--plot", file)
     assert code == 0 and err == "" and "ms per training step" in out
     assert "<svg" in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.full
-def test_verify_draws_the_error_behind_each_layer(capsys, tmp_path, monkeypatch):
+def test_verify_draws_the_error_behind_each_layer(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the extra 'plot'")
     drawn = {}
     monkeypatch.setattr(
@@ -66,7 +54,7 @@ def test_verify_draws_the_error_behind_each_layer(capsys, tmp_path, monkeypatch)
     )
     file = tmp_path / "errors.png"
     options = ("--max-tokens", 2, "--max-new-tokens", 0, "--no-backward")
-    run(capsys, "verify", "demo:llama", "--dtype", "fp32", *options, "--plot", file)
+    run("verify", "demo:llama", "--dtype", "fp32", *options, "--plot", file)
     (floors,) = drawn.values()
     assert len(floors) == 5 and all(floor.passed for floor in floors)
 
@@ -81,16 +69,16 @@ def test_errors_are_drawn_for_each_dtype(tmp_path):
 
 @pytest.mark.parametrize("file", ["times", "missing/times.png"])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
-    capsys, tmp_path, file
+    run, tmp_path, file
 ):
     pytest.importorskip("matplotlib", reason="the extra 'plot'")
-    code, out, err = run(capsys, *SHORT, "--plot", tmp_path / file)
+    code, out, err = run(*SHORT, "--plot", tmp_path / file)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "name a .png, .svg or .pdf in a folder that can be written" in err
 
 
-def test_without_matplotlib_one_line_says_what_to_install(capsys, monkeypatch):
+def test_without_matplotlib_one_line_says_what_to_install(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, out, err = run(capsys, *SHORT, "--plot", "times.png")
+    code, out, err = run(*SHORT, "--plot", "times.png")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "needs matplotlib: pip install matplotlib" in err

@@ -15,7 +15,6 @@ from places import EXAMPLES, PYTHONPATH
 from transformers import trainer
 
 from hf_rmsnorm import PatchReport, patch_model
-from hf_rmsnorm.cli.main import main
 from hf_rmsnorm.demo import demo_path
 from hf_rmsnorm.integrations import loading
 
@@ -40,7 +39,7 @@ def script(tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(run, monkeypatch):
     """`hf-rmsnorm run` with these words in this process: (exit code, stderr); what it
     changes is given back.
     """
@@ -51,12 +50,10 @@ def run(monkeypatch, capsys):
     def run_words(*words):
         before = exchanged()
         try:
-            code = main(["run", *map(str, words)])
-        except SystemExit as end:
-            code = end.code
+            code, _, err = run("run", *words)
         finally:
             assert exchanged() == before
-        return code, capsys.readouterr().err
+        return code, err
 
     return run_words
 
@@ -365,7 +362,7 @@ REFUSED = {
     "-m no.such": f"there is no module 'no.such': {KINDS}",
     "-m": f"there is no module '': {KINDS}",
     "/bin/sh -c true": f"/bin/sh is no Python program: {KINDS}",
-    "--excluded x y.py": "there is no option --excluded; did you mean --exclude?",
+    "--excluded x y.py": "unrecognized arguments: --excluded",
     "--exclude": "argument --exclude: expected one argument",
     "accelerate launch x.py": f"accelerate {STARTS}accelerate launch -m hf_rmsnorm run PROGRAM",
     "-m torch.distributed.run x.py": f"torch.distributed.run {STARTS}torchrun -m hf_rmsnorm run PROGRAM",
