@@ -5,14 +5,13 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 
 import pytest
 import tiny_models
 import torch
 import transformers
-from places import PYTHONPATH, ROOT
+from processes import python, ran
 from safetensors.torch import save_file
 from towers import IMAGE
 
@@ -182,16 +181,8 @@ def test_verify_says_pass_in_fp32_and_bf16_with_the_kernels(tmp_path):
     """In a process of its own, as a user runs it: triton has to start under the
     interpreter where there is no GPU.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": str(ROOT)
-    }
-    command = [sys.executable, "-m", "hf_rmsnorm", "verify", "demo:llama", "--json"]
-    command += ["--dtype", "all"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
+    words = "-m hf_rmsnorm verify demo:llama --json --dtype all"
+    data = json.loads(python(*words.split(), cwd=tmp_path))
     assert data["passed"]
     assert data["backend"] == "triton"
     assert [run["dtype"] for run in data["runs"]] == ["float32", "bfloat16"]
@@ -353,18 +344,8 @@ def test_tab_completes_commands_and_options(line, completed, tmp_path):
         "COMP_POINT": str(len(line)),
         "_ARGCOMPLETE_IFS": "\n",
     }
-    asked |= {
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
-        "PYTHONPATH": PYTHONPATH,
-    }
-    code = "import sys; from hf_rmsnorm.cli.main import main; main(); assert 0"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **asked},
-    )
-    assert done.returncode == 0, done.stderr
+    asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "answer")
+    python("-c", "from hf_rmsnorm.cli.main import main; main(); assert 0", **asked)
     assert set((tmp_path / "answer").read_text().split("\n")) == completed
 
 
@@ -410,7 +391,9 @@ def test_a_download_that_no_bar_shows_is_said(run, monkeypatch, terminal):
 
 
 @pytest.mark.full
-def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(tmp_path):
+def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(
+    tmp_path, monkeypatch
+):
     code = (
         "import socket, sys, time\nasked = []\n"
         "def down(*args, **kwargs):\n    asked.append(args)\n    raise socket.gaierror(-2, 'not known')\n"
@@ -420,15 +403,10 @@ def test_a_network_that_is_down_is_told_in_one_line_and_asked_once(tmp_path):
         "from hf_rmsnorm.cli.main import main\ncode = main(['report', 'no-such-org/no-such-model'])\n"
         "assert len(asked) <= 2, asked\nsys.exit(code)"
     )
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.lower().endswith("_proxy") and k != "HF_HUB_OFFLINE"
-    }
-    environment |= {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
+    for name in [*os.environ]:
+        if name.lower().endswith("_proxy") or name == "HF_HUB_OFFLINE":
+            monkeypatch.delenv(name)
+    done = ran(sys.executable, "-c", code, HF_HOME=str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (
         done.stderr
     )
@@ -476,7 +454,7 @@ def test_traceback_is_there_for_who_asks():
 # the program
 
 
-def test_help_and_version_import_nothing_heavy(tmp_path):
+def test_help_and_version_import_nothing_heavy():
     code = (
         "import sys\nfrom hf_rmsnorm.cli.main import main\n"
         "for argv in (['--version'], ['--help'], ['verify', '--help'], ['bench', '--help']):\n"
@@ -484,9 +462,7 @@ def test_help_and_version_import_nothing_heavy(tmp_path):
         "    except SystemExit as stop: assert stop.code == 0\n"
         "assert not {'torch', 'transformers', 'triton'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "hf-rmsnorm 0." in done.stdout
+    assert "hf-rmsnorm 0." in python("-c", code)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

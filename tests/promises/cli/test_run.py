@@ -12,6 +12,7 @@ import sys
 import pytest
 import transformers
 from places import EXAMPLES, PYTHONPATH
+from processes import ran
 from transformers import trainer
 
 from hf_rmsnorm import PatchReport, patch_model
@@ -375,19 +376,14 @@ def test_what_cannot_be_run_is_told_in_one_line_before_torch_is_imported():
     code = """
 import json, sys
 from hf_rmsnorm.cli.main import main
-for words in json.load(sys.stdin):
+for words in json.loads(sys.argv[1]):
     try:
         main(["run", *words.split()])
     except SystemExit as stop:
         assert stop.code == 2
 assert not {"torch", "transformers", "triton"} & set(sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(list(REFUSED)),
-        text=True,
-        capture_output=True,
-    )
+    done = ran(sys.executable, "-c", code, json.dumps([*REFUSED]))
     assert done.returncode == 0, done.stderr
     for told, expected in zip(done.stderr.splitlines(), REFUSED.values(), strict=True):
         program, _, message = told.partition(": error: ")
