@@ -62,8 +62,8 @@ BROKEN = {
     "norm, x": (norm, NormFunction, 1, "1, input"),
     "norm, weight": (norm, NormFunction, 2, "1, weight"),
     "norm, bias": (norm, NormFunction, 3, "1, bias"),
-    "sum, right": (llama, NormFunction, 1, "right"),
-    "sum, left": (llama, NormFunction, 8, "left"),
+    "sum, x": (llama, NormFunction, 1, "add_and_norm 1, x"),
+    "sum, residual": (llama, NormFunction, 8, "add_and_norm 1, residual"),
     "sum, weight": (llama, NormFunction, 2, "add_and_norm 1, norms.0.weight"),
     "q/k norms, q": (qwen3, _QKFunction, 1, "q"),
     "q/k norms, k": (qwen3, _QKFunction, 2, "k"),
@@ -73,7 +73,7 @@ BROKEN = {
     "rotary, k": (llama, _RotaryFunction, 2, "k"),
     "modulation, scale": (modulation, NormFunction, 5, "scale"),
     "modulation, shift": (modulation, NormFunction, 6, "shift"),
-    "modulation, gate": (modulation, NormFunction, 7, "right"),
+    "modulation, gate": (modulation, NormFunction, 7, "add_and_modulate 1, x"),
 }
 DTYPES = [torch.bfloat16, torch.float32]
 
