@@ -2,8 +2,9 @@
 tensors and the device of that call. `launches.by_kernel` calls `FirstUse.compared_results`.
 
 - The dictionary of launches has a `FirstUse` in the place of a new launch. It
-  starts the launch, compares the results, and puts the launch in its own place. So a
-  known launch costs nothing more.
+  runs the replaced code, starts the launch, compares the results, and puts the launch
+  in its own place. So a known launch costs nothing more. The replaced code runs first:
+  its intermediates are gone when the launch allocates.
 - A forward is compared with the code that the caller gives as replaced: the module's
   own forward, a sum and that, a modulation as it is written. Without that, and in a
   backward, with the formula in plain torch and its gradients by autograd.
@@ -23,7 +24,7 @@ tensors and the device of that call. `launches.by_kernel` calls `FirstUse.compar
 """
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -83,15 +84,22 @@ class FirstUse:
             KernelUnavailable: they differ.
             Exception: any that the replaced code raises.
         """
+        theirs = difference = None
+        most_tries = MOST_TRIES
+        looks = can_compare(operands[0], self.kind.is_back)
+        if looks:
+            try:
+                theirs = self.replaced_results(operands, replaced)
+            except torch.OutOfMemoryError:
+                most_tries = MOST_WITHOUT_MEMORY
         with torch.no_grad():
             results = self.launch.on(operands)
-        if can_compare(operands[0], self.kind.is_back):
-            most_tries = MOST_TRIES
+        if theirs is not None:
             try:
-                difference = self.difference(operands, results, replaced)
+                difference = self.difference(operands, results, theirs)
             except torch.OutOfMemoryError:
-                difference = None
                 most_tries = MOST_WITHOUT_MEMORY
+        if looks:
             self.settle(operands[0].device, difference, most_tries)
         if apply is None:
             return results
@@ -124,8 +132,25 @@ class FirstUse:
                 f"replaces: {difference}\nWhat to do: {REPORT}"
             )
 
+    def replaced_results(
+        self, operands: Operands, replaced: Replaced | None
+    ) -> list[Tensor]:
+        """The results of the replaced code that have elements; those of the plain
+        formula, if there is none.
+        """
+        with unseen():
+            if replaced is None:
+                operands = self.kind.in_rows(self.launches, operands)
+                results = self.kind.results(self.launches, operands)
+            else:
+                function, *of_call = replaced
+                results = function(*of_call)
+        if isinstance(results, Tensor):
+            results = (results,)
+        return tensors_of(results)
+
     def difference(
-        self, operands: Operands, results: Operands, replaced: Replaced | None
+        self, operands: Operands, results: Operands, theirs: list[Tensor]
     ) -> str | None:
         """By how much results differ from those of the replaced code; "" if they do
         not, None if that is not to be seen in them.
@@ -133,9 +158,7 @@ class FirstUse:
         is_back = self.kind.is_back
         with unseen():
             operands = self.kind.in_rows(self.launches, operands)
-            theirs = self.replaced_results(operands, replaced)
-            theirs = tensors_of(self.kind.joined(theirs))
-            ours = tensors_of(self.kind.joined(results))[: len(theirs)]
+            ours = tensors_of(results)[: len(theirs)]
             if is_back:
                 pairs = zip(theirs, ours, strict=True)
                 theirs = [their.to(our.dtype) for their, our in pairs]
@@ -154,16 +177,6 @@ class FirstUse:
             f"up to {their_steps * STEPS:.3g}; the largest element is {size:.3g}"
         )
 
-    def replaced_results(
-        self, operands: Operands, replaced: Replaced | None
-    ) -> Operands:
-        """The results of the replaced code; of the plain formula, if there is none."""
-        if replaced is None:
-            return self.kind.results(self.launches, operands)
-        function, *of_call = replaced
-        results = function(*of_call)
-        return (results,) if isinstance(results, Tensor) else results
-
     def distances(
         self, operands: Operands, ours: list[Tensor], theirs: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -175,9 +188,10 @@ class FirstUse:
         dim = 1 if weight is None else weight.dim()
         # in which intermediate results may be rounded
         step = max(torch.finfo(t.dtype).eps for t in present(*operands, *ours))
-        found = [[] for _ in ours]
+        found = defaultdict(list)
         sums = {}
-        for of_part, *pairs in _parts(dim, operands, ours, theirs):
+        for of_part, *results in _parts(dim, operands, ours, theirs):
+            pairs = [self.kind.joined(part) for part in results]
             for at, (exact, floor) in enumerate(self.exact(of_part)):
                 if exact.dim() <= dim:  # of all rows, as the gradient of a weight
                     total, floors = sums.get(at, (0.0, 0.0))
@@ -188,8 +202,12 @@ class FirstUse:
                 found[at].append(of_rows)
         for at, of_sum in sums.items():
             found[at].append(distances_of(ours[at], theirs[at], *of_sum, step, True))
-        distances = [torch.cat([d for d, _ in of_parts], -1) for of_parts in found]
-        return distances, [floor for of_parts in found for _, floor in of_parts]
+        distances = [
+            torch.cat([d for d, _ in of_parts], -1) for of_parts in found.values()
+        ]
+        return distances, [
+            floor for of_parts in found.values() for _, floor in of_parts
+        ]
 
     def exact(self, operands: Operands) -> list[tuple]:
         """Each result that has elements in float64, and an error of it that roundings in

@@ -3,10 +3,10 @@ no kernel serves a backward.
 """
 
 from collections.abc import Callable
-from itertools import compress
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd.graph import get_gradient_edge
 
 from ..formula import NormSpec, OptionalTensor
 from ..operands import ONE_PLUS, Needed, Operands
@@ -77,13 +77,17 @@ def gradients_of_all(
             operands.append(t)
             if needed:
                 leaves.append(t)
-        outputs = formula(*operands)
-        # not of a head whose operands are all frozen
-        asks = [y.requires_grad for y in outputs]
+        edges = []
+        of_edges = []
+        for y, dy in zip(formula(*operands), gradients, strict=True):
+            if y.requires_grad:  # not of a head whose operands are all frozen
+                edges.append(get_gradient_edge(y))  # without the memory of y
+                of_edges.append(dy)
+        del y
         grads = torch.autograd.grad(
-            list(compress(outputs, asks)),
+            edges,
             leaves,
-            list(compress(gradients, asks)),
+            of_edges,
             create_graph=create_graph,
             allow_unused=True,
         )

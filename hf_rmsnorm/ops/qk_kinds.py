@@ -85,8 +85,7 @@ class HeadsForwardKind(namedtuple("HeadsForwardKind", "rotary graded"), Kind):
         return (y,), (2 * FLOOR * largest(y, -1),)
 
     def joined(self, results: Operands) -> Operands:
-        yq, yk, *_ = results
-        return (torch.cat((yq, yk), 1),)
+        return (torch.cat(results, 1),)
 
 
 def normed_and_rotated(

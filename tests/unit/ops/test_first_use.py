@@ -16,8 +16,10 @@ from computed import compute_norm, run_kind
 from parallel_runs import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.counting import Operators
 from hf_rmsnorm import (
@@ -385,18 +387,58 @@ def test_it_does_not_look_where_nothing_may_wait(monkeypatch):
         assert compares == (not capturing and not watched)
 
 
-def test_a_comparison_without_memory_has_one_more_try(monkeypatch):
+@pytest.mark.parametrize("step", ["replaced_results", "difference"])
+def test_a_comparison_without_memory_has_one_more_try(step, monkeypatch):
     tries = []
 
-    def difference(*_):
+    def without_memory(*_):
         tries.append(_)
         raise torch.OutOfMemoryError("in a test")
 
-    monkeypatch.setattr(first_use.FirstUse, "difference", difference)
+    monkeypatch.setattr(first_use.FirstUse, step, without_memory)
     x, weight = torch.randn(2, 64), torch.ones(64)
     results = [rms_norm(x, weight) for _ in range(4)]
     assert len(tries) == 2 and not first_use.compared[CPU]
     assert all(y.equal(results[0]) for y in results)
+
+
+def peak_memory(run, *args):
+    """The most bytes that torch had allocated at once for a call."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run(*args)
+    totals = []
+    events = profiler.profiler.kineto_results.experimental_event_tree()
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.name == "[memory]":
+            totals.append(event.extra_fields.total_allocated)
+    return max(totals) - min(totals)
+
+
+def norm_of_a_copy(norm, x, gradient):
+    x = x.clone()
+    if gradient is None:
+        with torch.no_grad():
+            return norm(x)
+    norm(x.requires_grad_()).backward(gradient.clone())
+
+
+@pytest.mark.parametrize("options", [{}, EFFICIENT], ids=["", "efficient"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_first_use_takes_no_more_memory_than_the_own_code(
+    trains, options, monkeypatch
+):
+    monkeypatch.setattr(first_use, "AT_ONCE", 2**14)  # as much smaller as x is
+    norm = nn.Sequential(LlamaRMSNorm(4096)).to(BF16)
+    x, gradient = torch.randn(2, 64, 4096).to(BF16)
+    call = norm_of_a_copy, norm, x, gradient if trains else None
+    own = peak_memory(*call)
+    patch_model(norm, **options)
+    first = peak_memory(*call)
+    assert first_use.compared[CPU] == 1 + trains
+    assert first <= 1.01 * own
+    assert peak_memory(*call) < own / 2
 
 
 def test_norms_of_other_numbers_of_heads_are_compared_by_themselves():
