@@ -280,21 +280,20 @@ def gradients_of_output(
 
 
 def reference_qk_norm(
-    q, k, q_weight, k_weight, spec: NormSpec, cos, sin, way: Rotation = HALVES
+    q, k, q_weight, k_weight, spec: NormSpec | None, cos, sin, way: Rotation = HALVES
 ) -> tuple[Tensor, Tensor]:
     """(q', k'): the heads of q and of k, normalised and then rotated, in the operators
-    of Hugging Face's attentions.
+    of Hugging Face's attentions; rotated alone, if the spec is None.
 
     Args:
         q, k: (batch, heads, length, head_dim); k may have fewer heads.
         q_weight, k_weight: (head_dim,), or None where the spec has no weight.
         cos, sin, way: as in `rotated`.
     """
-    q = reference_norm(q, q_weight, None, spec)
-    k = reference_norm(k, k_weight, None, spec)
-    q = rotated(q, cos, sin, way)
-    k = rotated(k, cos, sin, way)
-    return q, k
+    if spec is not None:
+        q = reference_norm(q, q_weight, None, spec)
+        k = reference_norm(k, k_weight, None, spec)
+    return rotated(q, cos, sin, way), rotated(k, cos, sin, way)
 
 
 def rotated(y: Tensor, cos: Tensor, sin: Tensor, way: Rotation = HALVES) -> Tensor:

@@ -10,16 +10,17 @@ that has a hook is called at its own place, because the hook sees its input ther
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
 from ..formula import dtype_of
 from ..ops.limits import why_not_rotated
-from ..ops.qk import run_qk, run_rotary
+from ..ops.qk import one_is_frozen, run_qk, run_rotary
 from .later import Later, computed
 from .rotary import ONE, PAIR, RotaryCall, can_probe, rotary_of
 from .watch import QK, ROTARY, note, watchers
 
+ONE_FROZEN = "of q and k one alone has a gradient"
 UNPROVEN = "its function is not known to rotate such q and k: it was exchanged, or gets other arguments"
 
 
@@ -34,7 +35,8 @@ def norm_and_rotate(rotate: Callable, q, k, cos, sin) -> tuple[Tensor, Tensor]:
     if type(q) is type(k) is Later:
         rotated = _launched_heads(rotate, PAIR, q, k, cos, sin)
         if watchers:
-            note(QK, (q.norm, k.norm), q.x, rotated is not None)
+            reason = _why_apart(q.x, k.x, q.ahead[2], k.ahead[2])
+            note(QK, (q.norm, k.norm), q.x, rotated is not None, reason)
         if rotated is not None:
             return rotated
     return rotate(*computed(q, k), cos, sin)
@@ -82,6 +84,7 @@ def rotate_together(module: Module, rotate: Callable, q, k, cos, sin, **named) -
         reason = ""
         if rotary is not None:
             reason = why_not_rotated(*heads, cos, sin, rotary.way)
+            reason = reason or _why_apart(q, k, None, None)
         elif can_probe(q.device):
             reason = UNPROVEN
         note(ROTARY, (module,), q, made is not None, reason)
@@ -91,6 +94,13 @@ def rotate_together(module: Module, rotate: Callable, q, k, cos, sin, **named) -
         yq, yk = made
         return yq.transpose(1, 2), yk.transpose(1, 2)
     return made
+
+
+def _why_apart(q, k, *weights) -> str:
+    """Why heads are not rotated in one launch as they train; "" if they are."""
+    if is_grad_enabled() and one_is_frozen((q, k, *weights)):
+        return ONE_FROZEN
+    return ""
 
 
 def _launched_heads(

@@ -190,8 +190,7 @@ class FirstUse:
         step = max(torch.finfo(t.dtype).eps for t in present(*operands, *ours))
         found = defaultdict(list)
         sums = {}
-        for of_part, *results in _parts(dim, operands, ours, theirs):
-            pairs = [self.kind.joined(part) for part in results]
+        for of_part, *pairs in _parts(dim, operands, ours, theirs):
             for at, (exact, floor) in enumerate(self.exact(of_part)):
                 if exact.dim() <= dim:  # of all rows, as the gradient of a weight
                     total, floors = sums.get(at, (0.0, 0.0))
@@ -214,7 +213,9 @@ class FirstUse:
         float32 explain.
         """
         wide = tuple(None if t is None else t.double() for t in operands)
-        pairs = zip(*self.kind.exact(self.launches, wide), strict=True)
+        results = self.kind.results(self.launches, wide)
+        floors = self.kind.floors(self.launches, wide, results)
+        pairs = zip(results, floors, strict=True)
         return [(t, floor) for t, floor in pairs if _holds(t)]
 
 

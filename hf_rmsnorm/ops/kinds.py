@@ -47,19 +47,15 @@ class Kind:
         """The results in plain torch."""
         raise NotImplementedError
 
-    def exact(self, launches, operands: Operands) -> tuple[Operands, tuple]:
-        """(results of operands in float64; for each the error of each row, or of all, that
-        roundings in float32 explain where terms cancel).
+    def floors(self, launches, operands: Operands, exact: Operands) -> tuple:
+        """For each of the `exact` results of operands in float64 the error of each row,
+        or of all, that roundings in float32 explain where terms cancel.
         """
         raise NotImplementedError
 
     def in_rows(self, launches, operands: Operands) -> Operands:
-        """Operands that can be split by rows, for `results` and `exact`."""
+        """Operands that can be split by rows, for `results` and `floors`."""
         return operands
-
-    def joined(self, results: Operands) -> Operands:
-        """Results as `exact` returns them: fewer, where that takes fewer operators."""
-        return results
 
     def without_rows(self) -> tuple:
         """What of this kind does not follow from the number of rows."""

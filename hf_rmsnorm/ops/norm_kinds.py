@@ -56,9 +56,9 @@ class NormForwardKind(namedtuple("NormForwardKind", "stats"), Kind):
 
         return one_by_one(launches.modulation, operands, norm)
 
-    def exact(self, launches: Launches, operands: Operands) -> tuple[Operands, tuple]:
+    def floors(self, launches: Launches, operands: Operands, exact: Operands) -> tuple:
         """A norm loses digits where a mean is subtracted, or where a bias cancels it."""
-        h, y = self.results(launches, operands)
+        h, _ = exact
         x, weight, bias, gate, scale, shift, *_ = operands
         spec = launches.spec
         terms = 1.0 if weight is None else spec.weight_offset + largest(weight)
@@ -73,7 +73,7 @@ class NormForwardKind(namedtuple("NormForwardKind", "stats"), Kind):
             variance, mean = torch.var_mean(total, -1, unbiased=False)
             rstd = (variance + spec.eps).rsqrt()
             floor = floor * _condition(mean, rstd)
-        return (h, y), (0.0, floor)
+        return 0.0, floor
 
 
 def _factor(gate, scale) -> Tensor | float:
@@ -135,7 +135,7 @@ class NormBackwardKind(namedtuple("NormBackwardKind", "order need from_output"),
             dx = dh + dx
         return dx, *others
 
-    def exact(self, launches: Launches, operands: Operands) -> tuple[Operands, tuple]:
+    def floors(self, launches: Launches, operands: Operands, exact: Operands) -> tuple:
         """Gradients are small differences of these terms."""
         dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
         terms = FLOOR * largest(dy, -1)
@@ -151,8 +151,7 @@ class NormBackwardKind(namedtuple("NormBackwardKind", "order need from_output"),
         of_gate = of_gate + terms * x.shape[-1] ** 0.5  # the largest of a normalised x
         if launches.spec.gate == "silu_before":
             of_gate = of_x * largest(x, -1)
-        floors = of_x, of_sums, of_sums, of_gate, of_gate
-        return self.results(launches, operands), floors
+        return of_x, of_sums, of_sums, of_gate, of_gate
 
     def in_rows(self, launches: Launches, operands: Operands) -> Operands:
         """With the statistics of each row of x, (..., 1)."""

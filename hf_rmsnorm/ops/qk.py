@@ -10,17 +10,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, is_grad_enabled
 
+from ..formula import NormSpec
 from ..operands import Operands, any_requires_grad, of_rotation
+from ..reference import reference_norm
 from .autograd import gradients
 from .backend import starts_kernels
 from .launches import Launches, by_kernel
-from .limits import serves_qk
 from .qk_kinds import (
     HeadsBackwardKind,
     HeadsForwardKind,
     Rotary,
     RotaryBackwardKind,
-    normed_and_rotated,
 )
 from .saved import saved_tensors, unwatched
 
@@ -72,35 +72,40 @@ def run_qk(
     q, k, q_weight, k_weight, cos, sin = operands
     if any_requires_grad((cos, sin)):
         return None
-    of_q = any_requires_grad((q, q_weight))
-    if of_q != any_requires_grad((k, k_weight)) and k.numel():
-        return _run_apart(launches, operands, rotary, norms)
+    if one_is_frozen(operands):
+        return None  # it must not ask for gradients, as both results of a launch do
     function = _RotaryFunction if launches.spec is None else _QKFunction
     kind = HeadsForwardKind(rotary, True)
     return by_kernel(launches, kind, operands, function.apply, replaced)
 
 
-def _run_apart(
-    launches: Launches,
+def one_is_frozen(operands: Operands) -> bool:
+    """Whether one alone of q and k, with its weight, asks for gradients."""
+    q, k, q_weight, k_weight, *_ = operands
+    of_q = any_requires_grad((q, q_weight))
+    return of_q != any_requires_grad((k, k_weight)) and k.numel() > 0
+
+
+def normed_and_rotated(
+    spec: NormSpec | None,
     operands: Operands,
     rotary: Rotary,
-    norms: tuple[Callable, Callable] | None,
-) -> tuple[Tensor, Tensor] | None:
-    """q and k in a launch each, as one of them is frozen: it must not ask for gradients."""
-    if not serves_qk(launches.spec, operands, rotary.way):
-        return None  # each alone may be served, as where they differ in dtype
+    norms: tuple[Callable, Callable] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The code that a forward replaces: norms, and then the model's function.
+
+    Args:
+        norms: as of `run_qk`.
+    """
     q, k, q_weight, k_weight, cos, sin = operands
-    results = []
-    for at, (x, weight) in enumerate(((q, q_weight), (k, k_weight))):
-        no_heads = x.detach()[:, :0]
-        one = x, no_heads, weight, weight, cos, sin
-        alone = None if norms is None else (norms[at], norms[at])
-        made = run_qk(launches, one, rotary, alone)
-        if made is None:
-            return None
-        y, nothing = made
-        results.append(y)
-    return tuple(results)
+    if norms is not None:
+        norm_q, norm_k = norms
+        q = norm_q(q)
+        k = norm_k(k)
+    elif spec is not None:
+        q = reference_norm(q, q_weight, None, spec)
+        k = reference_norm(k, k_weight, None, spec)
+    return rotary.function(q, k, cos, sin)
 
 
 class _QKFunction(torch.autograd.Function):

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch.linalg import vector_norm
 
-from ..formula import NormSpec, OptionalTensor, Rotation, dtype_of
+from ..formula import Rotation, dtype_of
 from ..operands import Operands, row_major
-from ..reference import reference_norm, reference_qk_norm, rotated
+from ..reference import reference_qk_norm, rotated
 from ..rows import strided_without_data, without_data
 from .backend import device_refusal
 from .kinds import FLOOR, Kind, Launch, largest
@@ -76,58 +75,11 @@ class HeadsForwardKind(namedtuple("HeadsForwardKind", "rotary graded"), Kind):
         return kernels().QKForward(operands, results, aligned, way, spec, stats)
 
     def results(self, launches: Launches, operands: Operands) -> Operands:
-        return normed_and_rotated(launches.spec, operands, self.rotary)
+        *heads, cos, sin = operands
+        return reference_qk_norm(*heads, launches.spec, cos, sin, self.rotary.way)
 
-    def exact(self, launches: Launches, operands: Operands) -> tuple[Operands, tuple]:
-        heads, weight, _ = _as_one(operands)
-        *_, cos, sin = operands
-        y = _formula(launches.spec, heads, weight, cos, sin, self.rotary.way)
-        return (y,), (2 * FLOOR * largest(y, -1),)
-
-    def joined(self, results: Operands) -> Operands:
-        return (torch.cat(results, 1),)
-
-
-def normed_and_rotated(
-    spec: NormSpec | None,
-    operands: Operands,
-    rotary: Rotary,
-    norms: tuple[Callable, Callable] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The code that a forward replaces: norms, and then the model's function.
-
-    Args:
-        norms: as of `qk.run_qk`.
-    """
-    q, k, q_weight, k_weight, cos, sin = operands
-    if norms is not None:
-        norm_q, norm_k = norms
-        q = norm_q(q)
-        k = norm_k(k)
-    elif spec is not None:
-        q = reference_norm(q, q_weight, None, spec)
-        k = reference_norm(k, k_weight, None, spec)
-    return rotary.function(q, k, cos, sin)
-
-
-def _as_one(operands: Operands) -> tuple[Tensor, OptionalTensor, list[int]]:
-    """(q and k of `HeadOperands` as heads of one tensor, (batch, heads, length, head_dim);
-    the weight of each head, (heads, 1, head_dim); how many heads q and k have).
-    """
-    q, k, q_weight, k_weight, _, _ = operands
-    counts = [q.shape[1], k.shape[1]]
-    weight = None
-    if q_weight is not None:
-        shapes = [(count, 1, q.shape[-1]) for count in counts]
-        of_q = q_weight.expand(shapes[0])
-        weight = torch.cat((of_q, k_weight.expand(shapes[1])))
-    return torch.cat((q, k), 1), weight, counts
-
-
-def _formula(spec: NormSpec | None, heads, weight, cos, sin, way: Rotation) -> Tensor:
-    if spec is not None:
-        heads = reference_norm(heads, weight, None, spec)
-    return rotated(heads, cos, sin, way)
+    def floors(self, launches: Launches, operands: Operands, exact: Operands) -> tuple:
+        return tuple(2 * FLOOR * largest(y, -1) for y in exact)
 
 
 class HeadsBackwardKind(namedtuple("HeadsBackwardKind", "need way"), Kind):
@@ -167,29 +119,20 @@ class HeadsBackwardKind(namedtuple("HeadsBackwardKind", "need way"), Kind):
             formula, (q, k, q_weight, k_weight), (dq, dk), self.need
         )
 
-    def exact(self, launches: Launches, operands: Operands) -> tuple[Operands, tuple]:
-        dq, dk, *of_forward, rstd = operands
-        heads, weight, counts = _as_one(of_forward)
-        *_, cos, sin = of_forward
-        dy = torch.cat((dq, dk), 1)
-
-        def formula(heads, weight):
-            return (_formula(launches.spec, heads, weight, cos, sin, self.way),)
-
-        of_each = True, weight is not None
-        of_heads, of_weight = gradients_of_all(formula, (heads, weight), (dy,), of_each)
-        terms = 2 * FLOOR * largest(dy, -1)
-        of_sums = terms.sum()
-        if weight is not None:
-            terms = terms * (launches.spec.weight_offset + largest(weight))
-            of_weight = [part.sum((0, 1)) for part in of_weight.split(counts)]
-        width = heads.shape[-1]
-        root = vector_norm(heads, dim=-1) + (width * launches.spec.eps) ** 0.5
-        terms = terms * width**0.5 / root
-        grads = *of_heads.split(counts, 1), *(of_weight or (None, None))
-        floors = *terms.split(counts, 1), of_sums, of_sums
-        pairs = zip(grads, self.need, strict=True)
-        return tuple(t if needed else None for t, needed in pairs), floors
+    def floors(self, launches: Launches, operands: Operands, exact: Operands) -> tuple:
+        """Gradients are small differences of these terms."""
+        dq, dk, q, k, q_weight, k_weight, *_ = operands
+        of_heads = []
+        of_weights = []
+        for dy, x, weight in ((dq, q, q_weight), (dk, k, k_weight)):
+            terms = 2 * FLOOR * largest(dy, -1)
+            of_weights.append(terms.sum())
+            if weight is not None:
+                terms = terms * (launches.spec.weight_offset + largest(weight))
+            root = x.shape[-1] ** 0.5
+            size = vector_norm(x, dim=-1) + root * launches.spec.eps**0.5
+            of_heads.append(terms * root / size)
+        return *of_heads, *of_weights
 
 
 def _as_read(operands: Operands) -> Operands:
@@ -252,23 +195,13 @@ class RotaryBackwardKind(namedtuple("RotaryBackwardKind", "forward"), Kind):
         # At any q and k, as it is linear; not made like the gradients, which may be
         # batched.
         inputs = []
-        for x in self.forward.inputs:
+        for dy, x in zip((dq, dk), self.forward.inputs, strict=True):
             dtype = cos.dtype if cos.dtype == torch.float64 else x.dtype
-            zeros = torch.zeros(x.shape, dtype=dtype, device=cos.device)
-            inputs.append(zeros.requires_grad_())
+            inputs.append(torch.zeros(dy.shape, dtype=dtype, device=cos.device))
         return gradients_of_all(formula, inputs, (dq, dk), (True, True))
 
-    def exact(self, launches: Launches, operands: Operands) -> tuple[Operands, tuple]:
-        dy, _, counts = _as_one(operands)
-        *_, cos, sin = operands
-
-        def formula(heads):
-            return (rotated(heads, cos, sin, self.forward.way),)
-
-        heads = torch.zeros_like(dy)  # any, as it is linear
-        (grad,) = gradients_of_all(formula, (heads,), (dy,), (True,))
-        floors = 2 * FLOOR * largest(dy, -1)
-        return grad.split(counts, 1), floors.split(counts, 1)
+    def floors(self, launches: Launches, operands: Operands, exact: Operands) -> tuple:
+        return tuple(2 * FLOOR * largest(dy, -1) for dy in operands[:2])
 
     def without_rows(self) -> tuple:
         return (self.forward.way,)

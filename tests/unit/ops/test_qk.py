@@ -38,6 +38,8 @@ def test_what_is_not_provably_the_same_is_left_to_the_model():
     assert not served(q, k, w, w, cos.float(), sin)
     tagged = q.as_subclass(Tagged)
     assert not served(tagged, k, w, w, cos, sin)
+    assert not served(q.clone().requires_grad_(), k, w, w, cos, sin)
+    assert not served(q, k, w, w.clone().requires_grad_(), cos, sin)
     learned = cos.clone().requires_grad_()
     assert not served(q, k, w, w, learned, sin)
     with torch.autocast("cpu", BF16):
