@@ -189,15 +189,6 @@ def in_order(t: Tensor, order: Shape | None) -> Tensor:
     return t.permute(*order, -1)
 
 
-def copied_in_order(t: Tensor, order: Shape | None) -> Tensor:
-    """A copy of t whose rows lie in this order, one behind the other."""
-    copy = in_order(t, order).contiguous()
-    if order is None:
-        return copy
-    back = [order.index(d) for d in range(len(order))]
-    return in_order(copy, back)
-
-
 def start_on_copies(
     start: Callable[[tuple], None],
     operands: Sequence[OptionalTensor],

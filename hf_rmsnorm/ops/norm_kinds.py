@@ -6,20 +6,18 @@
 
 import math
 from collections import namedtuple
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..formula import NormSpec
-from ..operands import Operands, of_norm, present, row_major
+from ..operands import Operands, of_norm, present
 from ..reference import gradients_of_output, reference_norm
-from ..rows import Shape, by_row, copied_in_order, heads_of, row_order
+from ..rows import by_row, heads_of, row_order
 from .kinds import FLOOR, Kind, Launch, largest
 from .launches import Launches, kernels
 from .limits import why_not
 from .plain import autograd_gradients, one_by_one
-from .saved import made_for, require_unchanged
+from .saved import require_unchanged
 
 
 class NormForwardKind(namedtuple("NormForwardKind", "stats"), Kind):
@@ -106,20 +104,23 @@ class NormBackwardKind(namedtuple("NormBackwardKind", "order need from_output"),
     def make(
         self, launches: Launches, operands: Operands, aligned: bool
     ) -> Launch | None:
-        def make(read):
-            _, x, weight, bias, gate, *_ = read
-            if why_not(launches.spec, of_norm(x, weight, bias, gate)):
-                return None
-            return kernels().NormBackward(
-                launches.spec,
-                read,
-                aligned,
-                self.need,
-                self.from_output,
-                launches.modulation,
-            )
-
-        return made_for(operands, partial(_as_read, launches.spec, self.order), make)
+        _, x, weight, bias, gate, *_, rstd, mean = operands
+        _require_unchanged(operands)
+        if why_not(launches.spec, of_norm(x, weight, bias, gate)):
+            return None
+        # a hook of saved tensors may have copied them, in another order
+        order = row_order(x, launches.spec, heads_of(weight, bias))
+        has_gaps = any(not t.is_contiguous() for t in present(rstd, mean))
+        if order != self.order or has_gaps:
+            return None
+        return kernels().NormBackward(
+            launches.spec,
+            operands,
+            aligned,
+            self.need,
+            self.from_output,
+            launches.modulation,
+        )
 
     def results(self, launches: Launches, operands: Operands) -> Operands:
         """The gradients of the plain formula, by autograd."""
@@ -161,10 +162,7 @@ class NormBackwardKind(namedtuple("NormBackwardKind", "order need from_output"),
         return dy, x, *others, *stats
 
 
-def _as_read(spec: NormSpec, order: Shape | None, operands: Operands) -> Operands:
-    """The operands of a backward, x in the rows of the forward and the others without
-    gaps.
-    """
+def _require_unchanged(operands: Operands) -> None:
     dy, x, weight, bias, gate, scale, dh, rstd, mean = operands
     shape = dy.shape
     of_stats = (math.prod(shape[:-1]),)
@@ -181,8 +179,3 @@ def _as_read(spec: NormSpec, order: Shape | None, operands: Operands) -> Operand
         "mean": (mean, of_stats),
     }
     require_unchanged(dy.device, expected)
-    if row_order(x, spec, heads_of(weight, bias)) != order:
-        # an expanded x cannot be copied with its own strides
-        x = copied_in_order(x, order)
-    weight, bias, rstd, mean = row_major(weight, bias, rstd, mean)
-    return dy, x, weight, bias, gate, scale, dh, rstd, mean

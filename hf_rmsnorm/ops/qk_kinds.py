@@ -17,12 +17,11 @@ from ..formula import Rotation, dtype_of
 from ..operands import Operands, row_major
 from ..reference import reference_qk_norm, rotated
 from ..rows import strided_without_data, without_data
-from .backend import device_refusal
 from .kinds import FLOOR, Kind, Launch, largest
 from .launches import Launches, kernels
 from .limits import serves_qk, why_not_rotated
 from .plain import gradients_of_all
-from .saved import made_for, require_unchanged
+from .saved import require_unchanged
 
 
 @dataclass(eq=False)
@@ -99,16 +98,19 @@ class HeadsBackwardKind(namedtuple("HeadsBackwardKind", "need way"), Kind):
     def make(
         self, launches: Launches, operands: Operands, aligned: bool
     ) -> Launch | None:
-        device = operands[0].device
-        if device_refusal(device.type, device.index) is not None:
+        dq, dk, *of_forward, rstd = operands
+        _require_unchanged(operands)
+        # which hooks of saved tensors may have copied
+        if not (
+            serves_qk(launches.spec, of_forward, self.way) and rstd.stride() == (1,)
+        ):
             return None
-
-        def make(read):
-            return kernels().QKBackward(
-                launches.spec, read, aligned, self.need, self.way
-            )
-
-        return made_for(operands, _as_read, make)
+        copies = dq.stride(-1) != 1 or dk.stride(-1) != 1
+        if copies:
+            dq, dk = row_major(dq, dk)
+        read = dq, dk, *of_forward, rstd
+        launch = kernels().QKBackward(launches.spec, read, aligned, self.need, self.way)
+        return OnCopies(launch) if copies else launch
 
     def results(self, launches: Launches, operands: Operands) -> Operands:
         dq, dk, q, k, q_weight, k_weight, cos, sin, _ = operands
@@ -135,8 +137,18 @@ class HeadsBackwardKind(namedtuple("HeadsBackwardKind", "need way"), Kind):
         return *of_heads, *of_weights
 
 
-def _as_read(operands: Operands) -> Operands:
-    """The operands of a backward, columns of unit stride and the others without gaps."""
+@dataclass
+class OnCopies:
+    """A launch on gradients whose columns have gaps, as eager attention leaves that of k."""
+
+    inner: Launch
+
+    def on(self, operands: Operands) -> Operands:
+        dq, dk, *others = operands
+        return self.inner.on((*row_major(dq, dk), *others))
+
+
+def _require_unchanged(operands: Operands) -> None:
     dq, dk, q, k, q_weight, k_weight, cos, sin, rstd = operands
     *_, length, head_dim = dq.shape
     of_weight = (head_dim,)
@@ -152,14 +164,6 @@ def _as_read(operands: Operands) -> Operands:
         "rstd": (rstd, (row_count,)),
     }
     require_unchanged(dq.device, expected)
-    rows = [dq, dk, q, k]
-    for at, t in enumerate(rows):
-        if t.stride(-1) != 1:
-            rows[at] = t.contiguous()
-    q_weight, k_weight, rstd = row_major(q_weight, k_weight, rstd)
-    if cos.stride(-1) != 1 or cos.stride() != sin.stride():
-        cos, sin = row_major(cos, sin)
-    return *rows, q_weight, k_weight, cos, sin, rstd
 
 
 class RotaryBackwardKind(namedtuple("RotaryBackwardKind", "forward"), Kind):

@@ -2,17 +2,12 @@
 saved tensors may copy it, and other code may write to it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from operator import is_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..operands import Operands
-from .kinds import Launch
 from .launches import Launches
 
 WRITTEN = "modified by an inplace operation"
@@ -102,31 +97,3 @@ def require_unchanged(device, expected: dict) -> None:
             f"and finds {tuple(t.shape)} on {t.device}; keep what a forward has read as it is until its backward "
             "has run"
         )
-
-
-@dataclass
-class OnCopies:
-    """A launch on operands in another layout than it was made for: it copies them.
-
-    Hooks of saved tensors (`torch.autograd.graph.save_on_cpu`) may give tensors back
-    with other strides than the forward read.
-
-    Args:
-        inner: the launch.
-        prepare: ``prepare(operands)`` returns them in the layout that it reads.
-    """
-
-    inner: Launch
-    prepare: Callable
-
-    def on(self, operands: Operands) -> tuple:
-        return self.inner.on(self.prepare(operands))
-
-
-def made_for(operands: Operands, prepare: Callable, make: Callable) -> Launch | None:
-    """The launch that ``make(prepare(operands))`` returns, on prepared operands."""
-    read = prepare(operands)
-    launch = make(read)
-    if launch is None or all(map(is_, read, operands)):
-        return launch
-    return OnCopies(launch, prepare)

@@ -52,7 +52,7 @@ def unchanged(t):
 
 
 def test_an_expanded_input_that_comes_back_in_rows():
-    """As the latents of a resampler do under activation offloading."""
+    """As the latents of a resampler do under activation offloading: in plain torch."""
     latents = torch.randn(4, HIDDEN, requires_grad=True)
     weight = torch.rand(HIDDEN)
     dy = torch.randn(3, 4, HIDDEN)
@@ -61,8 +61,8 @@ def test_an_expanded_input_that_comes_back_in_rows():
         with torch.autograd.graph.saved_tensors_hooks(unchanged, unpack):
             y = rms_norm(latents.expand(3, 4, HIDDEN), weight)
         gradients += torch.autograd.grad(y, latents, dy)
-    assert torch.equal(gradients[1], gradients[0])
-    assert torch.equal(gradients[2], gradients[0])
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize])
