@@ -68,10 +68,8 @@ def _why_not_formula(spec: NormSpec, operands: NormOperands) -> str | None:
 
 
 def _why_not_operands(operands: NormOperands) -> str | None:
-    x, weight, bias, gate, *_, residual = operands
-    parameters = {"weight": weight, "bias": bias}
-    checked = {"x": x, **parameters, "gate": gate, "residual": residual}
-    for name, t in checked.items():
+    x, weight, bias, *_, residual = operands
+    for name, t in zip(NormOperands._fields, operands, strict=True):
         if t is None:
             continue
         if t.dtype not in KERNEL_DTYPES:
@@ -80,9 +78,9 @@ def _why_not_operands(operands: NormOperands) -> str | None:
             )
         if t.device != x.device:
             return f"{name} is on {t.device} and x on {x.device}: move one of them"
-        expected = x.shape
-        if name in parameters:  # in columns, or in rows of heads
-            expected = x.shape[-min(t.dim(), 2) :]
+        is_parameter = name in ("weight", "bias")
+        # of columns, or of rows of heads
+        expected = x.shape[-min(t.dim(), 2) :] if is_parameter else x.shape
         if t.shape != expected:
             return f"{name} has shape {tuple(t.shape)}, and x {tuple(x.shape)}"
     if residual is None:
@@ -121,13 +119,9 @@ def _why_not_modulated(operands: NormOperands) -> str | None:
     x, weight, bias, gate, scale, shift, multiplier, residual = operands
     if scale is None:
         return None
-    others = present(*operands[1:])
-    dtypes = {t.dtype for t in others} - {x.dtype}
+    dtypes = {t.dtype for t in present(*operands)} - {x.dtype}
     if dtypes:
         return f"x is {x.dtype}, and what is computed with it {dtypes.pop()}"
-    devices = {t.device for t in others} - {x.device}
-    if devices:
-        return f"x is on {x.device}, and what is computed with it on {devices.pop()}"
     if weight is not None and weight.dim() != 1:
         return "its weight is one of heads"
     if residual is not None and not (x.is_contiguous() and residual.is_contiguous()):
@@ -160,7 +154,16 @@ def serves_qk(
     q, k, q_weight, k_weight, *tables = operands
     if why_not_rotated(q, k, *tables, way):
         return False
-    return spec is None or _serves_norms(spec, q, present(q_weight, k_weight))
+    if spec is None:
+        return True
+    weights = present(q_weight, k_weight)
+    if unserved(spec, "queries and keys") or len(weights) != 2 * spec.has_weight:
+        return False
+    for t in weights:
+        layout = t.dtype, t.device, t.shape, t.is_contiguous()
+        if layout != (weights[0].dtype, q.device, q.shape[3:], True):
+            return False
+    return all(t.dtype in KERNEL_DTYPES for t in weights)
 
 
 def why_not_rotated(q, k, cos, sin, way: Rotation = HALVES) -> str:
@@ -172,50 +175,29 @@ def why_not_rotated(q, k, cos, sin, way: Rotation = HALVES) -> str:
     for t in tensors:
         if t.device != q.device or t.dtype not in KERNEL_DTYPES:
             return f"one of q, k, cos and sin is {t.dtype} on {t.device}"
-    shapes = [tuple(t.shape) for t in tensors]
     if not (_are_heads(q, k) and _are_tables(q, cos, sin, way)):
+        shapes = [tuple(t.shape) for t in tensors]
         return f"no kernel serves q, k, cos and sin in these layouts, {shapes}"
     return device_refusal(q.device.type, q.device.index) or ""
 
 
-def _serves_norms(spec: NormSpec, q, weights: list) -> bool:
-    if unserved(spec, "queries and keys") is not None:
-        return False
-    if len(weights) != 2 * spec.has_weight:
-        return False
-    for weight in weights:
-        if weight.device != q.device or weight.dtype not in KERNEL_DTYPES:
-            return False
-        if weight.shape != q.shape[3:]:
-            return False
-        if not weight.is_contiguous():
-            return False
-        if weight.dtype != weights[0].dtype:
-            return False
-    return True
-
-
 def _are_heads(q, k) -> bool:
     """Whether q and k are (batch, heads, length, head_dim) in rows of unit stride."""
-    if q.dim() != 4 or k.dim() != 4:
-        return False
-    if q.stride(3) != 1 or k.stride(3) != 1:
+    if q.dim() != 4 or k.dim() != 4 or not q.stride(3) == k.stride(3) == 1:
         return False
     batch, heads, length, head_dim = q.shape
-    k_heads = k.shape[1]
-    if k.shape != (batch, k_heads, length, head_dim):
-        return False
-    rows = batch * (heads + k_heads) * length
-    return head_dim <= MAX_HEAD_DIM and 0 < rows <= MAX_ROWS
+    rows = batch * (heads + k.shape[1]) * length
+    return (
+        k.shape == (batch, k.shape[1], length, head_dim)
+        and head_dim <= MAX_HEAD_DIM
+        and 0 < rows <= MAX_ROWS
+    )
 
 
 def _are_tables(q, cos, sin, way: Rotation) -> bool:
     """Whether cos and sin are (batch or 1, length, columns) in one layout."""
-    if cos.shape != sin.shape:
-        return False
-    if cos.stride() != sin.stride():
-        return False
-    if cos.dim() != 3 or cos.stride(2) != 1:
+    layouts = [(t.shape, t.stride()) for t in (cos, sin)]
+    if layouts[0] != layouts[1] or cos.dim() != 3 or cos.stride(2) != 1:
         return False
     batch, _, length, head_dim = q.shape
     tables, positions, columns = cos.shape

@@ -201,7 +201,8 @@ class RotaryBackwardKind(namedtuple("RotaryBackwardKind", "forward"), Kind):
         inputs = []
         for dy, x in zip((dq, dk), self.forward.inputs, strict=True):
             dtype = cos.dtype if cos.dtype == torch.float64 else x.dtype
-            inputs.append(torch.zeros(dy.shape, dtype=dtype, device=cos.device))
+            zeros = torch.zeros(dy.shape, dtype=dtype, device=cos.device)
+            inputs.append(zeros.requires_grad_())
         return gradients_of_all(formula, inputs, (dq, dk), (True, True))
 
     def floors(self, launches: Launches, operands: Operands, exact: Operands) -> tuple:
