@@ -14,8 +14,9 @@ from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
 from ..formula import dtype_of
+from ..operands import any_requires_grad
 from ..ops.limits import why_not_rotated
-from ..ops.qk import one_is_frozen, run_qk, run_rotary
+from ..ops.qk import run_qk, run_rotary
 from .later import Later, computed
 from .rotary import ONE, PAIR, RotaryCall, can_probe, rotary_of
 from .watch import QK, ROTARY, note, watchers
@@ -96,9 +97,10 @@ def rotate_together(module: Module, rotate: Callable, q, k, cos, sin, **named) -
     return made
 
 
-def _why_apart(q, k, *weights) -> str:
+def _why_apart(q, k, q_weight, k_weight) -> str:
     """Why heads are not rotated in one launch as they train; "" if they are."""
-    if is_grad_enabled() and one_is_frozen((q, k, *weights)):
+    of_q = any_requires_grad((q, q_weight))
+    if is_grad_enabled() and of_q != any_requires_grad((k, k_weight)):
         return ONE_FROZEN
     return ""
 

@@ -72,18 +72,12 @@ def run_qk(
     q, k, q_weight, k_weight, cos, sin = operands
     if any_requires_grad((cos, sin)):
         return None
-    if one_is_frozen(operands):
-        return None  # it must not ask for gradients, as both results of a launch do
+    of_q = any_requires_grad((q, q_weight))
+    if of_q != any_requires_grad((k, k_weight)) and k.numel():
+        return None  # the other must not ask for gradients, as results of a launch do
     function = _RotaryFunction if launches.spec is None else _QKFunction
     kind = HeadsForwardKind(rotary, True)
     return by_kernel(launches, kind, operands, function.apply, replaced)
-
-
-def one_is_frozen(operands: Operands) -> bool:
-    """Whether one alone of q and k, with its weight, asks for gradients."""
-    q, k, q_weight, k_weight, *_ = operands
-    of_q = any_requires_grad((q, q_weight))
-    return of_q != any_requires_grad((k, k_weight)) and k.numel() > 0
 
 
 def normed_and_rotated(
