@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ..paths import fitted
-from .common import CliError, Result, progress_bar, say
+from .common import CliError, Result, progress_bar
 
 # How the package's errors name an option of the functions, and the command's word.
 OPTIONS = {
@@ -127,52 +127,41 @@ def _as_options(text):
 
 
 def _convert(args, options: dict) -> Result:
+    """The result; meanwhile the plan, the stages and the progress go to stderr."""
     from .. import conversion
-    from ..conversion.destination import free_destination
-    from ..conversion.folders import locate
 
-    if args.dst is not None:  # refused before anything is downloaded
-        free_destination(locate(args.src), args.dst)
-    with progress_bar(1, "planning on a small random model"):
-        planned = conversion.plan_conversion(args.src, target=args.target, **options)
+    options["target"] = args.target
     if args.plan:
+        planned = conversion.plan_conversion(args.src, **options)
         return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
-    if not args.json:
-        say(fitted(str(planned)))
-    return _carry_out(args, planned=planned, **options)
-
-
-def _carry_out(args, **options) -> Result:
-    """The result of a conversion; on a terminal its stages and its progress are shown."""
-    from .. import conversion
-
     log = logging.getLogger("hf_rmsnorm.conversion")
+    log.setLevel(logging.INFO)
     stages = logging.StreamHandler(sys.stderr)
-    if sys.stderr.isatty():
-        log.setLevel(logging.INFO)
-        log.addHandler(stages)
-    with progress_bar(0, "writing", "B") as bar:
+    log.addHandler(stages)
+    bar = None
 
-        def progress(tensors: int, done: int, total: int) -> None:
-            bar.total = total
-            bar.set_description(f"writing, {tensors} tensors", refresh=False)
-            bar.update(done - bar.n)
-            if done == total:  # the lines on its verification follow
-                bar.close()
+    def progress(tensors: int, done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = progress_bar(total, "writing", "B")
+        bar.set_description(f"writing, {tensors} tensors", refresh=False)
+        bar.update(done - bar.n)
+        if done == total:  # the lines on its verification follow
+            bar.close()
 
-        try:
-            done = conversion.convert_checkpoint(
-                args.src,
-                args.dst,
-                prompts=args.prompt,
-                verify="full" if args.full_verify else not args.no_verify,
-                progress=progress,
-                **options,
-            )
-        except conversion.VerificationFailed as error:
-            verification = error.verification.to_dict()
-            data = {"src": args.src, "published": False, "verification": verification}
-            return Result(data, _as_options(str(error)), 3)
-        finally:
-            log.removeHandler(stages)
+    try:
+        done = conversion.convert_checkpoint(
+            args.src,
+            args.dst,
+            prompts=args.prompt,
+            verify="full" if args.full_verify else not args.no_verify,
+            progress=progress,
+            **options,
+        )
+    except conversion.VerificationFailed as error:
+        verification = error.verification.to_dict()
+        data = {"src": args.src, "published": False, "verification": verification}
+        return Result(data, _as_options(str(error)), 3)
+    finally:
+        log.removeHandler(stages)
     return Result({"src": args.src, "published": True, **done.to_dict()}, str(done))

@@ -3,12 +3,13 @@
 
 A conversion in order: `folders.py` and `checkpoint/source.py` open the source;
 `targets/centred.py` (or `native.py`) plans it on the small random model of `proxy/`;
-`checkpoint/` lays the result out and writes it into the folder of `destination.py`;
-`verify/` compares it with the source; `publish` makes that folder DST.
+`checkpoint/write.py` writes the result into the folder of `destination.py`; `verify/`
+compares it with the source; `publish` makes that folder DST.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,12 +17,11 @@ from pathlib import Path
 
 from ..paths import fitted
 from ..sources import Source
-from .checkpoint.layout import Layout
 from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from .checkpoint.write import write_checkpoint
-from .destination import free_destination, publish, working_folder
+from .destination import publish, working_folder
 from .errors import ConversionError, ConversionRefused, clear_errors
-from .folders import downloaded, locate
+from .folders import CONFIG, downloaded, locate
 from .loading import class_of, missing_parameters, tokenizer_of
 from .options import ConversionOptions
 from .proxy.model import make_proxy
@@ -31,6 +31,8 @@ from .targets.native import plan_native
 from .targets.planned import PlannedConversion
 from .tensors import one_thread, widened
 from .verify.compare import NOT_RUN, Verification, VerificationFailed, verify_draft
+
+logger = logging.getLogger(__name__)
 
 
 def convert_checkpoint(
@@ -66,20 +68,24 @@ def convert_checkpoint(
             do. DST does not exist then.
         VerificationFailed: the result does not pass; it stays unpublished.
     """
-    how = ConversionOptions.of(options)
-    _check_plan(planned, how)
+    how = ConversionOptions(**options)
+    if planned is not None and how.is_native:
+        raise ConversionRefused("planned says how to convert: leave out target")
     location = locate(src)
-    dst = free_destination(location, dst)  # refused before anything is downloaded
-    source = _opened(location, how)
-    if planned is None or planned.missing is None:
-        planned = _planned(source, how)
-    if how.verify:
-        _check_can_run(source, planned, how)
-    layout = planned.result(source, how.parsed_max_shard_size)
-    with clear_errors(dst), working_folder(dst) as draft:
+    dst = Path(os.path.abspath(dst))
+    with clear_errors(dst), working_folder(location, dst) as draft:
+        source = _opened(location, how)
+        if planned is None or planned.missing is None:
+            planned = _planned(source, how)
+        if how.verify:
+            _check_can_run(source, planned, how)
+        logger.info("%s", fitted(str(planned)))
         with one_thread():
-            write_checkpoint(source, layout, draft, progress)
-        source.check_unchanged()
+            tensors = planned.tensors(source)
+            (draft / CONFIG).write_text(planned.config(source), encoding="utf-8")
+            shards = write_checkpoint(
+                source, tensors, planned.metadata, draft, how.parsed_max_shard_size, progress
+            )  # fmt: skip
         verification = verify_draft(source, draft, how) if how.verify else NOT_RUN
         if not verification.passed:
             raise VerificationFailed(
@@ -88,7 +94,16 @@ def convert_checkpoint(
             )
         planned.describe(draft, verification)
         publish(draft, dst)
-    return Conversion(planned, Written.of(dst, source, layout), verification)
+    used = {key for tensor in tensors.values() for key in tensor.keys}
+    written = Written(
+        dst=dst,
+        shards=shards,
+        tensors=len(tensors),
+        bytes=sum(shards.values()),
+        unused=tuple(sorted(source.tensors.keys() - used)),
+        not_copied=source.not_copied,
+    )
+    return Conversion(planned, written, verification)
 
 
 def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
@@ -104,7 +119,7 @@ def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
         ConversionRefused: it cannot be converted so; the message says why.
         ConversionError: this is no whole checkpoint folder.
     """
-    how = ConversionOptions.of(options)
+    how = ConversionOptions(**options)
     # the plan of a hub's model needs no weights
     source = _opened(locate(src), how, needs_weights=how.is_native)
     return _planned(source, how)
@@ -149,17 +164,6 @@ def _notes_on_dtypes(source: Checkpoint) -> Iterator[str]:
             f"are changed are written in {wide}; to keep {stored}, set dtype to it in "
             "the source's config.json first"
         )
-
-
-def _check_plan(planned: PlannedConversion | None, options: ConversionOptions) -> None:
-    """Refuse an object of another type, and a plan with another way to convert."""
-    if not isinstance(planned, PlannedConversion | None):
-        raise ConversionRefused(
-            f"planned is of type {type(planned).__name__}: pass what plan_conversion "
-            "returned"
-        )
-    if planned is not None and options.is_native:
-        raise ConversionRefused("planned says how to convert: leave out target")
 
 
 def _check_can_run(
@@ -220,23 +224,6 @@ class Written:
     bytes: int
     unused: tuple[str, ...]
     not_copied: dict[str, str]
-
-    @classmethod
-    def of(cls, dst: Path, source: Checkpoint, layout: Layout) -> Written:
-        """The summary of a result of this layout."""
-        shards = {
-            file: sum(layout.sizes[name] for name in names)
-            for file, names in layout.shards.items()
-        }
-        used = set().union(*(tensor.keys() for tensor in layout.tensors.values()))
-        return cls(
-            dst=dst,
-            shards=shards,
-            tensors=len(layout.tensors),
-            bytes=layout.nbytes,
-            unused=tuple(sorted(source.tensors.keys() - used)),
-            not_copied=source.not_copied,
-        )
 
     def to_dict(self) -> dict:
         """Plain values for JSON."""

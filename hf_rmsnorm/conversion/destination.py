@@ -1,20 +1,16 @@
 """DST, which appears whole or not at all: its draft is made in a working folder next to
 it, and one rename makes the draft DST.
 
-`convert_checkpoint` asks for `free_destination`, then writes and verifies the draft in
-`working_folder`, and ends with `publish`. The working folder holds ``lock``, which its
-process has locked, and the draft, ``model``. A lock ends with its process. So a run
-recognises the folder of a killed one, and removes it.
+The working folder holds ``lock``, which its process has locked, and the draft,
+``model``. A lock ends with its process, so a run takes over the folder of a killed one.
 """
 
 from __future__ import annotations
 
-import glob
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -22,109 +18,50 @@ from filelock import FileLock, Timeout
 from ..sources import Source
 from .errors import ConversionError
 
-LOCK = "lock"
-DRAFT = "model"
-TOKEN = "[0-9a-f]" * 8
 
-
-def free_destination(source: Source, dst: str | os.PathLike) -> Path:
-    """DST as an absolute path; refused inside of the source, and if it exists, is being
-    made, or cannot be made.
+@contextmanager
+def working_folder(source: Source, dst: Path) -> Iterator[Path]:
+    """An empty folder for the draft, which `publish` may make DST; else it is removed.
+    Refused for a DST inside of the source, and if it exists or is being made.
     """
-    dst = Path(os.path.abspath(dst))
     if source.is_local and dst.parent.resolve().is_relative_to(
         Path(source.where).resolve()
     ):
         raise ConversionError(
             f"{dst}: lies inside of the source, which is only read: choose another DST"
         )
-    _refuse_if_taken(dst)
-    parent = next(parent for parent in dst.parents if os.path.lexists(parent))
-    if not parent.is_dir():
-        raise ConversionError(f"{dst}: {parent} is no folder: choose another DST")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise ConversionError(
-            f"{dst}: {parent} is read-only, or gives no permission to write: choose "
-            "another DST"
-        )
-    return dst
-
-
-@contextmanager
-def working_folder(dst: Path) -> Iterator[Path]:
-    """An empty folder for the draft, which `publish` may make DST. It is in a locked
-    folder next to DST, which is removed at the end.
-    """
-    working = Path(f"{dst}.converting-{secrets.token_hex(4)}")
-    try:
-        working.mkdir(parents=True)
-        with _locked(working, dst) as draft:
-            yield draft
-    finally:
-        shutil.rmtree(working, ignore_errors=True)
-
-
-@contextmanager
-def _locked(working: Path, dst: Path) -> Iterator[Path]:
-    """Lock a working folder, for the folder of the draft in it; refused if another
-    process has done that.
-    """
-    lock = FileLock(working / LOCK, blocking=False)
-    draft = working / DRAFT
+    working = Path(f"{dst}.converting")
+    working.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(working / "lock", blocking=False)
+    draft = working / "model"
     try:
         lock.acquire()
-        draft.mkdir(exist_ok=True)
     except (Timeout, FileNotFoundError):  # or it has removed the folder
         raise ConversionError(
             f"{dst}: another process is converting into it: wait for it, or choose "
             "another DST"
         ) from None
     try:
+        shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
+        _refuse_existing(dst)
+        draft.mkdir()
         yield draft
     finally:
+        shutil.rmtree(draft, ignore_errors=True)
         lock.release()
-
-
-def _refuse_if_taken(dst: Path) -> None:
-    """Refuse a DST that exists, or that another process is making. Remove the folders
-    of killed runs.
-    """
-    for working in dst.parent.glob(f"{glob.escape(dst.name)}.converting-{TOKEN}"):
-        try:
-            _remove_if_left(working, dst)
-        except OSError:  # it is gone, or another user's
-            continue
-    if os.path.lexists(dst):
-        raise _exists_already(dst)
-
-
-def _remove_if_left(working: Path, dst: Path) -> None:
-    """Remove the working folder of a run that was killed; refused while it runs."""
-    if {*os.listdir(working)} - {LOCK, DRAFT}:
-        return  # of another program
-    with _locked(working, dst):
-        shutil.rmtree(working, ignore_errors=True)
-    if os.name == "nt":  # which removes no file that is open
-        shutil.rmtree(working, ignore_errors=True)
+        with suppress(OSError):  # another process has taken it over
+            os.unlink(lock.lock_file)
+            working.rmdir()
 
 
 def publish(draft: Path, dst: Path) -> None:
-    """Flush every file of a draft to the disk, and give it the name DST."""
-    for path in draft.rglob("*"):
-        if path.is_file():
-            with open(path, "rb+") as file:  # Windows flushes none that is only read
-                os.fsync(file.fileno())
-    try:
-        if not os.path.lexists(dst):  # an empty folder would be replaced
-            os.rename(draft, dst)
-            return
-    except OSError:
-        if not os.path.lexists(dst):
-            raise
-    raise _exists_already(dst)
+    """Give a draft the name DST."""
+    _refuse_existing(dst)  # an empty folder would be replaced
+    os.rename(draft, dst)
 
 
-def _exists_already(dst: Path) -> ConversionError:
-    return ConversionError(
-        f"{dst}: exists already: choose another DST, or move it away"
-    )
+def _refuse_existing(dst: Path) -> None:
+    if os.path.lexists(dst):
+        raise ConversionError(
+            f"{dst}: exists already: choose another DST, or move it away"
+        )

@@ -5,7 +5,6 @@ is left out. `open_checkpoint` asks.
 import json
 import os
 import re
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -52,9 +51,6 @@ NOT_COPIED = {
 }
 # in the cache of the hub, whose snapshots are links
 CACHED = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/[^/]+")
-MERGE = (
-    "merge it into its base by PEFT's merge_and_unload, and convert the merged model"
-)
 
 
 def locate(src: str | os.PathLike) -> Source:
@@ -84,46 +80,31 @@ def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:
     return (*patterns, *pickles, "*/*.safetensors")  # in folders: of earlier steps
 
 
-@dataclass(frozen=True)
-class Files:
-    """The files of a checkpoint folder, sorted into those with weights and others.
-
-    Args:
-        shards: hold the tensors.
-        weights: the shards and their index, or the file that all are in.
-        copied: all others that are part of the result, but for the config.
-        not_copied: file or folder -> why it is not.
+def files_of_weights(
+    folder: Path, names: list[str], allow_pickle: bool
+) -> tuple[str, list[str]]:
+    """(the file that Transformers looks for, the files that hold the tensors); without
+    any, "" and none. Refused if the index is broken, or names files of elsewhere.
     """
-
-    shards: list[str]
-    weights: list[str]
-    copied: list[str]
-    not_copied: dict[str, str]
-
-
-def sorted_files(folder: Path, names: list[str], allow_pickle: bool) -> Files:
-    """The files of these names; refused if the index of the weights is broken, or names
-    others than those of the folder.
-    """
-    shards = []
-    weights = []
-    main = next((name for name in MODEL_FILES if name in names), None)
-    if main is None:
-        _refuse_incomplete(folder, names)
-    elif main in PICKLES and not allow_pickle:
+    main = next((name for name in MODEL_FILES if name in names), "")
+    if main in PICKLES and not allow_pickle:
         raise ConversionError(
             f"{folder}: the weights are pickles: save the model as safetensors, or "
             "pass allow_pickle=True"
         )
-    else:
-        shards = [main]
-        if main.endswith(".json"):
-            shards = _shards_of(folder / main, names)
-        weights = [main, *shards]
-    others = sorted({*names} - {*weights, CONFIG})
-    not_copied = {name: why for name in others if (why := _why_not_copied(name))}
-    copied = [name for name in others if name not in not_copied]
-    return Files(shards, weights, copied, not_copied)
+    if not main.endswith(".json"):
+        return main, [main] if main else []
+    index = folder / main
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ConversionError(f"{index}: no weight_map: download it again")
+    for key, name in files.items():
+        if name not in names:
+            raise ConversionError(
+                f"{index}: {key} is in {name!r}, which is missing in its folder: "
+                "download that file, or the index again"
+            )
+    return main, sorted(set(files.values()))
 
 
 def files_below(folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -143,12 +124,11 @@ def files_below(folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def config_of_folder(folder: Path, files: list[str]) -> dict:
-    """The config; refused without one, and if the weights are quantised."""
+    """The config; refused beside an adapter, and if the weights are quantised."""
     if "adapter_config.json" in files:
-        raise ConversionError(f"{folder}: holds an adapter: {MERGE}")
-    if CONFIG not in files:
         raise ConversionError(
-            f"{folder}: no {CONFIG}: pass the folder that save_pretrained wrote"
+            f"{folder}: holds an adapter: merge it into its base by PEFT's "
+            "merge_and_unload, and convert the merged model"
         )
     config = read_json(folder / CONFIG)
     for part in (config, *config.values()):
@@ -160,31 +140,7 @@ def config_of_folder(folder: Path, files: list[str]) -> dict:
     return config
 
 
-def _refuse_incomplete(folder: Path, files: list[str]) -> None:
-    """Refuse a folder with weights that Transformers does not look for."""
-    for name in files:
-        if not os.path.dirname(name) and name.endswith((".safetensors", ".bin")):
-            raise ConversionError(
-                f"{folder}: neither model.safetensors nor {INDEX} beside {name}: "
-                "download what is missing, or rename a variant"
-            )
-
-
-def _shards_of(index: Path, files: list[str]) -> list[str]:
-    """The files that an index names, which are in its folder."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise ConversionError(f"{index}: no weight_map: download it again")
-    for key, name in names.items():
-        if name not in files:
-            raise ConversionError(
-                f"{index}: {key} is in {name!r}, which is missing in its folder: "
-                "download that file, or the index again"
-            )
-    return sorted(set(names.values()))
-
-
-def _why_not_copied(name: str) -> str:
+def why_not_copied(name: str) -> str:
     """Why a file is no part of the result; "" for one that is copied, as those of other
     modules in folders of their own.
     """
@@ -206,15 +162,11 @@ def refuse_elsewhere(folder: Path, name: str) -> None:
     allowed = [Path(os.path.realpath(folder))]
     if cached := CACHED.match(allowed[0].as_posix()):
         allowed.append(Path(os.path.realpath(cached["repository"])) / "blobs")
-    if not any(content.is_relative_to(parent) for parent in allowed):
+    is_inside = any(content.is_relative_to(parent) for parent in allowed)
+    if not (is_inside and content.is_file()):
         raise ConversionError(
-            f"{path}: a link out of the checkpoint, to {content}: put that file itself "
-            "there, or remove the link"
-        )
-    if not content.is_file():
-        raise ConversionError(
-            f"{path}: a link to nothing, or no plain file: put the file itself there, "
-            "or remove this"
+            f"{path}: a link out of the checkpoint or to nothing, or no plain file: put "
+            "that file itself there, or remove the link"
         )
 
 

@@ -4,11 +4,10 @@ their keyword arguments, before anything is read.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-from ..paths import did_you_mean
 from .errors import ConversionRefused
 
 TARGETS = ("same", "native")
@@ -59,26 +58,13 @@ class ConversionOptions:
             raise ConversionRefused(
                 f"verify={self.verify!r}: choose one of True, False, 'full'"
             )
-        texts = () if self.prompts is None else self.prompts
-        if isinstance(texts, str) or not all(map(str.strip, texts)):
-            raise ConversionRefused(
-                f"prompts={texts!r}: pass a list of texts, none of them empty"
-            )
+        if isinstance(self.prompts, str):
+            raise ConversionRefused(f"prompts={self.prompts!r}: pass a list of texts")
         if not SIZE.fullmatch(str(self.max_shard_size)):
             raise ConversionRefused(
                 f"max_shard_size={self.max_shard_size!r}: pass a number of bytes, or a "
                 "size such as '500MB' or '2GB'"
             )
-
-    @classmethod
-    def of(cls, options: dict) -> "ConversionOptions":
-        """The options of a call by name; an unknown name is a TypeError."""
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = did_you_mean(name, known)
-                raise TypeError(f"a conversion has no option {name!r}{near}")
-        return cls(**options)
 
     @property
     def is_native(self) -> bool:

@@ -2,8 +2,8 @@
 rounded.
 
 A plan says what to make (`planned_tensors` here, `native_build.py` for another
-architecture), `checkpoint/layout.py` puts it into shards, and `checkpoint/write.py` asks
-each tensor for its value.
+architecture), and `checkpoint/write.py` asks each tensor for its value: first of a
+source without values, for the sizes of the shards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 
 import torch
 
@@ -39,7 +38,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of the source: these rows of it, centred; without either, it keeps its
+    """A tensor of the source: these rows of it, centred; without a step it keeps its
     dtype and its bytes.
     """
 
@@ -47,19 +46,10 @@ class Stored:
     rows: torch.Tensor | None = None
     step: Centre | None = None
 
-    def keys(self) -> set[str]:
+    @property
+    def keys(self) -> tuple[str, ...]:
         """The tensors of the source that it is made from."""
-        return {self.key}
-
-    def shape(self, source: Checkpoint) -> tuple[int, ...]:
-        shape = source.tensors[self.key].shape
-        return tuple(shape) if self.rows is None else (len(self.rows), *shape[1:])
-
-    def dtype(self, source: Checkpoint) -> torch.dtype:
-        """The dtype that the result has it in."""
-        if self.rows is None and self.step is None:
-            return source.tensors[self.key].dtype
-        return dtype_of_changed(self.key, source)
+        return (self.key,)
 
     def read(self, source: Checkpoint) -> torch.Tensor:
         """The rows as the source has them."""
@@ -68,25 +58,39 @@ class Stored:
 
     def value(self, source: Checkpoint) -> torch.Tensor:
         """The tensor in its own dtype."""
-        x = self.read(source).to(self.dtype(source))
+        x = self.read(source)
         if self.step is None:
             return x
+        x = x.to(dtype_of_changed(self.key, source))
         # What an earlier conversion has centred, and training has not moved since,
         # keeps its bytes.
-        if RECORD_KEY in source.config and is_centred(x, **self.step.how):
+        was_converted = RECORD_KEY in source.config
+        if x.is_meta or (was_converted and is_centred(x, **self.step.how)):
             return x
         centre_(x, **self.step.how)
-        if x.isfinite().all():
-            return x
-        if not self.read(source).isfinite().all():
+        if not x.isfinite().all():
+            kind = str(x.dtype).removeprefix("torch.")
             raise ConversionError(
-                f"NaN or infinity in {self.key!r}, as in the source: repair that"
+                f"NaN or infinity in '{self.key} ({kind})': repair the source if it has "
+                "some there, else convert a bfloat16 copy, which has room for the change"
             )
-        kind = str(x.dtype).removeprefix("torch.")
-        raise ConversionError(
-            f"centring takes '{self.key} ({kind})' past the largest number of its "
-            "dtype: convert a bfloat16 copy"
-        )
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A vector that a function of the source makes in float64, from tensors of these
+    keys; its dtype is that of the first.
+    """
+
+    keys: tuple[str, ...]
+    wide: Callable[[Checkpoint], torch.Tensor]
+
+    def value(self, source: Checkpoint) -> torch.Tensor:
+        return self.wide(source).to(dtype_of_changed(self.keys[0], source))
+
+
+Lazy = Stored | Made  # a tensor of a result, made when it is written
 
 
 def dtype_of_changed(key: str, source: Checkpoint) -> torch.dtype:
@@ -110,52 +114,19 @@ def widened(dtype: torch.dtype, source: Checkpoint) -> torch.dtype:
     return dtype
 
 
-@dataclass(frozen=True, eq=False)
-class Made:
-    """A vector that a function of the source makes in float64.
-
-    Args:
-        parts: the tensors it is made from; its dtype, its shard and its length are
-            those of the first, along `axis`.
-    """
-
-    parts: tuple[Stored, ...]
-    wide: Callable[[Checkpoint], torch.Tensor]
-    axis: int = 0
-
-    def keys(self) -> set[str]:
-        return {part.key for part in self.parts}
-
-    def shape(self, source: Checkpoint) -> tuple[int, ...]:
-        return (self.parts[0].shape(source)[self.axis],)
-
-    def dtype(self, source: Checkpoint) -> torch.dtype:
-        return dtype_of_changed(self.parts[0].key, source)
-
-    def value(self, source: Checkpoint) -> torch.Tensor:
-        return self.wide(source).to(self.dtype(source))
-
-
-Lazy = Stored | Made  # a tensor of a result, made when it is written
-
-
-def nbytes_of(tensor: Lazy, source: Checkpoint) -> int:
-    """The bytes that a tensor of a result will have."""
-    return prod(tensor.shape(source)) * tensor.dtype(source).itemsize
-
-
 def filled(of: Stored, number: float, axis: int = 0) -> Made:
     """A vector of one number, as long as another tensor is along an axis."""
 
     def wide(source: Checkpoint) -> torch.Tensor:
-        return torch.full((of.shape(source)[axis],), number, dtype=torch.float64)
+        length = source.tensors[of.key].shape[axis]
+        return torch.full((length,), number, dtype=torch.float64)
 
-    return Made((of,), wide, axis)
+    return Made(of.keys, wide)
 
 
 def plus(of: Stored, number: float) -> Made:
     """A vector with a number added: a norm's weight may be stored less one."""
-    return Made((of,), lambda source: of.read(source).double() + number)
+    return Made(of.keys, lambda source: of.read(source).double() + number)
 
 
 def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Made:
@@ -167,36 +138,34 @@ def folded_bias(weight: Stored, shift: Stored, bias: Stored | None = None) -> Ma
         total = torch.cat([piece.double() @ added for piece in pieces])
         return total if bias is None else total + bias.read(source).double()
 
-    parts = (weight, shift) if bias is None else (bias, weight, shift)
-    return Made(parts, wide)
+    first = () if bias is None else bias.keys
+    return Made((*first, weight.key, shift.key), wide)
 
 
 def planned_tensors(plan: CentringPlan, source: Checkpoint) -> dict[str, Lazy]:
     """Every tensor of a result: copied, centred, or as it is; a step that does not fit
     the source's tensors is refused.
     """
-    where = source.folder
     tensors = {name: Stored(name) for name in source.tensors}
     for copy in plan.copy:
         if copy.source not in source.tensors:
-            raise ConversionError(f"{where}: no tensor {copy.source}, to copy: {OTHER}")
+            raise ConversionError(f"no tensor {copy.source}, to copy: {OTHER}")
         if copy.key not in source.tensors:
             tensors[copy.key] = Stored(copy.source)
         elif not source.read(copy.key).equal(source.read(copy.source)):
             raise ConversionError(
-                f"{where}: {copy.key} is there already and differs from {copy.source}, "
-                "to which config.json ties it: set tie_word_embeddings to false if it "
-                "is right, or remove it"
+                f"{copy.key} is there already and differs from {copy.source}, to which "
+                "config.json ties it: set tie_word_embeddings to false if it is right, "
+                "or remove it"
             )
     for step in plan.centre:
         tensor = tensors.get(step.key)
-        shape = () if tensor is None else tensor.shape(source)
+        shape = () if tensor is None else source.tensors[tensor.key].shape
         length = shape[step.axis] if step.axis < len(shape) else 0
         last = max(step.blocks or (0,))
         if length % step.block or length <= last * step.block:
             raise ConversionError(
-                f"{where}: {step.key} is missing, or has another shape than the plan "
-                f"says: {OTHER}"
+                f"{step.key} is missing, or has another shape than the plan says: {OTHER}"
             )
         tensors[step.key] = replace(tensor, step=step)
     return tensors

@@ -54,7 +54,6 @@ BOUNDARIES = {
     "as it is locked": ("mkdir", 3, True),
     "within the first shard": 1,
     "within a later shard": 6,
-    "while it flushes": ("fsync", 2, False),
     "before DST appears": ("rename", 1, False),
     "after DST appears": ("rename", 1, True),
     "while it cleans up": ("rmdir", 1, False),

@@ -19,7 +19,6 @@ FRAMES = {
         "conversion/checkpoint/source.py",
         "_open_pickle",
     ): "a reason, for 'a pickle that'",
-    ("conversion/checkpoint/write.py", "_save"): "what the system says",
     ("conversion/folders.py", "downloaded"): "a SourceError",
     ("conversion/folders.py", "locate"): "a SourceError",
     ("conversion/errors.py", "clear_errors"): "what the system says, with its cure",

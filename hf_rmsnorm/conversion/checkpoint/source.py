@@ -31,8 +31,6 @@ class Checkpoint:
     files: dict[str, str] = field(default_factory=dict)  # tensor -> safetensors file
     others: list[str] = field(default_factory=list)  # files to copy
     not_copied: dict[str, str] = field(default_factory=dict)  # file or folder -> why
-    # of every file that is read: its size, and when it was written
-    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -45,28 +43,13 @@ class Checkpoint:
         """A copy of a tensor."""
         if name not in self.files:
             return self.tensors[name].detach().clone()
-        where = self.files[name]
-        self._refuse_if_changed(where)
-        with safe_open(self.folder / where, "pt") as file:
+        with safe_open(self.folder / self.files[name], "pt") as file:
             return file.get_tensor(name).clone()
 
-    def check_unchanged(self) -> None:
-        """Raise ConversionError if a file has changed since the folder was opened."""
-        for name in self.stamps:
-            self._refuse_if_changed(name)
-
-    def _refuse_if_changed(self, name: str) -> None:
-        path = self.folder / name
-        if not path.exists() or _stamp(path) != self.stamps[name]:
-            raise ConversionError(
-                f"{path}: changed while it was read: let nothing write to the source, "
-                "and convert again"
-            )
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    def without_values(self) -> Checkpoint:
+        """The same with its tensors on the meta device."""
+        tensors = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
+        return Checkpoint(tensors, config=self.config)
 
 
 def open_checkpoint(
@@ -80,26 +63,25 @@ def open_checkpoint(
         weights: False where they may be missing, as for the plan of a hub's model.
     """
     with clear_errors(folder):
-        names, left_out = folders.files_below(folder)
+        names, not_copied = folders.files_below(folder)
         config = folders.config_of_folder(folder, names)
-        files = folders.sorted_files(folder, names, allow_pickle)
-        if weights and not files.shards:
+        main, shards = folders.files_of_weights(folder, names, allow_pickle)
+        if weights and not shards:
             raise ConversionError(
-                f"{folder}: no model.safetensors: download the weights, or write them "
-                "by save_pretrained"
+                f"{folder}: neither model.safetensors nor its index: download what is "
+                "missing, or rename a variant"
             )
-        for name in (*files.weights, *files.copied):
+        others = []
+        for name in sorted({*names} - {folders.CONFIG, main, *shards}):
+            why = folders.why_not_copied(name)
+            if why:
+                not_copied[name] = why
+            else:
+                others.append(name)
+        for name in (*others, *shards):
             folders.refuse_elsewhere(folder, name)
-        read = sorted({*names} - files.not_copied.keys())
-        source = Checkpoint(
-            tensors={},
-            folder=folder,
-            config=config,
-            others=files.copied,
-            not_copied=left_out | files.not_copied,
-            stamps={name: _stamp(folder / name) for name in read},
-        )
-        for name in files.shards:
+        source = Checkpoint({}, folder, config, {}, others, not_copied)
+        for name in shards:
             _open_shard(source, name)
     return source
 
@@ -107,9 +89,6 @@ def open_checkpoint(
 def _open_shard(source: Checkpoint, name: str) -> None:
     """Add the tensors of a file."""
     path = source.folder / name
-    with open(path, "rb") as file:
-        if file.read(23) == b"version https://git-lfs":
-            raise ConversionError(f"{path}: a pointer of Git LFS: run git lfs pull")
     if path.suffix == ".bin":
         _open_pickle(source, path)
         return
@@ -121,7 +100,8 @@ def _open_shard(source: Checkpoint, name: str) -> None:
                 source.files[key] = name
     except SafetensorError as error:
         raise ConversionError(
-            f"{path}: truncated or corrupt ({error}): download it again"
+            f"{path}: truncated, corrupt ({error}), or a pointer of Git LFS: download "
+            "it again, or run git lfs pull"
         ) from error
 
 
@@ -135,6 +115,7 @@ def _open_pickle(source: Checkpoint, path: Path) -> None:
     except Exception as error:  # torch's own advice is to load it unsafely
         raise ConversionError(
             f"{path}: a pickle that is broken, runs code, or holds more than plain "
-            "tensors: save the model by save_pretrained, where you trust it"
+            "tensors: save the model by save_pretrained, where you trust it; or run git "
+            "lfs pull"
         ) from error
     source.tensors.update(state)

@@ -16,7 +16,6 @@ from pathlib import Path
 from ...converted.record import RECORD_KEY
 from ...paths import compact_paths
 from ..card import add_to_card, provenance
-from ..checkpoint.layout import lay_out
 from ..checkpoint.source import Checkpoint
 from ..errors import ConversionRefused
 from ..plan import Centre, CentringPlan
@@ -100,11 +99,12 @@ class PlannedCentring(PlannedConversion):
         ]
         return "\n".join([str(self.proof), *_grouped(pairs), *copies, *plan.notes])
 
-    def result(self, source, max_shard_size):
-        tensors = planned_tensors(self.centring, source)
+    def config(self, source):
         config = {**source.config, **self.centring.config}
-        text = json.dumps(config, indent=2) + "\n"
-        return lay_out(tensors, text, source, self.metadata, max_shard_size)
+        return json.dumps(config, indent=2) + "\n"
+
+    def tensors(self, source):
+        return planned_tensors(self.centring, source)
 
     def describe(self, folder: Path, verification: Verification) -> None:
         plan = self.centring

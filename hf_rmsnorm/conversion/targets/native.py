@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from ..card import add_to_card, provenance
-from ..checkpoint.layout import lay_out
 from ..checkpoint.source import Checkpoint
 from ..errors import ConversionError
 from ..proxy.keys import naming, saved_tensors
@@ -44,7 +43,7 @@ def plan_native(source: Checkpoint) -> PlannedNative:
     proxy = make_proxy(source.folder, trained=True)
     target = native_target(config, naming(source.tensors, proxy.model))
     for tensor in target.tensors.values():
-        for key in sorted(tensor.keys() - source.tensors.keys()):
+        for key in sorted({*tensor.keys} - source.tensors.keys()):
             raise ConversionError(
                 f"{source.folder}: no tensor {key}: the checkpoint is not whole, "
                 "download it again"
@@ -100,7 +99,7 @@ class PlannedNative(PlannedConversion):
             "source_type": self.provenance["source_type"],
             "target_type": target.config.model_type,
             "architecture": target.architecture,
-            "tensors": {name: sorted(made.keys()) for name, made in tensors},
+            "tensors": {name: sorted(made.keys) for name, made in tensors},
             "proof": {"passed": True, "difference": self.difference},
         }
 
@@ -112,10 +111,11 @@ class PlannedNative(PlannedConversion):
             "tensors"
         )
 
-    def result(self, source, max_shard_size):
-        tensors = self.target.tensors
-        config = self.target.config.to_json_string()
-        return lay_out(tensors, config, source, self.metadata, max_shard_size)
+    def config(self, source):
+        return self.target.config.to_json_string()
+
+    def tensors(self, source):
+        return self.target.tensors
 
     def describe(self, folder: Path, verification: Verification) -> None:
         target = self.target

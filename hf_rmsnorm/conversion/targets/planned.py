@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...converted.record import RECORD_KEY
-from ..checkpoint.layout import Layout
 from ..checkpoint.source import Checkpoint
+from ..tensors import Lazy
 from ..verify.compare import Verification
 
 
@@ -39,8 +39,12 @@ class PlannedConversion(ABC):
         """Plain values for JSON."""
 
     @abstractmethod
-    def result(self, source: Checkpoint, max_shard_size: int | str) -> Layout:
-        """The files that are made of an open checkpoint."""
+    def config(self, source: Checkpoint) -> str:
+        """The text of the config.json that is made of an open checkpoint's."""
+
+    @abstractmethod
+    def tensors(self, source: Checkpoint) -> dict[str, Lazy]:
+        """The tensors that are made of those of an open checkpoint."""
 
     @abstractmethod
     def describe(self, folder: Path, verification: Verification) -> None:

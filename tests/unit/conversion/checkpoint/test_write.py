@@ -2,7 +2,6 @@
 to the checkpoint.
 """
 
-import fcntl
 import json
 import os
 
@@ -258,8 +257,9 @@ def test_what_is_no_file_of_the_source_is_not_read(src, dst, kind, name):
         return
     with pytest.raises(ConversionError) as error:
         convert(src, dst)
-    assert name in str(error.value) or "middle.json" in str(error.value)
-    assert "\n" not in str(error.value)
+    text = str(error.value)
+    assert any(word in text for word in (name, "middle.json", "nor its index"))
+    assert "\n" not in text
     assert not dst.exists()
 
 
@@ -396,22 +396,3 @@ def test_a_conversion_converted_again_keeps_weights_config_and_origin(
     assert again == files
     record = read(twice / "config.json")["hf_rmsnorm"]
     assert record["source"] == "src"
-
-
-def test_under_the_rules_of_windows(src, tmp_path, monkeypatch):
-    """Nothing that is only open to be read, as a folder is, is flushed to the disk."""
-    posix = tmp_path / "posix"
-    windows = tmp_path / "windows"
-    convert(src, posix)
-    real = os.fsync
-
-    def flushed(fd):
-        mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-        if mode == os.O_RDONLY:
-            raise PermissionError(13, "Permission denied")
-        real(fd)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", flushed)
-        convert(src, windows)
-    assert contents(windows) == contents(posix)
