@@ -115,10 +115,7 @@ def naive(model, inputs: dict):
     """The model as it is, with a record that calls every norm an RMSNorm."""
     result = copy.deepcopy(model)
     norms, _ = find_layer_norms(copy.deepcopy(model).double(), inputs)
-    rms = {
-        path: {"eps": n.spec.eps, "hidden_size": n.hidden_size}
-        for path, n in norms.items()
-    }
+    rms = {path: {"eps": n.spec.eps} for path, n in norms.items()}
     record = make_record({}, rms, [], list(norms))
     result.config.hf_rmsnorm = {**record, "computes": "rms_norm"}
     return result

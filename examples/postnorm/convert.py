@@ -270,8 +270,7 @@ def _finish(
     } | dict.fromkeys(chosen, "")
     reason = {path: reasons.get(path, OTHER) for path in norms}
     records = [
-        NormRecord(p, n.hidden_size, n.spec.eps, p in chosen, reason[p])
-        for p, n in norms.items()
+        NormRecord(p, n.spec.eps, p in chosen, reason[p]) for p, n in norms.items()
     ]
     records += [
         NormRecord(path, 0, 0.0, False, "no input reached it: nothing is known of it")

@@ -132,7 +132,8 @@ def _convert(args, options: dict) -> Result:
 
     options["target"] = args.target
     if args.plan:
-        planned = conversion.plan_conversion(args.src, **options)
+        with progress_bar(1, "planning on a small random model"):
+            planned = conversion.plan_conversion(args.src, **options)
         return Result({"src": args.src, **planned.to_dict()}, fitted(str(planned)))
     log = logging.getLogger("hf_rmsnorm.conversion")
     log.setLevel(logging.INFO)

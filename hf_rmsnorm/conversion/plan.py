@@ -46,21 +46,19 @@ class Copy:
 
 @dataclass(frozen=True)
 class NormRecord:
-    """One norm of the model: its size and eps, and whether it may be an RMSNorm after
-    the conversion.
+    """One norm of the model: its eps, and whether it may be an RMSNorm after the
+    conversion.
     """
 
     path: str
-    hidden_size: int
     eps: float
     becomes_rms: bool  # its input has zero mean after the conversion
     reason: str = ""  # why it stays a LayerNorm
 
 
 def rms_norms(norms: Iterable[NormRecord]) -> dict[str, dict]:
-    """Module path -> ``{"eps", "hidden_size"}`` of those that become RMSNorms, as the record has them."""
-    becoming = [norm for norm in norms if norm.becomes_rms]
-    return {n.path: {"eps": n.eps, "hidden_size": n.hidden_size} for n in becoming}
+    """Module path -> ``{"eps"}`` of those that become RMSNorms, as the record has them."""
+    return {norm.path: {"eps": norm.eps} for norm in norms if norm.becomes_rms}
 
 
 @dataclass(frozen=True)

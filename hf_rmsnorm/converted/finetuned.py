@@ -57,7 +57,7 @@ class Recentre:
         parameter_of = recorded.model.get_parameter
         # (name, how to centre it, its shape)
         self._steps = [
-            (name, how, parameter_of(name).shape) for name, how in recorded.to_centre()
+            (name, how, parameter_of(name).shape) for name, how, _ in recorded.parts
         ]
         if any(is_dtensor(parameter_of(name)) for name, *_ in self._steps):
             return

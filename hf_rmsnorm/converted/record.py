@@ -1,5 +1,4 @@
-"""The record of a conversion in config.json, and a check that the weights still agree
-with it.
+"""The record of a conversion in config.json, and the parameters that it names.
 
 RMSNorm equals LayerNorm while all residual weights, which write to the residual stream,
 have zero mean along it. Fine-tuning gives them a mean. The record, under `RECORD_KEY`,
@@ -8,9 +7,7 @@ then has the ``count`` of its parameters. What an adapter of PEFT adds to a resi
 weight must have zero mean too.
 """
 
-import math
 import re
-import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -26,17 +23,10 @@ ARITHMETIC = 64 * torch.finfo(torch.float64).eps
 # elements that are widened to float64 at a time: 2 MiB, which stay in the cache
 PIECE = 2**18
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-# How PEFT names a wrapped module's own tensors, a trained copy of them, and the
+# How PEFT names the tensors of a module that it wraps, a trained copy of them, and the
 # matrices of LoRA. The adapter's name is there in a model, and not in a file.
-_KEPT = re.compile(r"\.(?:base_layer|original_module)(?=\.)")
-_COPIED = re.compile(r"\.modules_to_save\.[^.]+(?=\.)")
-_LORA = re.compile(
-    r"\.lora_(?:embedding_([AB])(?:\.[^.]+)?|([AB])(?:\.[^.]+)?\.(?:weight|bias))$"
-)
-_MEAN = (
-    "no longer has zero mean along the residual stream: it was trained, or is in "
-    'another dtype than it is stored in (load it with dtype="auto")'
-)
+_WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+_LORA = re.compile(r"\.lora_(?:embedding_)?([AB])(?![^.])")
 
 
 def make_record(
@@ -49,7 +39,7 @@ def make_record(
 
     Args:
         residual_weights: parameter -> ``{"axis", "block", "blocks"}`` as in a plan, `block` in the checkpoint's size.
-        norms: module path -> ``{"eps", "hidden_size"}`` of each LayerNorm whose input has zero mean.
+        norms: module path -> ``{"eps"}`` of each LayerNorm whose input has zero mean.
         parameters: all parameters of the model.
         paths: all LayerNorms of the model.
     """
@@ -105,74 +95,17 @@ def trained_as_rms(record) -> bool:
     )
 
 
-def explain_malformed(record: Mapping) -> str:
-    """The first entry that is not as `make_record` writes it, and what to do about it;
-    "" if all are.
+def explain_missing(record: Mapping, names: Iterable[str]) -> str:
+    """The first residual weight that is not among these names of parameters; "" if all
+    are.
     """
-    for part, is_right in (("rms_norms", _is_norm), ("residual_weights", _is_centre)):
-        entries = record[part]
-        if not isinstance(entries, dict):
-            return _malformed(part, entries)
-        for name, how in entries.items():
-            count = how.get("count", 1) if isinstance(how, dict) else None
-            if not _is_count(count) or not is_right(how):
-                return _malformed(f"{part}[{name!r}]", how)
-    return ""
-
-
-def _malformed(place: str, value) -> str:
-    return (
-        f"{RECORD_KEY} in its config.json is no record that this package reads: {place} "
-        f"is {reprlib.repr(value)}: convert the original again, or take {RECORD_KEY} out"
-    )
-
-
-def _is_norm(how: dict) -> bool:
-    eps = how.get("eps")
-    return isinstance(eps, (int, float)) and 0 <= eps < math.inf
-
-
-def _is_centre(how: dict) -> bool:
-    if how.keys() - {"count"} != {"axis", "block", "blocks"}:
-        return False
-    blocks = how["blocks"]
-    if blocks is not None:
-        if not isinstance(blocks, list) or not blocks:
-            return False
-        if not all(map(_is_count, blocks)):
-            return False
-    return _is_count(how["axis"]) and _is_count(how["block"]) and how["block"] > 0
-
-
-def _is_count(value) -> bool:
-    return type(value) is int and value >= 0
-
-
-def explain_violation(tensors: Mapping[str, torch.Tensor], record: Mapping) -> str:
-    """The first residual weight that is missing, has another shape or a mean, and what
-    to do about it; "" if all is well.
-
-    `tensors` are by parameter name, of any dtype, on any device. A record of another
-    version raises a ValueError.
-    """
-    version = record.get("version")
-    if version != VERSION:
-        raise ValueError(
-            f"the record has version {version!r}, this package reads version {VERSION}: "
-            "install the release that wrote it"
-        )
-    recorded = record["residual_weights"]
-    present = Counter(tensors.keys()) + Counter(map(_pattern, tensors))
-    for name, how in recorded.items():
+    names = set(names)
+    present = Counter(names) + Counter(map(_pattern, names))
+    for name, how in record["residual_weights"].items():
         if present[name] < how.get("count", 1):
             return (
                 f"{name}: not all of it is here under the name that it was converted by"
             )
-    for name, how in matching(recorded, tensors).items():
-        tensor = tensors[name]
-        if not is_centred(tensor, **how):
-            is_finite = tensor.isfinite().all()
-            return f"{name} {_MEAN if is_finite else 'holds NaN or infinity'}"
     return ""
 
 
@@ -229,61 +162,36 @@ def _pieces(tensor: torch.Tensor, axis: int, block: int, blocks) -> Iterator:
         yield from part.split(max(1, PIECE // max(1, part[:1].numel())))
 
 
-def own_names(names: Iterable[str]) -> dict[str, str]:
-    """Of the names of a model's parameters, those that no adapter added: name -> its name without the adapter's."""
-    names = list(names)
-    wrapped = {name[: kept.start()] for name in names for kept in _KEPT.finditer(name)}
-    own = {}
-    for name in names:
-        inside = wrapped & _above([name])
-        if all(_KEPT.match(name, len(path)) for path in inside):
-            own[name] = _KEPT.sub("", name)
-    return own
+def centred_by(
+    record: Mapping, names: Iterable[str]
+) -> Iterator[tuple[str, dict, str]]:
+    """(parameter, how to centre it, the residual weight in whose dtype it writes), of
+    residual weights and of what PEFT adds to them: a trained copy, and of LoRA's
+    ``B A x`` the B, whose columns need zero mean along the output.
 
-
-class ResidualWeights:
-    """The residual weights among a model's own parameters (`names`), for the tensors
-    that an adapter adds.
+    Raises:
+        ValueError: an adapter may add a mean in another way.
     """
-
-    def __init__(self, record: Mapping, names: Iterable[str]):
-        self.names = set(names)
-        self.places = self.names | _above(self.names)
-        self.how = matching(record["residual_weights"], self.names)
-
-    def changed_by(self, name: str) -> tuple[str, dict] | None:
-        """(the residual weight that an adapter's tensor changes, how to centre that
-        tensor).
-
-        LoRA adds ``B A x``, of the mean of B's columns along its output. None where no
-        residual weight gets a mean by it; a ValueError where one does in another way.
-        """
-        path = _COPIED.sub("", _KEPT.sub("", name))
-        # the parameter that it replaces, or the module that it is added to
-        owner = path
-        while owner and owner not in self.places:
+    plain = {name: _WRAPPED.sub("", name) for name in names}
+    recorded = matching(record["residual_weights"], plain.values())
+    wrapped = {
+        name[: found.start()] for name in plain for found in _WRAPPED.finditer(name)
+    }
+    for name, weight in plain.items():
+        if weight in recorded:
+            yield name, recorded[weight], weight
+            continue
+        owner = name  # the wrapped module that an adapter's parameter is in
+        while owner and owner not in wrapped:
             owner = owner.rpartition(".")[0]
-        touched = [w for w in self.how if f"{w}.".startswith(f"{owner}.")]
-        if not touched:
-            return None
-        if owner == path:  # a trained copy in its place
-            return owner, self.how[owner]
+        if not owner or weight != name:
+            continue
+        touched = [other for other in recorded if other.startswith(f"{owner}.")]
         weight = f"{owner}.weight"
-        lora = _LORA.fullmatch(path, len(owner))
-        if lora is None or weight not in self.how:
+        lora = _LORA.match(name, len(owner))
+        if touched and (lora is None or weight not in recorded):
             raise ValueError(
                 f"{name} changes {touched[0]} in a way that can give it a mean"
             )
-        if "A" in lora.groups():
-            return None
-        return weight, {**self.how[weight], "axis": 0}
-
-
-def _above(names: Iterable[str]) -> set[str]:
-    """Paths of all modules that hold these tensors."""
-    paths = set()
-    for name in names:
-        while "." in name:
-            name = name.rpartition(".")[0]
-            paths.add(name)
-    return paths
+        if touched and lora[1] == "B":
+            yield name, {**recorded[weight], "axis": 0}, weight

@@ -13,22 +13,14 @@ from collections.abc import Iterable
 import torch
 
 from ...converted.record import RECORD_KEY, make_record
-from ...patching.formula.recognise import recognise
 from ...paths import error_line
-from ...verification.context import is_float, leaves_of
+from ...verification.context import is_float
 from ..errors import ConversionRefused
 from ..plan import CentringPlan, Copy, NormRecord, rms_norms
-from .inputs import make_inputs
 from .keys import centred_blocks, keys_of, untied
-from .layer_norms import NO_LAYER_NORM, RMS_ALREADY, Norms, find_layer_norms
-from .model import (
-    MOST_NUMBERS,
-    ProxyModel,
-    give_weights,
-    new_model,
-    token_table,
-)
-from .run import MISFITS, LimitedWork, alike, and_more, run
+from .layer_norms import NO_LAYER_NORM, Norms, find_layer_norms, why_no_layer_norm
+from .model import ProxyModel, new_model, token_table
+from .run import alike, and_more, run
 from .shift_invariance import (
     ZERO_MEAN,
     Blocks,
@@ -37,9 +29,8 @@ from .shift_invariance import (
     input_means,
     shift_invariance_test,
 )
-from .unreached import called_modules, refuse_if_unreached
+from .unreached import refuse_if_unreached
 
-MANY_TOKENS = (32, 96)  # tried where the usual ones leave experts unreached
 NOTES = (
     "output_hidden_states differs: its mean is removed. So do features of a vision or audio encoder.",
     "Fine-tuning can move the weights off zero mean. patch_model checks that by the record in config.json.",
@@ -65,8 +56,7 @@ def discover(proxy: ProxyModel) -> CentringPlan:
     norm_records = []
     for path, norm in norms.items():
         why = reasons.get(path, "")
-        size = proxy.checkpoint_width(norm)
-        norm_records.append(NormRecord(path, size, norm.spec.eps, not why, why))
+        norm_records.append(NormRecord(path, norm.spec.eps, not why, why))
     entries = {
         name: proxy.checkpoint_blocks(name, how) for name, how in weights.items()
     }
@@ -103,22 +93,15 @@ def _reached_norms(proxy: ProxyModel) -> Norms:
             f"{len(norms) + len(silent)} LayerNorms and not {silent[0]}: pass "
             "inputs=... that reach all"
         )
-    if norms:
-        return norms
-    why = NO_LAYER_NORM
-    for module in proxy.model.modules():
-        recipe, refusal = recognise(module)
-        if recipe is not None and not recipe.spec.centered:
-            why = RMS_ALREADY
-        elif refusal is not None:
-            name = type(module).__name__
-            why = f"patch_model would not run {name} as RMSNorm: {refusal.reason}"
-    raise ConversionRefused(f"{proxy.name}: {why}")
+    if not norms:
+        why = why_no_layer_norm(proxy.model) or NO_LAYER_NORM
+        raise ConversionRefused(f"{proxy.name}: {why}")
+    return norms
 
 
 def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
-    """The shift-invariance test, with other inputs or weights if some that are like
-    those which are centred are unreached.
+    """The shift-invariance test; refused if some weights that are like those which are
+    centred are unreached.
     """
     try:
         test = shift_invariance_test(proxy.model, proxy.inputs, norms)
@@ -127,10 +110,8 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
             f"{proxy.name}: its forward cannot be differentiated in eval mode, which "
             f"finding residual weights needs ({error_line(error)})"
         ) from error
-    left = _unreached(test)
-    if left and _changed_to_reach(proxy, left):
-        test = shift_invariance_test(proxy.model, proxy.inputs, norms)
-        left = _unreached(test)
+    places = {alike(name) for name in test.residual_weights}
+    left = [name for name in test.unreached if alike(name) in places]
     if left:
         raise ConversionRefused(
             f"{proxy.name}: no input reached {and_more(left)}, though the same weights "
@@ -138,33 +119,6 @@ def _test_all(proxy: ProxyModel, norms: Norms) -> ShiftTest:
             "reach all of them"
         )
     return test
-
-
-def _unreached(test: ShiftTest) -> list[str]:
-    """Parameters that no input reached, of the same names as some that are centred."""
-    places = {alike(name) for name in test.residual_weights}
-    return [name for name in test.unreached if alike(name) in places]
-
-
-def _changed_to_reach(proxy: ProxyModel, left: list[str]) -> bool:
-    """Give a proxy what may reach these weights: many tokens, if they are of experts;
-    else other weights, as an activation that is saturated passes nothing on.
-
-    False if they stay unreached.
-    """
-    if not any("expert" in name for name in left):
-        give_weights(proxy.model, seed=1)
-        return True
-    if not proxy.has_random_inputs:
-        return False
-    try:
-        with LimitedWork(MOST_NUMBERS // 3):
-            proxy.inputs = make_inputs(proxy.model, MANY_TOKENS)
-    except MISFITS:
-        return False
-    idle = leaves_of(proxy.model).keys() - called_modules(proxy)
-    # else the gradients of so many tokens are not worth their time
-    return not any(name.rpartition(".")[0] in idle for name in left)
 
 
 def _widths(proxy: ProxyModel, weights: Blocks) -> dict[int, int]:

@@ -1,5 +1,5 @@
 """Random inputs that a proxy model runs on: texts, what its towers for pictures and
-sound take, and states of an encoder. `make_proxy` asks, and `discover` for more tokens.
+sound take, and states of an encoder. `make_proxy` asks.
 """
 
 import inspect
@@ -16,13 +16,11 @@ STATES = 7  # of an encoder
 
 
 @torch.no_grad()
-def make_inputs(model: torch.nn.Module, tokens: tuple[int, int] = TOKENS) -> dict:
+def make_inputs(model: torch.nn.Module) -> dict:
     """Inputs for a float64 model that it runs on, through each tower that inputs can be
     made for.
-
-    `tokens` are rows of text and their length.
     """
-    inputs = default_inputs(model, tokens)
+    inputs = default_inputs(model, TOKENS)
     run(model, inputs)
     config = model.config
     sound = getattr(config, "encoder_config", None)

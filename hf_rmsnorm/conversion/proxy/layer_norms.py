@@ -46,17 +46,20 @@ RMS_ALREADY = (
 )
 
 
-def nothing_to_convert(model: torch.nn.Module) -> str:
+def why_no_layer_norm(model: torch.nn.Module) -> str:
     """Why a model, with its weights or without, has nothing to convert; "" if one of its
-    norms is a LayerNorm, or of a formula that is not known.
+    norms is a LayerNorm.
     """
     why = NO_LAYER_NORM
     for module in model.modules():
         recipe, refusal = recognise(module)
-        if refusal is not None or (recipe is not None and recipe.spec.centered):
+        if recipe is not None and recipe.spec.centered:
             return ""
         if recipe is not None:
             why = RMS_ALREADY
+        elif refusal is not None:
+            name = type(module).__name__
+            why = f"patch_model would not run {name} as RMSNorm: {refusal.reason}"
     return why
 
 

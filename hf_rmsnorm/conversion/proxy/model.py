@@ -21,7 +21,7 @@ from ...verification.context import in_dtype_of
 from ..errors import ConversionRefused
 from ..folders import CONFIG, read_json
 from .inputs import make_inputs
-from .layer_norms import ModelNorm, nothing_to_convert
+from .layer_norms import why_no_layer_norm
 from .run import MISFITS, LimitedWork, run
 from .shrink import VOCABULARY, shrunk
 
@@ -66,20 +66,12 @@ class ProxyModel:
     # parameter of `model` -> its shape in the checkpoint's own size
     checkpoint_shapes: dict[str, torch.Size]
     factor: int  # what most widths were divided by; 1 where the model is its own proxy
-    # `inputs` are random ones, of which there can be more, and not the caller's
-    has_random_inputs: bool
     # length of a block here -> in the checkpoint; `discover` adds them
     checkpoint_widths: dict[int, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         return type(self.model).__name__
-
-    def checkpoint_width(self, norm: ModelNorm) -> int:
-        """The length of a norm's rows in the checkpoint."""
-        return self.checkpoint_widths.get(
-            norm.hidden_size, norm.hidden_size * self.factor
-        )
 
     def checkpoint_blocks(self, name: str, how: dict) -> dict:
         """The blocks of a parameter of `model` in the checkpoint's own size."""
@@ -112,79 +104,48 @@ def make_proxy(
         raise ConversionRefused(
             f"{cls.__name__} cannot be made from this config: {error_line(error)}"
         ) from error
-    if to_convert and (why := nothing_to_convert(empty)):
+    if to_convert and (why := why_no_layer_norm(empty)):
         raise ConversionRefused(f"{cls.__name__}: {why}")
-    search = _Search(cls, shapes_of(empty), inputs)
-    for factor, narrow in _candidates(cls, config, search.shapes):
-        proxy = search.tried(factor, narrow)
-        if proxy is not None:
-            return proxy
-        if len(search.not_run) == MOST_FAILURES or search.work.left < 0:
-            break  # other widths would not help
-    raise ConversionRefused(f"{cls.__name__}: {search.why_none()}")
-
-
-@dataclass
-class _Search:
-    """A search for the first config whose model can be made, and run."""
-
-    cls: type[PreTrainedModel]
-    shapes: dict[str, torch.Size]  # in the checkpoint's own size
-    inputs: Callable[[PreTrainedModel], dict] | None  # of the caller
-    work: LimitedWork = field(default_factory=partial(LimitedWork, MOST_NUMBERS))
-    # the errors as a model was made, and as one ran
-    not_made: list[str] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
-
-    def tried(self, factor: int, config: PretrainedConfig) -> ProxyModel | None:
-        """The proxy of this config; None if it cannot be made, or does not run."""
+    shapes = shapes_of(empty)
+    work = LimitedWork(MOST_NUMBERS)
+    errors: list[str] = []
+    for factor, narrow in _candidates(cls, config, shapes):
         try:
-            if hasattr(config, "validate"):
-                config.validate()
-            model = new_model(self.cls, plain(config, tied=False))
+            model = new_model(cls, plain(narrow, tied=False))
             give_weights(model)
-        except MISFITS as error:
-            self.not_made.append(error_line(error))
-            return None
-        try:
-            arguments = self._arguments(model)
+            arguments = _arguments(model, inputs, work)
             run(model, arguments)
         except MISFITS as error:
-            self.not_run.append(error_line(error))
-            return None
-        is_random = self.inputs is None
-        tied = plain(config)
-        return ProxyModel(model, tied, arguments, self.shapes, factor, is_random)
-
-    def _arguments(self, model: PreTrainedModel) -> dict:
-        """The inputs made here by limited work, or the caller's; in float64, their
-        token ids within the vocabulary of a model that may be narrowed.
-        """
-        if self.inputs is None:
-            with self.work:
-                return make_inputs(model)
-        arguments = in_dtype_of(model, self.inputs(model))
-        size = getattr(model.config.get_text_config(), "vocab_size", None)
-        for name, value in arguments.items():
-            if name.endswith("input_ids") and size == VOCABULARY:
-                arguments[name] = value % size  # as the ids in its config are
-        return arguments
-
-    def why_none(self) -> str:
-        """Why no config served."""
-        if self.not_run and self.inputs is None:
-            return f"its inputs could not be made here ({self.not_run[0]}): pass inputs=..."
-        if self.not_run:
-            what = f"it does not run on these inputs ({self.not_run[0]})"
-            return f"{what}: pass inputs=... that fit"
-        reason = f"of up to {LARGE:,}, none has the same parameters"
-        if self.not_made:
-            reason = self.not_made[0]
-        return (
-            "no narrower model of the same structure was found for its "
-            f"{_size(self.shapes):,} parameters ({reason}): pass model_class, or a "
-            "config that can be narrowed"
+            errors.append(error_line(error))
+            if len(errors) == MOST_FAILURES or work.left < 0:
+                break  # other widths would not help
+            continue
+        return ProxyModel(model, plain(narrow), arguments, shapes, factor)
+    if not errors:
+        raise ConversionRefused(
+            f"{cls.__name__}: no narrower model of the same structure was found for its "
+            f"{_size(shapes):,} parameters: pass model_class, or a config that can be "
+            "narrowed"
         )
+    why = f"it does not run on these inputs ({errors[0]}): pass inputs=... that fit"
+    if inputs is None:
+        why = f"its inputs could not be made here ({errors[0]}): pass inputs=..."
+    raise ConversionRefused(f"{cls.__name__}: {why}")
+
+
+def _arguments(model: PreTrainedModel, inputs, work: LimitedWork) -> dict:
+    """The inputs made here by limited work, or the caller's; in float64, their token
+    ids within the vocabulary of a model that may be narrowed.
+    """
+    if inputs is None:
+        with work:
+            return make_inputs(model)
+    arguments = in_dtype_of(model, inputs(model))
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    for name, value in arguments.items():
+        if name.endswith("input_ids") and size == VOCABULARY:
+            arguments[name] = value % size  # as the ids in its config are
+    return arguments
 
 
 def config_and_class(
@@ -194,13 +155,8 @@ def config_and_class(
     it is RMSNorm already.
     """
     config = config_of(source, trust_remote_code)
-    record = getattr(config, RECORD_KEY, None)
-    if record is not None and not isinstance(record, dict):
-        raise ConversionRefused(
-            f"{source}: {RECORD_KEY} in its config.json is no record of this package: "
-            "take it out"
-        )
-    if record and record.get("computes") == TRAINED_AS_RMS and not trained:
+    record = getattr(config, RECORD_KEY, None) or {}
+    if record.get("computes") == TRAINED_AS_RMS and not trained:
         raise ConversionRefused(
             f"{config.model_type}: by the record in its config.json this is an RMSNorm "
             'model already, trained as one: patch_model runs it; target="native" may '
@@ -294,6 +250,8 @@ def _candidates(cls, config, shapes) -> Iterator[tuple[int, PretrainedConfig]]:
     few = (LEAST_ROW,)
     for factor, narrow in shrunk(config):
         try:
+            if hasattr(narrow, "validate"):
+                narrow.validate()
             here = shapes_of(empty_model(cls, narrow))
         except MISFITS:  # widths that do not go together: the next style may
             continue
@@ -346,8 +304,7 @@ def give_weights(model: torch.nn.Module, seed: int = 0) -> None:
         if id(p) in tables:
             p.copy_(0.7 * normal(p.shape) + 0.3 * normal(p.shape[0], 1) + 0.2)
         elif (p == first).all():
-            start = first if math.isfinite(first) else 0.0
-            p.copy_(start + 0.1 + 0.25 * normal(p.shape))
+            p.copy_(first + 0.1 + 0.25 * normal(p.shape))
         elif p.ndim < 2:
             p.mul_(1 + 0.1 * normal(p.shape))
         else:

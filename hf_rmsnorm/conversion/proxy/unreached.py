@@ -22,7 +22,10 @@ def refuse_if_unreached(
     """
     # A module that was called has shown in the norms' inputs whether it writes. One of
     # another layer that was reached tells of its like.
-    called = called_modules(proxy)
+    called = set()
+    paths = leaves_of(proxy.model)
+    with torch.no_grad():
+        run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))
     known = {
         alike(name) for name in proxy.checkpoint_shapes if name not in test.undetermined
     }
@@ -48,12 +51,3 @@ def refuse_if_unreached(
             "residual stream, it may write to it: pass inputs=... that use it"
         )
     return masks
-
-
-@torch.no_grad()
-def called_modules(proxy: ProxyModel) -> set[str]:
-    """The paths of the leaf modules that the inputs reach."""
-    called = set()
-    paths = leaves_of(proxy.model)
-    run(proxy.model, proxy.inputs, paths, lambda path, *_: called.add(path))
-    return called

@@ -356,28 +356,20 @@ def test_the_record_survives_saving_and_a_wrapper(folders, tmp_path):
     assert kinds(wrapped) == {True}
 
 
-HOSTILE = {
-    "an entry that is a number": {"rms_norms": {"model.norm": 3}},
-    "norms that are a list": {"rms_norms": ["model.norm"]},
-    "an eps that is text": {"rms_norms": {"model.norm": {"eps": "1e-5"}}},
-    "no eps": {"rms_norms": {"model.norm": {}}},
-    "a count that is text": {"rms_norms": {"model.norm": {"eps": 1e-5, "count": "2"}}},
-    "weights that are a list": {"rms_norms": {}, "residual_weights": [1]},
-    "a weight without an axis": {"rms_norms": {}, "residual_weights": {"w": {}}},
-    "blocks that are none": {
-        "rms_norms": {},
-        "residual_weights": {"w": {"axis": 0, "block": 4, "blocks": []}},
-    },
-}
+HOSTILE = [
+    {"rms_norms": {"model.norm": 3}},
+    {"rms_norms": ["model.norm"]},
+    {"rms_norms": {"model.norm": {"eps": "1e-5"}}},
+    {"rms_norms": {}, "residual_weights": [1]},
+    {"rms_norms": {}, "residual_weights": {"w": {"axis": 0}}},
+]
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_record_that_no_conversion_writes_is_refused_in_one_line(what):
+@pytest.mark.parametrize("record", HOSTILE, ids=str)
+def test_a_record_that_no_conversion_writes_is_refused_in_one_line(record):
     model = tiny_models.build("llama")
-    setattr(model.config, RECORD_KEY, {"version": 1, **HOSTILE[what]})
-    with pytest.raises(
-        ValueError, match="no record that this package reads: .* is "
-    ) as e:
+    setattr(model.config, RECORD_KEY, {"version": 1, **record})
+    with pytest.raises(ValueError, match="no record that this package reads") as e:
         patch_model(model)
     assert "\n" not in str(e.value)
     assert not is_patched(model)

@@ -111,7 +111,6 @@ def test_a_plan_found_on_a_narrow_proxy_fits_the_wide_model():
     assert proxy.model.num_parameters() < 2e5
     plan = in_checkpoint(discover(proxy), (), proxy)
     assert {c.block for c in plan.centre} == {256}
-    assert {n.hidden_size for n in plan.norms} == {256}
     model = causal_lm(config)
     ids = torch.randint(3, 500, (1, 150), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
