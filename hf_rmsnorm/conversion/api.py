@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..converted.record import RECORD_KEY, TRAINED_AS_RMS
 from ..paths import fitted
 from ..sources import Source
 from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
@@ -35,6 +36,7 @@ from .verify.compare import NOT_RUN, Verification, VerificationFailed, verify_dr
 logger = logging.getLogger(__name__)
 
 
+@clear_errors()
 def convert_checkpoint(
     src: str | os.PathLike,
     dst: str | os.PathLike,
@@ -73,7 +75,7 @@ def convert_checkpoint(
         raise ConversionRefused("planned says how to convert: leave out target")
     location = locate(src)
     dst = Path(os.path.abspath(dst))
-    with clear_errors(dst), working_folder(location, dst) as draft:
+    with working_folder(location, dst) as draft:
         source = _opened(location, how)
         if planned is None or planned.missing is None:
             planned = _planned(source, how)
@@ -106,6 +108,7 @@ def convert_checkpoint(
     return Conversion(planned, written, verification)
 
 
+@clear_errors()
 def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
     """Return the plan for converting `src` and its proof; nothing is written.
 
@@ -139,6 +142,13 @@ def _planned(source: Checkpoint, options: ConversionOptions) -> PlannedConversio
     with one_thread():
         if options.is_native:
             return plan_native(source)
+        record = source.config.get(RECORD_KEY) or {}
+        if record.get("computes") == TRAINED_AS_RMS:
+            raise ConversionRefused(
+                f"{source.folder}: by the record in its config.json this is an RMSNorm "
+                'model already, trained as one: patch_model runs it; target="native" '
+                "may change its architecture"
+            )
         missing = None
         if source.tensors:
             missing = missing_parameters(source.folder, options)

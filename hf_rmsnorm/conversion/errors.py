@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from ..sources import SourceError
 
 
 class ConversionRefused(ValueError):
@@ -34,13 +35,18 @@ CURES = {
 
 
 @contextmanager
-def clear_errors(where: Path) -> Iterator[None]:
-    """Turn an error of the file system into one line with the cure."""
+def clear_errors() -> Iterator[None]:
+    """Turn an error of the file system, or in the name of a source, into one line with
+    the cure.
+    """
     try:
         yield
+    except SourceError as error:
+        raise ConversionError(str(error)) from None
     except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
         reason = " ".join((error.strerror or str(error)).split())
         cure = CURES.get(error.errno, f"see to it and {AGAIN}")
         raise ConversionError(
-            f"{error.filename or where}: {reason[:1].lower()}{reason[1:]}: {cure}"
+            f"{where}{reason[:1].lower()}{reason[1:]}: {cure}"
         ) from error

@@ -8,7 +8,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..sources import Source, SourceError, find, on_disk
+from ..sources import Source, find, on_disk
 from .errors import ConversionError, ConversionRefused
 
 CONFIG = "config.json"
@@ -55,20 +55,14 @@ CACHED = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/[^/]+")
 
 def locate(src: str | os.PathLike) -> Source:
     """Where a checkpoint is; the network is not used."""
-    if not isinstance(src, str):
-        src = os.path.abspath(src)  # a path is no id of the hub
-    try:
-        return find(src)
-    except SourceError as error:
-        raise ConversionError(str(error)) from None
+    return find(
+        src if isinstance(src, str) else os.path.abspath(src)
+    )  # no id of the hub
 
 
 def downloaded(source: Source, allow_pickle: bool, weights: bool) -> Path:
     """The folder of a checkpoint; a hub's files are downloaded into its cache."""
-    try:
-        return Path(on_disk(source, ignored(allow_pickle, weights)).where)
-    except SourceError as error:
-        raise ConversionError(str(error)) from None
+    return Path(on_disk(source, ignored(allow_pickle, weights)).where)
 
 
 def ignored(allow_pickle: bool, weights: bool) -> tuple[str, ...]:

@@ -7,25 +7,26 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..paths import error_line
-from .errors import ConversionError
+from .errors import ConversionError, ConversionRefused
 from .options import ConversionOptions
-from .proxy.model import config_and_class
+from .proxy.model import config_of, model_class_of
 from .proxy.run import loaded
 
 
 def class_of(folder: Path, options: ConversionOptions) -> type:
     """The class that a folder is loaded with."""
-    how = options.trust_remote_code, options.model_class
-    return config_and_class(folder, *how, trained=True)[1]
+    trusted = options.trust_remote_code
+    config = config_of(folder, trusted)
+    return options.model_class or model_class_of(folder, config, trusted)
 
 
-def load(folder: Path, options: ConversionOptions, **how) -> PreTrainedModel:
-    """The model of a folder, in eval mode and in the checkpoint's own dtype."""
-    model, _ = _load(class_of(folder, options), folder, options, **how)
-    return model
-
-
-def _load(cls: type, folder: Path, options: ConversionOptions, **how) -> tuple:
+def load(
+    folder: Path, options: ConversionOptions, **how
+) -> tuple[PreTrainedModel, dict]:
+    """(the model of a folder, in eval mode and in the checkpoint's own dtype; what
+    Transformers says of the loading).
+    """
+    cls = class_of(folder, options)
     trusted = options.trust_remote_code
     return loaded(cls, folder, dtype="auto", trust_remote_code=trusted, **how)
 
@@ -34,13 +35,14 @@ def missing_parameters(folder: Path, options: ConversionOptions) -> list[str]:
     """Parameters of the model that the checkpoint lacks, found without reading values;
     refused if a shape differs.
     """
-    cls = class_of(folder, options)
     without_values = {"device_map": "meta", "ignore_mismatched_sizes": True}
     try:
-        _, info = _load(cls, folder, options, **without_values)
+        _, info = load(folder, options, **without_values)
+    except ConversionRefused:
+        raise
     except Exception as error:  # a model's own code may raise anything
         raise ConversionError(
-            f"{folder}: {cls.__name__} does not load it: repair the folder, or pass the "
+            f"{folder}: Transformers does not load it: repair the folder, or pass the "
             f"model_class that it was saved from ({error_line(error)})"
         ) from error
     for key, stored, wanted in sorted(info["mismatched_keys"]):

@@ -19,8 +19,6 @@ FRAMES = {
         "conversion/checkpoint/source.py",
         "_open_pickle",
     ): "a reason, for 'a pickle that'",
-    ("conversion/folders.py", "downloaded"): "a SourceError",
-    ("conversion/folders.py", "locate"): "a SourceError",
     ("conversion/errors.py", "clear_errors"): "what the system says, with its cure",
     ("conversion/proxy/discover.py", "_reached_norms"): "why_no_layer_norm",
     ("conversion/proxy/model.py", "config_of"): "what Transformers says",
@@ -29,7 +27,7 @@ FRAMES = {
     ("integrations/trainer.py", "on_save"): "TRAINED of finetuned.py",
     ("kernels/compiled.py", "_load"): "a KernelUnavailable",
     ("patching/api.py", "_patch"): "what the report says",
-    ("converted/follow.py", "conversion_of"): "a model, before 'is no record'",
+    ("converted/follow.py", "parts"): "explain_missing",
     ("patching/formula/fit.py", "recipe"): "an error of NormSpec",
     ("patching/formula/plain_code.py", "_refusal"): "a verb and its object",
     ("patching/formula/plain_code.py", "read_function"): "another reason",
@@ -38,6 +36,7 @@ FRAMES = {
 INTERNAL = {
     ("__init__.py", "__getattr__"),  # Python's own words
     ("ops/operators.py", "spec_args"),
+    ("converted/follow.py", "_read"),  # "is no record"
 }
 
 

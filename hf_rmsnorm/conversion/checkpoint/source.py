@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .. import folders
-from ..errors import ConversionError, clear_errors
+from ..errors import ConversionError
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,27 +62,26 @@ def open_checkpoint(
         allow_pickle: read ``pytorch_model.bin`` if there is nothing else.
         weights: False where they may be missing, as for the plan of a hub's model.
     """
-    with clear_errors(folder):
-        names, not_copied = folders.files_below(folder)
-        config = folders.config_of_folder(folder, names)
-        main, shards = folders.files_of_weights(folder, names, allow_pickle)
-        if weights and not shards:
-            raise ConversionError(
-                f"{folder}: neither model.safetensors nor its index: download what is "
-                "missing, or rename a variant"
-            )
-        others = []
-        for name in sorted({*names} - {folders.CONFIG, main, *shards}):
-            why = folders.why_not_copied(name)
-            if why:
-                not_copied[name] = why
-            else:
-                others.append(name)
-        for name in (*others, *shards):
-            folders.refuse_elsewhere(folder, name)
-        source = Checkpoint({}, folder, config, {}, others, not_copied)
-        for name in shards:
-            _open_shard(source, name)
+    names, not_copied = folders.files_below(folder)
+    config = folders.config_of_folder(folder, names)
+    main, shards = folders.files_of_weights(folder, names, allow_pickle)
+    if weights and not shards:
+        raise ConversionError(
+            f"{folder}: neither model.safetensors nor its index: download what is "
+            "missing, or rename a variant"
+        )
+    others = []
+    for name in sorted({*names} - {folders.CONFIG, main, *shards}):
+        why = folders.why_not_copied(name)
+        if why:
+            not_copied[name] = why
+        else:
+            others.append(name)
+    for name in (*others, *shards):
+        folders.refuse_elsewhere(folder, name)
+    source = Checkpoint({}, folder, config, {}, others, not_copied)
+    for name in shards:
+        _open_shard(source, name)
     return source
 
 

@@ -7,19 +7,16 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from ...converted.record import RECORD_KEY, TRAINED_AS_RMS
 from ...paths import error_line
 from ...sources import without_weights
 from ...verification.context import in_dtype_of
 from ..errors import ConversionRefused
-from ..folders import CONFIG, read_json
 from .inputs import make_inputs
 from .layer_norms import why_no_layer_norm
 from .run import MISFITS, LimitedWork, run
@@ -86,18 +83,16 @@ def make_proxy(
     trust_remote_code: bool = False,
     model_class: type[PreTrainedModel] | None = None,
     inputs: Callable[[PreTrainedModel], dict] | None = None,
-    trained: bool = False,
     to_convert: bool = False,
 ) -> ProxyModel:
     """The proxy of a model folder or a `PretrainedConfig`; the options are those of
     `plan_conversion`.
 
     Args:
-        trained: also of a model that was trained as RMSNorm; the proxy's own norms are
-            LayerNorms all the same.
         to_convert: refuse a model that has nothing to convert, before any is run.
     """
-    config, cls = config_and_class(source, trust_remote_code, model_class, trained)
+    config = config_of(source, trust_remote_code)
+    cls = model_class or model_class_of(source, config, trust_remote_code)
     try:
         empty = empty_model(cls, config)
     except MISFITS as error:
@@ -148,25 +143,7 @@ def _arguments(model: PreTrainedModel, inputs, work: LimitedWork) -> dict:
     return arguments
 
 
-def config_and_class(
-    source, trust_remote_code: bool, model_class, trained: bool = False
-) -> tuple[PretrainedConfig, type[PreTrainedModel]]:
-    """The config of a source, and the class of its model; refused if a record says that
-    it is RMSNorm already.
-    """
-    config = config_of(source, trust_remote_code)
-    record = getattr(config, RECORD_KEY, None) or {}
-    if record.get("computes") == TRAINED_AS_RMS and not trained:
-        raise ConversionRefused(
-            f"{config.model_type}: by the record in its config.json this is an RMSNorm "
-            'model already, trained as one: patch_model runs it; target="native" may '
-            "change its architecture"
-        )
-    cls = model_class or _class_of(source, config, trust_remote_code)
-    return config, cls
-
-
-def _class_of(source, config, trust_remote_code: bool) -> type[PreTrainedModel]:
+def model_class_of(source, config, trust_remote_code: bool) -> type[PreTrainedModel]:
     """The class that the checkpoint was saved from; else that of its type."""
     remote = getattr(config, "auto_map", None) or {}
     for auto in ("AutoModelForCausalLM", "AutoModel"):
@@ -196,14 +173,9 @@ def config_of(source, trust_remote_code: bool = False) -> PretrainedConfig:
         trusted = bool(trust_remote_code)  # None would ask on stdin
         return AutoConfig.from_pretrained(source, trust_remote_code=trusted)
     except (ValueError, OSError) as error:
-        stored = read_json(Path(source) / CONFIG)
-        kind = stored.get("model_type")
         why = error_line(error)
-        if stored.get("auto_map") and not trust_remote_code:
+        if "trust_remote_code" in str(error):
             why = "it brings model code of its own: read it, and pass trust_remote_code=True if you trust it"
-        elif kind not in transformers.CONFIG_MAPPING:
-            version = transformers.__version__
-            why = f"Transformers {version} has no model type {kind!r}: install one that has it"
         raise ConversionRefused(f"{source}: {why}") from error
 
 

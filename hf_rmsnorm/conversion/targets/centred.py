@@ -54,12 +54,7 @@ def plan_centring(
         )
     plan = in_checkpoint(plan, source.tensors, proxy)
     origin = provenance(source.folder)
-    record = {
-        "converted_by": origin["converted_by"],  # the first line of the record
-        **plan.config[RECORD_KEY],
-        **origin,
-        "proof": proof.to_dict(),
-    }
+    record = {**plan.config[RECORD_KEY], **origin, "proof": proof.to_dict()}
     said = [*plan.notes, *notes]
     # one of an earlier conversion is kept where it says the same
     if before := getattr(proxy.config, RECORD_KEY, None):

@@ -39,8 +39,7 @@ def plan_native(source: Checkpoint) -> PlannedNative:
     """
     pair_of(source.config.get("model_type"))
     config = config_of(source.folder)
-    native_target(config)  # refused by the config alone, before a tensor is read
-    proxy = make_proxy(source.folder, trained=True)
+    proxy = make_proxy(source.folder)
     target = native_target(config, naming(source.tensors, proxy.model))
     for tensor in target.tensors.values():
         for key in sorted({*tensor.keys} - source.tensors.keys()):

@@ -1,6 +1,6 @@
 """Make the native target of a config: the config of its architecture, and how each of
-its tensors is computed. `plan_native` makes it three times: of the config alone, of the
-checkpoint, and of the proxy model, on which it is proven.
+its tensors is computed. `plan_native` makes it of the checkpoint, and of the proxy model,
+on which it is proven.
 """
 
 from collections.abc import Callable

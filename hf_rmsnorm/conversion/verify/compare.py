@@ -75,22 +75,17 @@ def verify_draft(
     must be centred. Each run is compared with a float64 run of the source, and may have
     1.5 times the source's own error.
     """
-    with side_by_side(source, draft, options) as pair:
-        compare = partial(
-            verify_equivalence,
-            as_it_computes(pair.original),
-            pair.result,
-            pair.inputs,
-            max_new_tokens=0,
-            norms=False,
-        )
-        logger.info("verifying: the result as it loads, %s", pair.run_on)
+    with side_by_side(source, draft, options) as (original, result, inputs, run_on):
+        how = {"max_new_tokens": 0, "norms": False}
+        computed = as_it_computes(original)
+        compare = partial(verify_equivalence, computed, result, inputs, **how)
+        logger.info("verifying: the result as it loads, %s", run_on)
         runs = {"as loaded": compare()}
-        summary = f"source and result run {pair.run_on}"
+        summary = f"source and result run {run_on}"
         is_followed = True
-        if hasattr(pair.result.config, RECORD_KEY):
+        if hasattr(result.config, RECORD_KEY):
             logger.info("verifying: the result as RMSNorm")
-            with patched(pair.result) as report, use_backend("reference"):
+            with patched(result) as report, use_backend("reference"):
                 runs["as RMSNorm"] = compare()
             count = sum(norm.converted for norm in report.swapped)
             summary = f"{summary}, {count} norms as RMSNorm"

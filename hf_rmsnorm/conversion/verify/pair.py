@@ -5,7 +5,6 @@ module by module if memory does not hold both.
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -40,22 +39,16 @@ _IN_FLOAT64 = 6
 _FOR_EACH = 0.1  # of the free memory: weights that stay while the others are read
 
 
-@dataclass
-class ModelPair:
-    """Two models in eval mode, and keyword arguments of their forward, a batch each."""
-
-    original: torch.nn.Module
-    result: torch.nn.Module
-    inputs: list[dict]
-    run_on: str  # a description of the runs, for people
-
-
 @contextmanager
 def side_by_side(
     source: Checkpoint, draft: Path, options: ConversionOptions
-) -> Iterator[ModelPair]:
+) -> Iterator[tuple]:
     """Load two checkpoints in their own dtype. If memory does not hold both, the
     weights of a module are read when it runs.
+
+    Returns:
+        (original model, converted model, keyword arguments of their forward, a batch
+        each; a description of the runs, for people).
     """
     size = sum(tensor.nbytes for tensor in source.tensors.values())
     free = psutil.virtual_memory().available
@@ -68,8 +61,8 @@ def side_by_side(
             run_on += ", module by module"
             how = {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
             how["offload_folder"] = scratch
-        original = load(source.folder, options, **how)
-        result = load(draft, options, **how)
+        original, _ = load(source.folder, options, **how)
+        result, _ = load(draft, options, **how)
         if original.dtype == torch.float64 and not how:
             # which has no wider run to compare with
             original = original.float()
@@ -77,7 +70,7 @@ def side_by_side(
         if is_few and not options.inputs:
             run_on += f", on {FEW_TOKENS} tokens as they are large"
         inputs = _batches(source.folder, original, options, is_few)
-        yield ModelPair(original, result, inputs, run_on)
+        yield original, result, inputs, run_on
 
 
 def _batches(
