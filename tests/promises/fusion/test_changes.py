@@ -222,27 +222,35 @@ def change_input(module, args):
     return (args[0] * 2 + 1,) if is_norm(module) else None
 
 
-def change_gradient(module, of_inputs, of_outputs):
-    return (of_inputs[0] * 2,) if is_norm(module) else None
+def change_gradient(module, *gradients):
+    return (gradients[0][0] * 2,) if is_norm(module) else None
 
 
 HOOKS = {
     "forward": change_output,
     "forward_pre": change_input,
     "full_backward": change_gradient,
+    "full_backward_pre": change_gradient,
 }
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("kind", HOOKS)
-def test_global_hooks_see_every_norm(kind):
-    register = getattr(nn.modules.module, f"register_module_{kind}_hook")
+def test_hooks_of_every_kind_see_every_norm(kind, everywhere):
     gradients = []
     for model in both():
-        handle = register(HOOKS[kind])
+        registers = [
+            getattr(m, f"register_{kind}_hook")
+            for m in filter(is_norm, model.modules())
+        ]
+        if everywhere:
+            registers = [getattr(nn.modules.module, f"register_module_{kind}_hook")]
+        handles = [register(HOOKS[kind]) for register in registers]
         try:
             with use_backend("triton"):
                 model(IDS[:, :4], labels=IDS[:, :4]).loss.backward()
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         gradients.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *gradients))

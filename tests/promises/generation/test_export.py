@@ -46,19 +46,6 @@ def test_an_exported_graph_has_the_modules_own_operators(strict):
     assert counts.total() == 2
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_a_patched_model_exports_as_the_unpatched_one(family):
-    model = tiny_models.build(family)
-    ids = tiny_models.token_ids()
-    expected = model(ids, use_cache=False).logits
-    plain = operators(torch.export.export(model, (ids,), {"use_cache": False}))
-    patch_model(model)
-    program = torch.export.export(model, (ids,), {"use_cache": False})
-    assert operators(program) == plain
-    assert torch.equal(program.module()(ids, use_cache=False).logits, expected)
-
-
 LOAD = """
 import hf_rmsnorm.ops.operators
 import sys, torch
@@ -81,7 +68,7 @@ def test_a_file_with_the_operator_loads_once_the_operators_are_imported(tmp_path
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_onnx_has_what_the_unpatched_model_has(family, tmp_path):
     pytest.importorskip("onnxscript", reason="torch.onnx.export asks for it")
     model = tiny_models.build(family)

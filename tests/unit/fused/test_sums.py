@@ -4,7 +4,6 @@ import pytest
 import torch
 from remote_norms import SIZE, MptLPLayerNorm
 from torch import nn
-from torch.nn.utils import parametrize
 
 from hf_rmsnorm import patch_model
 from hf_rmsnorm.fused.sums import add_and_norm
@@ -34,28 +33,6 @@ def fused(fused_sums):
         return bool(fused_sums)
 
     return run
-
-
-def hook(*args):
-    return None
-
-
-CALLED = {
-    "pre-hook": lambda norm: norm.register_forward_pre_hook(hook),
-    "hook": lambda norm: norm.register_forward_hook(hook),
-    "backward hook": lambda norm: norm.register_full_backward_hook(hook),
-    "backward pre-hook": lambda norm: norm.register_full_backward_pre_hook(hook),
-    "weight is computed": lambda norm: parametrize.register_parametrization(
-        norm, "weight", nn.Identity()
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CALLED)
-def test_a_norm_that_has_to_be_called_is_called(norm, fused, change):
-    CALLED[change](norm)
-    left, right = torch.randn(2, 2, D)
-    assert not fused(norm, left.requires_grad_(), right)
 
 
 def test_a_norm_that_casts_its_input_under_autocast_is_called_there(fused):
