@@ -33,6 +33,10 @@ TORCH_FUNCTIONS = [
 TORCH_FORWARDS = (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward)
 READ_BY_TORCH = {"normalized_shape", "weight", "bias", "eps"}
 AUTOCASTS = (("torch", "autocast"), ("transformers", "maybe_autocast"))  # make one
+# Depend on their parts, and on nothing else.
+CONDITIONS = (ast.Compare, ast.BoolOp)
+EXPRESSIONS = (ast.Expr, ast.Return, ast.Tuple, ast.List, ast.Starred, ast.UnaryOp)
+EXPRESSIONS += CONDITIONS
 # May be given any size of the input: in each place, or in their second alone.
 TAKE_SIZES = ("view", "reshape", "expand")
 TAKE_SHAPE = ("layer_norm", "rms_norm")
@@ -206,20 +210,20 @@ class _Body(ast.NodeVisitor):
             self.visit(statement)
 
     def generic_visit(self, node: ast.AST) -> int:
-        raise NotPlain(f"its forward uses {type(node).__name__.lower()}")
-
-    def _visit_all(self, nodes: Iterable[ast.AST]) -> int:
-        kind = CONSTANT
-        for node in nodes:
-            kind = max(kind, self.visit(node))
+        """The kind of what has parts: that of the part which depends on most."""
+        if not isinstance(node, EXPRESSIONS):
+            raise NotPlain(f"its forward uses {type(node).__name__.lower()}")
+        parts = ast.iter_child_nodes(node)
+        kind = self._most(part for part in parts if isinstance(part, ast.expr))
+        is_not = isinstance(getattr(node, "op", None), ast.Not)
+        if kind == TENSOR and (is_not or isinstance(node, CONDITIONS)):
+            raise _refusal("branches on", node)
         return kind
 
+    def _most(self, nodes: Iterable[ast.expr]) -> int:
+        return max(map(self.visit, nodes), default=CONSTANT)
+
     # Statements
-
-    def visit_Expr(self, node: ast.Expr | ast.Return | ast.Starred) -> int:
-        return self.visit(node.value)
-
-    visit_Return = visit_Expr
 
     def visit_If(self, node: ast.If) -> None:
         answer = self._answer(node.test)
@@ -247,7 +251,7 @@ class _Body(ast.NodeVisitor):
         package, _, _ = str(getattr(called, "__module__", "")).partition(".")
         if (package, getattr(called, "__name__", "")) not in AUTOCASTS:
             return False
-        self._visit_all(_arguments(context))
+        self._most(_arguments(context))
         return "enabled=False" in map(ast.unparse, context.keywords)
 
     def visit_Raise(self, node: ast.Raise) -> None:
@@ -279,25 +283,16 @@ class _Body(ast.NodeVisitor):
         if self.visit(test) > most:
             raise _refusal("branches on", test)
 
-    def _visit_condition(self, node: ast.expr, operands: list[ast.expr]) -> int:
-        kind = self._visit_all(operands)
-        if kind == TENSOR:
-            raise _refusal("branches on", node)
-        return kind
-
     def visit_Compare(self, node: ast.Compare) -> int:
         match node:
             case ast.Compare(asked, [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
                 self.visit(asked)  # `gate is None`
                 return CONSTANT
-        return self._visit_condition(node, [node.left, *node.comparators])
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> int:
-        return self._visit_condition(node, node.values)
+        return self.generic_visit(node)
 
     def visit_IfExp(self, node: ast.IfExp) -> int:
         self._check_condition(node.test)
-        return self._visit_all((node.body, node.orelse))
+        return self._most((node.body, node.orelse))
 
     def _answer(self, test: ast.expr) -> bool | None:
         """The value of a condition for every input; None if it is not known here."""
@@ -337,17 +332,6 @@ class _Body(ast.NodeVisitor):
         self.code.note_number(node.value)
         return CONSTANT
 
-    def visit_Tuple(self, node: ast.Tuple | ast.List) -> int:
-        return self._visit_all(node.elts)
-
-    visit_List = visit_Tuple
-    visit_Starred = visit_Expr
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> int:
-        if isinstance(node.op, ast.Not):
-            return self._visit_condition(node, [node.operand])
-        return self.visit(node.operand)
-
     def visit_BinOp(self, node: ast.BinOp) -> int:
         left = self.visit(node.left)
         right = self.visit(node.right)
@@ -384,9 +368,12 @@ class _Body(ast.NodeVisitor):
         _, _, name = text.rpartition(".")
         arguments = _arguments(node)
         if text in ("len", "int"):
-            return self._visit_number(node, arguments)
+            kind = self._most(arguments)
+            if kind == TENSOR:
+                raise _refusal("calls", node)
+            return CONSTANT if text == "len" else kind
         if isinstance(node.func, ast.Attribute) and EFFECTS.get(name) == QUESTION:
-            self._visit_all((node.func.value, *arguments))
+            self._most((node.func.value, *arguments))
             return KIND_OF_FACT[name]
         self._check_function(node.func, text)
         sizes = []
@@ -398,13 +385,6 @@ class _Body(ast.NodeVisitor):
             if self.visit(argument) == SIZE and argument not in sizes:
                 raise _uses_size(argument)
         return TENSOR
-
-    def _visit_number(self, node: ast.Call, arguments: list[ast.expr]) -> int:
-        """The kind of ``len(...)`` or ``int(...)``."""
-        kind = self._visit_all(arguments)
-        if kind == TENSOR:
-            raise _refusal("calls", node)
-        return CONSTANT if ast.unparse(node.func) == "len" else kind
 
     def _check_function(self, function: ast.expr, text: str) -> None:
         """Refuse a function unless it is one of torch's in the list, or a helper that

@@ -172,20 +172,17 @@ def second_input(cls: type) -> tuple[str | None, bool]:
     """(name of the forward's second parameter, whether it must be given); None without
     one that must be given or is None by default, as a gate is.
     """
-    signature = inspect.signature(cls.forward)
-    _, *arguments = signature.parameters.values()
-    defaults = {}
-    for parameter in arguments:
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            defaults[parameter.name] = parameter.default
-    needed = list(defaults.values()).count(inspect.Parameter.empty)
+    parameters = inspect.signature(cls.forward).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    _, *arguments = [p for p in parameters if p.kind not in variable]
+    needed = [p.default for p in arguments].count(inspect.Parameter.empty)
     if needed not in (1, 2):
         raise Unusable(
             "its forward takes something other than one tensor, and perhaps a gate"
         )
-    for second in list(defaults)[1:2]:
-        if needed == 2 or defaults[second] is None:
-            return second, needed == 2
+    for second in arguments[1:2]:
+        if needed == 2 or second.default is None:
+            return second.name, needed == 2
     return None, False
 
 
