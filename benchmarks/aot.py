@@ -168,7 +168,7 @@ def compile_for(name: str) -> CompileOnly:
     """
     recorder = CompileOnly(name)
     driver.set_active(recorder)
-    first_use.compares = False  # there are no results
+    first_use.is_enabled = False  # there are no results
     compiled.device_limits = lambda *_: (recorder.chip.sms, recorder.chip.shared_limit)
 
     def compile(kernel, start, operands, real=_compile):

@@ -20,7 +20,7 @@ class SourceError(ValueError):
     """An error in the name of a model or in its folder, in one line."""
 
 
-class Source(NamedTuple):
+class Location(NamedTuple):
     """Where a model comes from: ``name`` as typed, ``where`` for `from_pretrained`."""
 
     name: str
@@ -56,7 +56,7 @@ def hub_answers() -> bool:
     return True
 
 
-def find(model: str, trust_remote_code: bool = False) -> Source:
+def find(model: str, trust_remote_code: bool = False) -> Location:
     """The source of a model that a user named; the network is not used.
 
     Raises:
@@ -69,11 +69,11 @@ def find(model: str, trust_remote_code: bool = False) -> Source:
             known = ", ".join(f"demo:{name}" for name in DEMO_MODELS)
             like = did_you_mean(name, DEMO_MODELS)
             raise SourceError(f"no demo {name!r}: choose one of {known}{like}")
-        return Source(model, str(demo_path(name)), True, False)
+        return Location(model, str(demo_path(name)), True, False)
     folder = Path(model).expanduser()
     if model.strip() and folder.is_dir():
         if (folder / "config.json").is_file():
-            return Source(model, str(folder), True, trust_remote_code)
+            return Location(model, str(folder), True, trust_remote_code)
         fault = "has no config.json: pass the folder that save_pretrained wrote"
         if (folder / "adapter_config.json").is_file():
             fault = "is an adapter: merge_and_unload it into its base, save that, and pass it"
@@ -85,7 +85,7 @@ def find(model: str, trust_remote_code: bool = False) -> Source:
         raise SourceError(
             f"{what}: pass a local folder, a hub id such as org/name, or demo:llama"
         )
-    return Source(model, model, False, trust_remote_code)
+    return Location(model, model, False, trust_remote_code)
 
 
 @cache
@@ -94,7 +94,7 @@ def _say_that_it_loads(name: str) -> None:
 
 
 @contextmanager
-def loading(source: Source, what: str):
+def loading(source: Location, what: str):
     """Turn whatever transformers raises about a checkpoint into one line; where no bar
     shows a download, one line says that it may come.
     """
@@ -137,7 +137,7 @@ def without_weights(make: Callable):
         return make()
 
 
-def on_disk(source: Source, ignored: tuple[str, ...]) -> Source:
+def on_disk(source: Location, ignored: tuple[str, ...]) -> Location:
     """The same in a folder: a hub's files, but for those patterns, are downloaded into
     its cache.
     """

@@ -164,7 +164,7 @@ def no_kernel_differs(request):
     """
     first_use = sys.modules.get("hf_rmsnorm.ops.first_use")
     if first_use is not None:
-        first_use.compared.clear()
+        first_use.equal_kernels.clear()
     yield
     launches = sys.modules.get("hf_rmsnorm.ops.launches")
     if launches is None or not launches.failed_devices:

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from ..sources import Source, loading, without_weights
+from ..sources import Location, loading, without_weights
 from .common import CliError, one_line
 
 # Tried in this order where the config names no class of transformers.
@@ -15,7 +15,7 @@ AUTO_CLASSES = (
 )
 
 
-def _config_and_class(source: Source):
+def _config_and_class(source: Location):
     """The config, and the class of the saved model if transformers has it; else an auto
     class.
     """
@@ -35,7 +35,7 @@ def _config_and_class(source: Source):
     return config, transformers.AutoModel
 
 
-def empty_model(source: Source):
+def empty_model(source: Location):
     """The model's modules without their weights: on the meta device, so that the size
     does not matter.
     """
@@ -51,7 +51,7 @@ def empty_model(source: Source):
         return without_weights(make).eval()
 
 
-def load_model(source: Source, dtype: str, device):
+def load_model(source: Location, dtype: str, device):
     """A model with its weights, in evaluation mode."""
     _, cls = _config_and_class(source)
     with loading(source, "the weights"):
@@ -59,7 +59,7 @@ def load_model(source: Source, dtype: str, device):
         return model.to(device).eval()
 
 
-def load_tokenizer(source: Source):
+def load_tokenizer(source: Location):
     """The tokenizer, or None where the checkpoint has none."""
     from transformers import AutoTokenizer
 
@@ -78,7 +78,7 @@ def help_texts() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def tokens(model, source: Source, limit: int, text: str | None = None):
+def tokens(model, source: Location, limit: int, text: str | None = None):
     """Token ids of a text, by default Python's help, (1, n) on the model's device, n at
     most limit; seeded random ids without a tokenizer.
     """

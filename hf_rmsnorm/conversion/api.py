@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..converted.record import RECORD_KEY, TRAINED_AS_RMS
 from ..paths import fitted
-from ..sources import Source
+from ..sources import Location
 from .checkpoint.source import FLOATS, Checkpoint, open_checkpoint
 from .checkpoint.write import write_checkpoint
 from .destination import publish, working_folder
@@ -70,25 +70,25 @@ def convert_checkpoint(
             do. DST does not exist then.
         VerificationFailed: the result does not pass; it stays unpublished.
     """
-    how = ConversionOptions(**options)
-    if planned is not None and how.is_native:
+    chosen = ConversionOptions(**options)
+    if planned is not None and chosen.is_native:
         raise ConversionRefused("planned says how to convert: leave out target")
     location = locate(src)
     dst = Path(os.path.abspath(dst))
     with working_folder(location, dst) as draft:
-        source = _opened(location, how)
+        source = _opened(location, chosen)
         if planned is None or planned.missing is None:
-            planned = _planned(source, how)
-        if how.verify:
-            _check_can_run(source, planned, how)
+            planned = _planned(source, chosen)
+        if chosen.verify:
+            _check_can_run(source, planned, chosen)
         logger.info("%s", fitted(str(planned)))
         with one_thread():
             tensors = planned.tensors(source)
             (draft / CONFIG).write_text(planned.config(source), encoding="utf-8")
             shards = write_checkpoint(
-                source, tensors, planned.metadata, draft, how.parsed_max_shard_size, progress
+                source, tensors, planned.metadata, draft, chosen.parsed_max_shard_size, progress
             )  # fmt: skip
-        verification = verify_draft(source, draft, how) if how.verify else NOT_RUN
+        verification = verify_draft(source, draft, chosen) if chosen.verify else NOT_RUN
         if not verification.passed:
             raise VerificationFailed(
                 f"{dst}: not published, the result fails verification\n{verification}",
@@ -122,14 +122,14 @@ def plan_conversion(src: str | os.PathLike, **options) -> PlannedConversion:
         ConversionRefused: it cannot be converted so; the message says why.
         ConversionError: this is no whole checkpoint folder.
     """
-    how = ConversionOptions(**options)
+    chosen = ConversionOptions(**options)
     # the plan of a hub's model needs no weights
-    source = _opened(locate(src), how, needs_weights=how.is_native)
-    return _planned(source, how)
+    source = _opened(locate(src), chosen, needs_weights=chosen.is_native)
+    return _planned(source, chosen)
 
 
 def _opened(
-    location: Source, options: ConversionOptions, needs_weights: bool = True
+    location: Location, options: ConversionOptions, needs_weights: bool = True
 ) -> Checkpoint:
     """The source in its own folder; or in the hub's cache, without weights unless these
     are needed.

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..sources import Source
+from ..sources import Location
 from .errors import ConversionError
 
 
 @contextmanager
-def working_folder(source: Source, dst: Path) -> Iterator[Path]:
+def working_folder(source: Location, dst: Path) -> Iterator[Path]:
     """An empty folder for the draft, which `publish` may make DST; else it is removed.
     Refused for a DST inside of the source, and if it exists or is being made.
     """

@@ -8,7 +8,7 @@ import re
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..sources import Source, find, on_disk
+from ..sources import Location, find, on_disk
 from .errors import ConversionError, ConversionRefused
 
 CONFIG = "config.json"
@@ -53,14 +53,14 @@ NOT_COPIED = {
 CACHED = re.compile(r"(?P<repository>.*/models--[^/]+)/snapshots/[^/]+")
 
 
-def locate(src: str | os.PathLike) -> Source:
+def locate(src: str | os.PathLike) -> Location:
     """Where a checkpoint is; the network is not used."""
     return find(
         src if isinstance(src, str) else os.path.abspath(src)
     )  # no id of the hub
 
 
-def downloaded(source: Source, allow_pickle: bool, weights: bool) -> Path:
+def downloaded(source: Location, allow_pickle: bool, weights: bool) -> Path:
     """The folder of a checkpoint; a hub's files are downloaded into its cache."""
     return Path(on_disk(source, ignored(allow_pickle, weights)).where)
 

@@ -21,14 +21,17 @@ def class_of(folder: Path, options: ConversionOptions) -> type:
 
 
 def load(
-    folder: Path, options: ConversionOptions, **how
+    folder: Path, options: ConversionOptions, **kwargs
 ) -> tuple[PreTrainedModel, dict]:
     """(the model of a folder, in eval mode and in the checkpoint's own dtype; what
     Transformers says of the loading).
+
+    Args:
+        kwargs: more for `from_pretrained`.
     """
     cls = class_of(folder, options)
     trusted = options.trust_remote_code
-    return loaded(cls, folder, dtype="auto", trust_remote_code=trusted, **how)
+    return loaded(cls, folder, dtype="auto", trust_remote_code=trusted, **kwargs)
 
 
 def missing_parameters(folder: Path, options: ConversionOptions) -> list[str]:

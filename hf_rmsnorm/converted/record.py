@@ -180,18 +180,27 @@ def centred_by(
     for name, weight in plain.items():
         if weight in recorded:
             yield name, recorded[weight], weight
-            continue
-        owner = name  # the wrapped module that an adapter's parameter is in
-        while owner and owner not in wrapped:
-            owner = owner.rpartition(".")[0]
-        if not owner or weight != name:
-            continue
-        touched = [other for other in recorded if other.startswith(f"{owner}.")]
-        weight = f"{owner}.weight"
-        lora = _LORA.match(name, len(owner))
-        if touched and (lora is None or weight not in recorded):
-            raise ValueError(
-                f"{name} changes {touched[0]} in a way that can give it a mean"
-            )
-        if touched and lora[1] == "B":
-            yield name, {**recorded[weight], "axis": 0}, weight
+        elif weight == name:
+            yield from _added_by(name, wrapped, recorded)
+
+
+def _added_by(
+    name: str, wrapped: set[str], recorded: Mapping
+) -> Iterator[tuple[str, dict, str]]:
+    """As `centred_by`, of a parameter that is no residual weight: one of an adapter, or
+    one that changes none.
+    """
+    owner = name  # the wrapped module that an adapter's parameter is in
+    while owner and owner not in wrapped:
+        owner = owner.rpartition(".")[0]
+    touched = [other for other in recorded if other.startswith(f"{owner}.")]
+    if not owner or not touched:
+        return
+    weight = f"{owner}.weight"
+    lora = _LORA.match(name, len(owner))
+    if lora is None or weight not in recorded:
+        raise ValueError(
+            f"{name} changes {touched[0]} in a way that can give it a mean"
+        )
+    if lora[1] == "B":
+        yield name, {**recorded[weight], "axis": 0}, weight

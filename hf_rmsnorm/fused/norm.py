@@ -290,7 +290,7 @@ def recipe_of(module: Module) -> Recipe | None:
 
 def norm_asked_to_fuse(module: Module) -> NormPatch | None:
     """`patch_of` a norm that a user lets be fused with what surrounds it; None of any
-    other module. Those in groups, or of x alone, are not: `NormPatch.may_fuse`.
+    other module. `NormPatch.may_fuse` leaves out those in groups, or with a gate.
     """
     patch = patch_of(module)
     if patch is None or not patch.asked.fuse_residual:

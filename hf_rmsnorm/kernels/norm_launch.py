@@ -247,7 +247,7 @@ class NormBackward:
             of_weight = partials
         if need_bias:
             dbias = torch.empty_like(bias)
-            of_bias = partials[1]
+            of_bias = partials[1]  # the half 0 is the weight's
             if need_weight:
                 of_weight = partials[0]
         shift = bias if self.reads_bias else None

@@ -61,7 +61,7 @@ class NormFunction(torch.autograd.Function):
         need = need_h, *of_formula
         if dy is not None and any(need):
             kind = NormBackwardKind(order, need, from_output)
-            dx, dweight, dbias, dgate, dscale = _gradients(
+            dx, dweight, dbias, dgate, dscale = _gradients_with_dh(
                 launches, kind, saved, dy, dh
             )
         dresidual = dx if need_residual else None
@@ -82,7 +82,7 @@ class NormFunction(torch.autograd.Function):
 apply = super(torch.autograd.Function, NormFunction).apply
 
 
-def _gradients(
+def _gradients_with_dh(
     launches: Launches, kind: NormBackwardKind, saved: Operands, dy, dh
 ) -> Operands:
     """(dx, dweight, dbias, dgate, dscale) inside a backward, in whatever that runs.
@@ -104,7 +104,7 @@ def _gradients(
     x, weight, bias, gate, scale, rstd, mean = saved
     if not kind.need[0]:  # that of x
         dh = None
-    # the kernel reads a scale in its place
+    # a kernel that reads a scale adds no dh: then it is added here
     added = dh if scale is None else None
     operands = dy, x, weight, bias, gate, scale, added, rstd, mean
     grads = gradients(launches, kind, operands)

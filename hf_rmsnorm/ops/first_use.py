@@ -49,9 +49,9 @@ MOST_TRIES = 1_000  # of comparisons of a layout, where they show nothing
 MOST_WITHOUT_MEMORY = 2  # where the last of them found no memory
 REPORT = "report it with what `hf-rmsnorm env` prints"
 # switched off where launches are left out, whose results are no numbers
-compares = True
+is_enabled = True
 # by device, how many kernels were compared and found equal
-compared: Counter[torch.device] = Counter()
+equal_kernels: Counter[torch.device] = Counter()
 _settling = threading.Lock()
 
 
@@ -104,7 +104,7 @@ class FirstUse:
         if apply is None:
             return results
         # not before: a checkpoint counts the saved tensors
-        return apply((self.launches, _Launched(self.launch, results)), *operands)
+        return apply((self.launches, _AlreadyRun(self.launch, results)), *operands)
 
     def settle(
         self, device: torch.device, difference: str | None, most_tries: int
@@ -123,9 +123,9 @@ class FirstUse:
             if self.launches.by_key.get(self.key) is self:
                 self.launches.by_key[self.key] = None if difference else self.launch
                 if not difference:
-                    self.launches.compared.add(self.layout)
+                    self.launches.compared_layouts.add(self.layout)
                 if difference == "":
-                    compared[device] += 1
+                    equal_kernels[device] += 1
         if difference:
             raise KernelUnavailable(
                 f"{self.kind.name} on {device} differs from the code that it "
@@ -219,8 +219,8 @@ class FirstUse:
         return [(t, floor) for t, floor in pairs if _holds(t)]
 
 
-class _Launched:
-    """A launch that has run: it gives its results once."""
+class _AlreadyRun:
+    """A launch that has run: `on` starts nothing, and gives its results once."""
 
     def __init__(self, launch: Launch, results: Operands):
         self.launch = launch
@@ -379,7 +379,7 @@ def judged(distances: list[Tensor], floors: list[Tensor], is_back: bool) -> Tens
 
 def summary(device: torch.device) -> str:
     """The result of the comparisons on a device, in words; "" before the first."""
-    count = compared[device]
+    count = equal_kernels[device]
     if not count:
         return ""
     kernels = "kernel" if count == 1 else "kernels"

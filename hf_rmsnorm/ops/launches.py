@@ -140,7 +140,7 @@ class Launches:
 
     Attributes:
         by_key: the dictionary.
-        compared: layouts that were compared with plain torch, and need not be again.
+        compared_layouts: layouts that were compared with plain torch, and need not be again.
         tries: by layout, comparisons that have shown nothing.
     """
 
@@ -154,7 +154,7 @@ class Launches:
 
     def __post_init__(self):
         self.by_key: dict[tuple, Launch | FirstUse | None] = {}
-        self.compared: set[tuple] = set()
+        self.compared_layouts: set[tuple] = set()
         self.tries: Counter[tuple] = Counter()
         _all.add(self)
 
@@ -169,9 +169,9 @@ class Launches:
             launch = kind.make(self, operands, aligned)
         if len(self.by_key) >= self.MOST:
             self.by_key.clear()
-        if launch is not None and first_use.compares:
+        if launch is not None and first_use.is_enabled:
             layout = layout_of(kind, operands, aligned)
-            if layout not in self.compared:
+            if layout not in self.compared_layouts:
                 launch = FirstUse(launch, self, key, kind, layout)
         self.by_key[key] = launch
         return launch
@@ -209,7 +209,7 @@ def forget_launches() -> None:
     """Empty the caches of launches, so that each call chooses its backend again."""
     for launches in list(_all):
         launches.by_key.clear()
-        launches.compared.clear()
+        launches.compared_layouts.clear()
         launches.tries.clear()
 
 

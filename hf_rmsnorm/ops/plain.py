@@ -14,12 +14,12 @@ from ..reference import reference_norm
 
 
 def one_by_one(
-    modulation: str, operands: Operands, normalise: Callable, *of_norm
+    modulation: str, operands: Operands, normalise: Callable, *before_x
 ) -> tuple[OptionalTensor, Tensor]:
     """(h, y) of `NormOperands`, one operator after the other; h is None of no sum.
 
     Args:
-        normalise: called as ``normalise(*of_norm, x)``.
+        normalise: called as ``normalise(*before_x, x)``.
     """
     x, _, _, _, scale, shift, multiplier, residual = operands
     h = None
@@ -27,7 +27,7 @@ def one_by_one(
         x = x * multiplier
     if residual is not None:
         x = h = residual + x
-    y = normalise(*of_norm, x)
+    y = normalise(*before_x, x)
     return h, scaled_and_shifted(y, modulation, scale, shift)
 
 

@@ -13,7 +13,7 @@ from ..fused.norm import recipe_of
 from .layers.fusions import fuse_layers
 from .plan import Entry, Globs, carry_out, make_plan
 from .report import PatchReport, report_on
-from .swap import restore, take_fusions_off, unfuse, unswap_norm, why_not_run
+from .swap import restore, unfuse, unfuse_all, unswap_norm, why_not_run
 
 # One thread at a time changes models, so that a plan still holds when its modules are
 # changed.
@@ -155,7 +155,7 @@ def _patch(
     named = {name: flag for name, flag in options.items() if flag is not None}
     with _changing, contextlib.ExitStack() as stack:
         entries = make_plan(model, include, exclude, named)
-        before = take_fusions_off(model.modules())
+        before = unfuse_all(model.modules())
         stack.callback(restore, before)
         for entry in entries:
             carry_out(entry)

@@ -17,7 +17,7 @@ from ..kernels.counting import counting_into
 from ..operands import present
 from ..ops import chosen_backend
 from ..ops.backend import device_refusal
-from ..ops.first_use import compared, summary
+from ..ops.first_use import equal_kernels, summary
 from ..ops.limits import why_not
 from ..paths import fitted
 from .api import check_module
@@ -111,7 +111,7 @@ class LaunchCount(Counter):
         for (what, _, _), group in alike(pieces, "what", "has_run", "reason"):
             lines += _lines(what, group)
         lines.append(f"  kernels   {names}")
-        for device in compared:
+        for device in equal_kernels:
             lines.append(f"  compared  {summary(device)}")
         return fitted("\n".join(lines), 10)
 

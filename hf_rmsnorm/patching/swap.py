@@ -209,9 +209,12 @@ def fuse(layer: Module, fusion) -> None:
     registries.add(layer, base)
 
 
-def take_fusions_off(modules: Iterable[Module]) -> list[tuple]:
-    """Give layers among modules their own classes, as the norms in them may change;
-    returns for `restore` what each module was before.
+def unfuse_all(modules: Iterable[Module]) -> list[tuple]:
+    """Give layers among modules their own classes, as the norms in them may change.
+
+    Returns:
+        What `restore` undoes this and all later changes by: of each module, norms
+        included, what it was before.
     """
     return [(module, patch_of(module), unfuse(module)) for module in modules]
 

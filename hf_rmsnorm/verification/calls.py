@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..fused.norm import patch_of
 from ..ops import use_backend
-from ..patching.swap import restore, take_fusions_off, unswap_norm
+from ..patching.swap import restore, unfuse_all, unswap_norm
 from .context import is_float
 from .float64 import in_float64
 
@@ -90,7 +90,7 @@ def unpatched(*modules: nn.Module) -> Iterator[None]:
     """Inside, norms and fused layers among these modules have their own classes. Norms
     within a layer stay patched.
     """
-    before = take_fusions_off(modules)
+    before = unfuse_all(modules)
     for module in modules:
         unswap_norm(module)
     try:

@@ -151,7 +151,7 @@ def test_each_kind_breaks_some_kernel(driver):
 def test_sound_kernels_are_kept_at_their_first_use(kind, dtype, driver):
     with use_backend("triton"):
         run_kind(kind, dtype)
-    assert first_use.compared[torch.device("cpu")] == 2, "forward and backward"
+    assert first_use.equal_kernels[torch.device("cpu")] == 2, "forward and backward"
 
 
 def results_of(driver, name, text, monkeypatch):

@@ -115,12 +115,12 @@ def quiet():
             logging.enable_progress_bar()
 
 
-def loaded(cls, folder, **how) -> tuple[PreTrainedModel, dict]:
+def loaded(cls, folder, **kwargs) -> tuple[PreTrainedModel, dict]:
     """(model in eval mode, what Transformers says of the loading); the arguments are
     those of `from_pretrained`.
     """
     with quiet():
-        model, info = cls.from_pretrained(folder, **how, output_loading_info=True)
+        model, info = cls.from_pretrained(folder, **kwargs, output_loading_info=True)
     return model.eval(), info
 
 

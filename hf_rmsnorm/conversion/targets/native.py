@@ -53,8 +53,10 @@ def plan_native(source: Checkpoint) -> PlannedNative:
             raise refused(config, why)
     apart = prove_native(proxy)
     if not apart <= BOUND:
-        how = f"the float64 logits of {target.architecture} differ by {apart:.1e}"
-        raise refused(config, how)
+        difference = (
+            f"the float64 logits of {target.architecture} differ by {apart:.1e}"
+        )
+        raise refused(config, difference)
     origin = {**provenance(source.folder), "source_type": config.model_type}
     return PlannedNative(origin, target, apart)
 

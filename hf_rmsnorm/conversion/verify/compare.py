@@ -76,9 +76,9 @@ def verify_draft(
     1.5 times the source's own error.
     """
     with side_by_side(source, draft, options) as (original, result, inputs, run_on):
-        how = {"max_new_tokens": 0, "norms": False}
+        outputs_alone = {"max_new_tokens": 0, "norms": False}
         computed = as_it_computes(original)
-        compare = partial(verify_equivalence, computed, result, inputs, **how)
+        compare = partial(verify_equivalence, computed, result, inputs, **outputs_alone)
         logger.info("verifying: the result as it loads, %s", run_on)
         runs = {"as loaded": compare()}
         summary = f"source and result run {run_on}"

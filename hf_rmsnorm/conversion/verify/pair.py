@@ -54,16 +54,19 @@ def side_by_side(
     free = psutil.virtual_memory().available
     is_few = size >= LARGE and options.verify != "full"
     run_on = "side by side"
-    how: dict = {}
+    kwargs: dict = {}
     with tempfile.TemporaryDirectory() as scratch:
         if size * _IN_FLOAT64 > 0.8 * free:
             is_few = True
             run_on += ", module by module"
-            how = {"device_map": "auto", "max_memory": {"cpu": int(_FOR_EACH * free)}}
-            how["offload_folder"] = scratch
-        original, _ = load(source.folder, options, **how)
-        result, _ = load(draft, options, **how)
-        if original.dtype == torch.float64 and not how:
+            kwargs = {
+                "device_map": "auto",
+                "max_memory": {"cpu": int(_FOR_EACH * free)},
+            }
+            kwargs["offload_folder"] = scratch
+        original, _ = load(source.folder, options, **kwargs)
+        result, _ = load(draft, options, **kwargs)
+        if original.dtype == torch.float64 and not kwargs:
             # which has no wider run to compare with
             original = original.float()
             result = result.float()

@@ -88,7 +88,7 @@ class Fit(Trial):
             f"it rounds to half precision in an order of its own; in float32 it is {recipe.spec}"
         )
 
-    def _near_in_float32(self, functional: bool) -> Recipe:
+    def _near_in_float32(self, calls_norm: bool) -> Recipe:
         """The first recipe whose results on a few rows are the module's but for
         roundings of float32.
         """
@@ -99,7 +99,7 @@ class Fit(Trial):
         if self.gate is not None:
             gate = self.gates(x)
         y = self.run(x, gate)
-        for recipe in self._candidates(functional):
+        for recipe in self._candidates(calls_norm):
             plainest = _rounding_orders(recipe)[0]
             if not is_formula(y, plainest, x, tensors, gate):
                 continue
@@ -110,7 +110,7 @@ class Fit(Trial):
             reason = f"its second input, {self.gate!r}, is no gate that this package knows, or {reason}"
         raise NotInFamily(reason)
 
-    def _candidates(self, functional: bool) -> Iterator[Recipe]:
+    def _candidates(self, calls_norm: bool) -> Iterator[Recipe]:
         """Every recipe, but for rounding, that a module with these tensors and numbers
         may have, the commonest first.
         """
@@ -132,7 +132,7 @@ class Fit(Trial):
                     has_weight=weight is not None,
                     has_bias=bias is not None,
                     weight_offset=offset,
-                    functional=functional,
+                    functional=calls_norm,
                     eps_outside=outside,
                     gate=gate,
                     group_size=group_size,

@@ -48,7 +48,7 @@ def recognise(module: Module) -> Verdict:
     is_named = isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm))
     is_named = is_named or bool(NORM_NAME.search(class_name(module)))
     values = own_values(module)
-    refusal = _refusal(module, values)
+    refusal = _why_not_examined(module, values)
     if refusal is not None:
         is_norm = is_named and refusal.reason
         return Verdict(None, refusal) if is_norm else NOT_A_NORM
@@ -87,8 +87,10 @@ def _normalises(module: Module, error: Refused) -> bool:
     return code is not None and not ROOTS.isdisjoint(code.co_names)
 
 
-def _refusal(module: Module, values: dict[str, object]) -> Refusal | None:
-    """Why a module must not even be run; without a reason if it is no norm."""
+def _why_not_examined(module: Module, values: dict[str, object]) -> Refusal | None:
+    """Why a module must not even be run; without a reason if it is a block, which is no
+    norm. None if it may be run.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         return Refusal("it is scripted or traced", "patch the model before torch.jit")
     if torch.nn.utils.parametrize.is_parametrized(module):

@@ -128,7 +128,7 @@ def test_a_gate_that_may_be_left_out_is_and_one_that_may_not_runs_the_modules_ow
 @pytest.fixture
 def uncompared(monkeypatch):
     """A module's own forward is not called to be compared with."""
-    monkeypatch.setattr(first_use, "compares", False)
+    monkeypatch.setattr(first_use, "is_enabled", False)
 
 
 def test_a_bias_that_is_gone_or_new_runs_the_modules_own_forward(

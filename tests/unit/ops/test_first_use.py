@@ -55,7 +55,7 @@ LAUNCHES = {
 @pytest.fixture(autouse=True)
 def from_the_beginning():
     forget_launches()
-    first_use.compared.clear()
+    first_use.equal_kernels.clear()
 
 
 def model_of(family="qwen3", dtype=FP32):
@@ -308,16 +308,18 @@ def test_sound_results_are_kept_and_compared_once(family, dtype):
     patch_model(model)
     train(model)
     infer(model)
-    before = first_use.compared[CPU]
+    before = first_use.equal_kernels[CPU]
     assert before
     train(model)
     infer(model)
     with torch.no_grad():
         model(IDS[:, :5])
         model(IDS[:, :4])
-        count = first_use.compared[CPU]
+        count = first_use.equal_kernels[CPU]
         model(IDS[:, :3])
-    assert first_use.compared[CPU] == count, "layouts of other lengths are not again"
+    assert first_use.equal_kernels[CPU] == count, (
+        "layouts of other lengths are not again"
+    )
 
 
 def test_what_was_compared_is_said(capsys):
@@ -325,7 +327,7 @@ def test_what_was_compared_is_said(capsys):
     patch_model(model)
     with count_launches(model) as launches:
         infer(model)
-    line = f"{first_use.compared[CPU]} kernels compared with the model's own code on cpu at their first use: equal"
+    line = f"{first_use.equal_kernels[CPU]} kernels compared with the model's own code on cpu at their first use: equal"
     assert f"  compared  {line}" in str(launches)
     callback = HfRmsNormCallback()
     for _ in range(2):
@@ -345,7 +347,7 @@ def test_numbers_that_are_not_finite_compare_equal():
     weight = torch.ones(64)
     y = rms_norm(x, weight)
     assert y.isfinite().all(-1).tolist() == [True, False, False, True]
-    assert first_use.compared[CPU] == 1
+    assert first_use.equal_kernels[CPU] == 1
 
 
 def test_what_raises_unpatched_raises(monkeypatch):
@@ -372,10 +374,10 @@ def test_where_it_cannot_look_the_next_call_is_compared(monkeypatch):
     with monkeypatch.context() as patches:
         patches.setattr(first_use, "can_compare", lambda *_: False)
         rms_norm(x, weight)
-    assert not first_use.compared[CPU]
+    assert not first_use.equal_kernels[CPU]
     rms_norm(x, weight)
     rms_norm(x, weight)
-    assert first_use.compared[CPU] == 1
+    assert first_use.equal_kernels[CPU] == 1
 
 
 def test_it_does_not_look_where_nothing_may_wait(monkeypatch):
@@ -400,7 +402,7 @@ def test_a_comparison_without_memory_has_one_more_try(step, monkeypatch):
     monkeypatch.setattr(first_use.FirstUse, step, without_memory)
     x, weight = torch.randn(2, 64), torch.ones(64)
     results = [rms_norm(x, weight) for _ in range(4)]
-    assert len(tries) == 2 and not first_use.compared[CPU]
+    assert len(tries) == 2 and not first_use.equal_kernels[CPU]
     assert all(y.equal(results[0]) for y in results)
 
 
@@ -438,7 +440,7 @@ def test_a_first_use_takes_no_more_memory_than_the_own_code(
     own = peak_memory(*call)
     patch_model(norm, **options)
     first = peak_memory(*call)
-    assert first_use.compared[CPU] == 1 + trains
+    assert first_use.equal_kernels[CPU] == 1 + trains
     assert first <= 1.01 * own
     assert peak_memory(*call) < own / 2
 
@@ -447,7 +449,7 @@ def test_norms_of_other_numbers_of_heads_are_compared_by_themselves():
     for heads in (2, 3, 2):
         spec = NormSpec(False, 1e-6)
         compute_norm(torch.randn(2, heads, 64), torch.ones(heads, 64), None, spec)
-    assert first_use.compared[CPU] == 2
+    assert first_use.equal_kernels[CPU] == 2
 
 
 def test_a_comparison_saves_nothing_and_no_mode_sees_it():
@@ -473,7 +475,7 @@ def test_hooks_of_saved_tensors_may_be_forbidden():
     x = torch.randn(4, 64, requires_grad=True)
     with torch.autograd.graph.disable_saved_tensors_hooks("forbidden"):
         rms_norm(x, torch.ones(64)).sum().backward()
-    assert first_use.compared[CPU] == 2
+    assert first_use.equal_kernels[CPU] == 2
 
 
 def test_a_result_that_shows_nothing_is_compared_again():
@@ -481,7 +483,7 @@ def test_a_result_that_shows_nothing_is_compared_again():
     x = torch.randn(4, 64, requires_grad=True)
     for gradient in (0.0, torch.nan, 1.0):
         rms_norm(x, weight).backward(torch.full((4, 64), gradient))
-        assert first_use.compared[CPU] == (2 if gradient == 1.0 else 1)
+        assert first_use.equal_kernels[CPU] == (2 if gradient == 1.0 else 1)
 
 
 def test_gradients_at_the_largest_number_of_float16_are_no_alarm():
@@ -567,7 +569,7 @@ def test_a_large_input_is_compared_by_parts(monkeypatch):
 
     monkeypatch.setattr(first_use, "distances_of", seen)
     for kind in self_check.KINDS:
-        first_use.compared.clear()
+        first_use.equal_kernels.clear()
         run_kind(kind, FP32)
-        assert first_use.compared[CPU] == 2
+        assert first_use.equal_kernels[CPU] == 2
     assert max(of_float64) <= 1_280

@@ -145,7 +145,7 @@ FAULTS = {
 def test_a_fault_in_a_fusion_is_named(fault, monkeypatch):
     module, wrong, dtype, place = FAULTS[fault]
     put(monkeypatch, module, wrong)
-    monkeypatch.setattr(first_use, "compares", False)  # which would see it first
+    monkeypatch.setattr(first_use, "is_enabled", False)  # which would see it first
     report = verify(dtype=dtype)
     paths = failed(report.fused)
     assert not report.passed
