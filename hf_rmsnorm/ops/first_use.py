@@ -16,9 +16,9 @@ tensors and the device of that call. `launches.by_kernel` calls `FirstUse.compar
 - A refused result is not used. The device is left to plain torch, by `launches.give_up`,
   and a warning says so once.
 - It looks where it can: not while a CUDA graph is captured, where synchronisation is
-  watched, or without data. Then the next call is compared. So too, a few times, where a
-  result shows nothing: all zeros, or not finite, as in a first backward whose loss
-  scale is too large.
+  watched, or without data. Then the next call is compared. So too, up to `MOST_TRIES`
+  times, where a result shows nothing: all zeros, or not finite, as in a first backward
+  whose loss scale is too large.
 - It saves nothing for autograd, no mode or hook sees it, and it synchronises once.
 - Layouts that differ in the number of rows alone are compared once.
 """

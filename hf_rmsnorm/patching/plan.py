@@ -37,7 +37,7 @@ class Entry:
         before: what an earlier call has swapped it for, if one has.
         stays: it was swapped, and this call does not name it.
         excluded: its own forward runs, as the globs say.
-        required: it may not run its own forward.
+        required: it must not run its own forward.
         formula: that of the recipe, with the eps that the module has now.
     """
 

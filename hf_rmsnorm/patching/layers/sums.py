@@ -88,7 +88,7 @@ class _NextNorm(NamedTuple):
     """What follows a sum.
 
     Args:
-        passed: how many statements do not read the sum, or give it another name.
+        passed: how many statements only give the sum another name, or do not read it.
         names: the names that it has behind them.
         call: that of the norm of the sum, if the statement begins with it.
     """
