@@ -71,6 +71,9 @@ def convert_checkpoint(
         VerificationFailed: the result does not pass; it stays unpublished.
     """
     chosen = ConversionOptions(**options)
+    if not isinstance(planned, PlannedConversion | None):
+        what = f"planned is of type {type(planned).__name__}"
+        raise ConversionRefused(f"{what}: pass what plan_conversion returned")
     if planned is not None and chosen.is_native:
         raise ConversionRefused("planned says how to convert: leave out target")
     location = locate(src)
@@ -94,6 +97,7 @@ def convert_checkpoint(
                 f"{dst}: not published, the result fails verification\n{verification}",
                 verification,
             )
+        source.check_unchanged()
         planned.describe(draft, verification)
         publish(draft, dst)
     used = {key for tensor in tensors.values() for key in tensor.keys}

@@ -2,21 +2,28 @@
 it, and one rename makes the draft DST.
 
 The working folder holds ``lock``, which its process has locked, and the draft,
-``model``. A lock ends with its process, so a run takes over the folder of a killed one.
+``model``. A lock ends with its process. So a run recognises the folder of a killed one,
+and removes it.
 """
 
 from __future__ import annotations
 
+import glob
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from ..sources import Location
 from .errors import ConversionError
+
+LOCK = "lock"
+DRAFT = "model"
+TOKEN = "[0-9a-f]" * 8
 
 
 @contextmanager
@@ -30,28 +37,61 @@ def working_folder(source: Location, dst: Path) -> Iterator[Path]:
         raise ConversionError(
             f"{dst}: lies inside of the source, which is only read: choose another DST"
         )
-    working = Path(f"{dst}.converting")
-    working.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(working / "lock", blocking=False)
-    draft = working / "model"
+    _refuse_if_taken(dst)
+    parent = next(parent for parent in dst.parents if os.path.lexists(parent))
+    if not parent.is_dir():
+        raise ConversionError(f"{dst}: {parent} is no folder: choose another DST")
+    working = Path(f"{dst}.converting-{secrets.token_hex(4)}")
+    try:
+        working.mkdir(parents=True)
+        with _locked(working, dst) as draft:
+            yield draft
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+
+
+@contextmanager
+def _locked(working: Path, dst: Path) -> Iterator[Path]:
+    """Lock a working folder, for the folder of the draft in it; refused if another
+    process has done that.
+    """
+    lock = FileLock(working / LOCK, blocking=False)
+    draft = working / DRAFT
     try:
         lock.acquire()
+        draft.mkdir(exist_ok=True)
     except (Timeout, FileNotFoundError):  # or it has removed the folder
         raise ConversionError(
             f"{dst}: another process is converting into it: wait for it, or choose "
             "another DST"
         ) from None
     try:
-        shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
-        _refuse_existing(dst)
-        draft.mkdir()
         yield draft
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
         lock.release()
-        with suppress(OSError):  # another process has taken it over
-            os.unlink(lock.lock_file)
-            working.rmdir()
+
+
+def _refuse_if_taken(dst: Path) -> None:
+    """Refuse a DST that exists, or that another process is making. Remove the folders
+    of killed runs.
+    """
+    for working in dst.parent.glob(f"{glob.escape(dst.name)}.converting-{TOKEN}"):
+        try:
+            _remove_if_left(working, dst)
+        except OSError:  # it is gone, or another user's
+            continue
+    _refuse_existing(dst)
+
+
+def _remove_if_left(working: Path, dst: Path) -> None:
+    """Remove the working folder of a run that was killed; refused while it runs."""
+    held = {*os.listdir(working)}
+    if held - {LOCK, DRAFT} or held == {DRAFT} or working.is_symlink():
+        return  # of another program
+    with _locked(working, dst):
+        shutil.rmtree(working, ignore_errors=True)
+    if os.name == "nt":  # which removes no file that is open
+        shutil.rmtree(working, ignore_errors=True)
 
 
 def publish(draft: Path, dst: Path) -> None:

@@ -17,6 +17,7 @@ from .record import (
     TRAINED_AS_RMS,
     VERSION,
     centred_by,
+    check_centring,
     explain_missing,
     is_centred,
     matching,
@@ -28,7 +29,6 @@ MEAN = (
     "no longer has zero mean along the residual stream: it was trained, or is in "
     'another dtype than it is stored in (load it with dtype="auto")'
 )
-CENTRING = {"axis", "block", "blocks"}  # of a residual weight in the record
 # Modules of hooks that move tensors and do not change their values.
 _HARMLESS = ("transformers.", "torch.distributed.", "hf_rmsnorm.")
 
@@ -190,8 +190,8 @@ def conversion_of(model: Module) -> Recorded | None:
 def _read(outer: Module, path: str, model: Module, record: dict) -> Recorded | None:
     """A model with its record; None if it has none of the recorded norms."""
     weights = record.get("residual_weights") or {}
-    if not all(how.keys() >= CENTRING for how in weights.values()):
-        raise KeyError(*CENTRING)
+    for how in weights.values():
+        check_centring(**how)
     # A checkpoint saved with a head may be loaded without it, and the names then lack
     # the head's prefix.
     for head in ("", f"{getattr(model, 'base_model_prefix', '')}."):

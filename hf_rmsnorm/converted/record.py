@@ -95,6 +95,13 @@ def trained_as_rms(record) -> bool:
     )
 
 
+def check_centring(axis, block, blocks, count=1) -> None:
+    """Raise TypeError for an entry of a residual weight that no conversion writes."""
+    numbers = [axis, block - 1, count, *(blocks or ())]
+    if blocks == [] or not all(type(n) is int and n >= 0 for n in numbers):
+        raise TypeError(f"{(axis, block, blocks, count)} is no centring")
+
+
 def explain_missing(record: Mapping, names: Iterable[str]) -> str:
     """The first residual weight that is not among these names of parameters; "" if all
     are.
@@ -180,7 +187,7 @@ def centred_by(
     for name, weight in plain.items():
         if weight in recorded:
             yield name, recorded[weight], weight
-        elif weight == name:
+        else:
             yield from _added_by(name, wrapped, recorded)
 
 
@@ -193,10 +200,13 @@ def _added_by(
     owner = name  # the wrapped module that an adapter's parameter is in
     while owner and owner not in wrapped:
         owner = owner.rpartition(".")[0]
-    touched = [other for other in recorded if other.startswith(f"{owner}.")]
-    if not owner or not touched:
+    if not owner or _WRAPPED.match(name, len(owner)):
+        return  # one of the model's own
+    inside = _WRAPPED.sub("", f"{owner}.")
+    touched = [other for other in recorded if other.startswith(inside)]
+    if not touched:
         return
-    weight = f"{owner}.weight"
+    weight = f"{inside}weight"
     lora = _LORA.match(name, len(owner))
     if lora is None or weight not in recorded:
         raise ValueError(

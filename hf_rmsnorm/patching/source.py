@@ -111,6 +111,8 @@ def _check_name(node: ast.AST) -> None:
     function by itself, or a function that shows its variables.
     """
     match node:
+        case ast.Attribute(_, ("currentframe" | "_getframe") as used):
+            raise CannotRewrite(f"its forward uses {used}(), which shows its variables")
         case ast.Name(used) if used in _LOOK_AT_VARIABLES:
             raise CannotRewrite(f"its forward uses {used}(), which shows its variables")
         case ast.Name(used) | ast.Attribute(_, used):

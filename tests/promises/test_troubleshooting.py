@@ -36,7 +36,7 @@ FRAMES = {
 INTERNAL = {
     ("__init__.py", "__getattr__"),  # Python's own words
     ("ops/operators.py", "spec_args"),
-    ("converted/follow.py", "_read"),  # "is no record"
+    ("converted/record.py", "check_centring"),  # "is no record"
 }
 
 

@@ -31,6 +31,8 @@ class Checkpoint:
     files: dict[str, str] = field(default_factory=dict)  # tensor -> safetensors file
     others: list[str] = field(default_factory=list)  # files to copy
     not_copied: dict[str, str] = field(default_factory=dict)  # file or folder -> why
+    # of every file that is read: its size, and when it was written
+    stamps: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -43,13 +45,32 @@ class Checkpoint:
         """A copy of a tensor."""
         if name not in self.files:
             return self.tensors[name].detach().clone()
-        with safe_open(self.folder / self.files[name], "pt") as file:
-            return file.get_tensor(name).clone()
+        try:
+            with safe_open(self.folder / self.files[name], "pt") as file:
+                return file.get_tensor(name).clone()
+        except SafetensorError:
+            self.check_unchanged()
+            raise
+
+    def check_unchanged(self) -> None:
+        """Raise ConversionError if a file has changed since the folder was opened."""
+        for name, stamp in self.stamps.items():
+            path = self.folder / name
+            if not path.exists() or _stamp(path) != stamp:
+                raise ConversionError(
+                    f"{path}: changed while it was read: let nothing write to the "
+                    "source, and convert again"
+                )
 
     def without_values(self) -> Checkpoint:
         """The same with its tensors on the meta device."""
         tensors = {name: tensor.to("meta") for name, tensor in self.tensors.items()}
         return Checkpoint(tensors, config=self.config)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def open_checkpoint(
@@ -79,7 +100,8 @@ def open_checkpoint(
             others.append(name)
     for name in (*others, *shards):
         folders.refuse_elsewhere(folder, name)
-    source = Checkpoint({}, folder, config, {}, others, not_copied)
+    stamps = {name: _stamp(folder / name) for name in (*others, *shards)}
+    source = Checkpoint({}, folder, config, {}, others, not_copied, stamps)
     for name in shards:
         _open_shard(source, name)
     return source

@@ -210,7 +210,10 @@ class Fit(Trial):
     def _check_ungated(self, recipe: Recipe) -> None:
         """Refuse a module that computes another formula without its gate."""
         ungated = replace(with_spec(recipe, gate=None), gate=None)
-        if not self._agrees_in(ungated, _dtypes(recipe)):
+        dtypes = [*_dtypes(recipe), *_mixed_dtypes(ungated)]
+        if recipe.only_float32:
+            dtypes = [each for each in dtypes if each.x == FP32]
+        if not self._agrees_in(ungated, dtypes):
             raise NotInFamily(
                 f"without its second input, {self.gate!r}, it computes another formula"
             )

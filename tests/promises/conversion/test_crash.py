@@ -66,10 +66,34 @@ def test_an_interrupt_leaves_nothing(job):
     assert_runs_anew(job)
 
 
-def test_files_of_another_program_are_not_touched(job):
+CHANGES = [
+    ("model-00002-of-00002.safetensors", 1),
+    ("model-00002-of-00002.safetensors", -300),
+    ("tokenizer.json", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_a_source_that_changes_half_way(job, name, change):
+    _, src, _ = job
+    path = src / name
+    original = path.read_bytes()
+
+    def progress(tensors, *_):
+        if tensors == 4:
+            os.truncate(path, len(original) + change)
+
+    refused(job, str(path), "convert again", progress=progress)
+    path.write_bytes(original)
+    assert_runs_anew(job)
+
+
+@pytest.mark.parametrize("held", ["mine.txt", "lock/mine.txt", "model/mine.txt"])
+@pytest.mark.parametrize("token", ["old", "0a1b2c3d"])
+def test_a_folder_of_another_program_is_not_touched(job, held, token):
     plan, src, dst = job
-    path = dst.with_name(f"{dst.name}.converting") / "mine.txt"
-    path.parent.mkdir()
+    path = dst.with_name(f"{dst.name}.converting-{token}") / held
+    path.parent.mkdir(parents=True)
     path.write_text("mine")
     write_plan(plan, src, dst)
     assert path.read_text() == "mine"

@@ -362,6 +362,8 @@ def test_a_plan_goes_with_no_other_way_to_convert(tmp_path):
     planned = plan_conversion(GPT2)
     with pytest.raises(ConversionRefused, match="planned says how"):
         convert_checkpoint(GPT2, tmp_path / "out", planned=planned, target="native")
+    with pytest.raises(ConversionRefused, match="planned is of type dict"):
+        convert_checkpoint(GPT2, tmp_path / "out", planned={})
 
 
 def test_a_destination_that_cannot_be_made_is_refused_before_a_download_or_a_plan(
@@ -376,7 +378,7 @@ def test_a_destination_that_cannot_be_made_is_refused_before_a_download_or_a_pla
     with pytest.raises(ConversionError, match="/: exists already"):
         convert_checkpoint("org/gpt2", "/")
     (tmp_path / "file").touch()
-    with pytest.raises(ConversionError, match=r"file.*: not a directory: see to it"):
+    with pytest.raises(ConversionError, match=r"file is no folder: choose another DST"):
         convert_checkpoint("org/gpt2", tmp_path / "file" / "new" / "dst")
 
     def refuse(path, *_):

@@ -163,6 +163,15 @@ def test_adapters_on_writers_are_kept_centred(small, targets, tmp_path):
             torch.testing.assert_close(logits(model), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_an_adapter_below_another_is_noticed(tmp_path):
+    targets = {"target_modules": ["dense"], "r": 2}
+    config = peft.LoHaConfig(init_weights=False, **targets)
+    folder = tiny_models.converted("gpt_neox", tmp_path)
+    model = peft.get_peft_model(load(folder), config, mixed=True)
+    model.add_adapter("second", peft.LoraConfig(**targets))
+    assert "in a way that can give it a mean" in conversion_of(model).why_not
+
+
 def test_what_cannot_be_kept_centred_is_refused_in_one_line(small):
     with pytest.raises(
         ValueError,

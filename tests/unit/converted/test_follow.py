@@ -356,13 +356,21 @@ def test_the_record_survives_saving_and_a_wrapper(folders, tmp_path):
     assert kinds(wrapped) == {True}
 
 
+CENTRING = {"axis": 0, "block": 16, "blocks": None}
 HOSTILE = [
     {"rms_norms": {"model.norm": 3}},
     {"rms_norms": ["model.norm"]},
     {"rms_norms": {"model.norm": {"eps": "1e-5"}}},
     {"rms_norms": {}, "residual_weights": [1]},
     {"rms_norms": {}, "residual_weights": {"w": {"axis": 0}}},
-]
+    *[
+        {"rms_norms": {}, "residual_weights": {"w": CENTRING | wrong}}
+        for wrong in (
+            {"axis": "0"}, {"axis": None}, {"block": 0}, {"block": -16},
+            {"block": 16.0}, {"blocks": "0"}, {"blocks": []}, {"count": "1"}, {"x": 1},
+        )
+    ],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("record", HOSTILE, ids=str)

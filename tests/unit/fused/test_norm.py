@@ -198,3 +198,13 @@ def test_nested_tensors_run_the_modules_own_forward(layout):
             norm(x)
         found = norm(x).unbind()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("norm", (nn.LayerNorm, nn.RMSNorm))
+def test_a_weight_of_two_dimensions_is_refused_as_unpatched(norm):
+    module = norm(D, bias=False) if norm is nn.LayerNorm else norm(D)
+    model = nn.Sequential(module)
+    patch_model(model)
+    module.weight = nn.Parameter(torch.ones(4, D))
+    with pytest.raises(RuntimeError, match="same shape as normalized_shape"):
+        model(torch.rand(2, 3, 4, D))

@@ -55,6 +55,10 @@ def is_absent_available():
     return False
 
 
+def flip(v):
+    return not v
+
+
 def is_autocast_enabled(device):
     return torch.is_autocast_enabled(device)
 
@@ -141,6 +145,7 @@ REFUSED = {
     "reads fast_norm": "return 2 * self.norm(x) if fast_norm == None else self.norm(x)",
     "calls torch.get_autocast_dtype": "return self.norm(x).to(torch.get_autocast_dtype('cpu'))",
     "calls torch.is_autocast_enabled": "return self.norm(x) if torch.is_autocast_enabled() == self.upcast else x",
+    "branches on not v": "if flip(torch.is_autocast_enabled()):\n    x = x.flip(0)\nreturn self.norm(x)",
     "calls torch.jit.is_scripting": "if torch.jit.is_scripting():\n    x = fast_norm(x)\nreturn self.norm(x)",
     # What outlives the call
     "writes self.calls": "self.calls = 1\nreturn self.norm(x)",

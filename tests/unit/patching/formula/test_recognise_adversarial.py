@@ -159,3 +159,13 @@ def in_its_inputs_dtype(self, x):
 def test_a_cast_that_autocast_does_not_undo_is_left_to_the_module():
     (record,) = report_on(make(in_its_inputs_dtype)).swapped
     assert "under autocast it runs its own forward" in record.notes
+
+
+def test_a_gate_that_is_left_out_changes_the_dtype():
+    def forward(self, x, gate=None):
+        h = hat(x, self.eps).to(x.dtype)
+        if gate is None:
+            return self.weight.to(x.dtype) * h
+        return (self.weight * h * F.silu(gate.float())).to(x.dtype)
+
+    assert not report_on(make(forward)).swapped
